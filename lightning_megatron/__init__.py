@@ -1,0 +1,1 @@
+"""Megatron-style 3D parallelism for ordinary LightningModules."""

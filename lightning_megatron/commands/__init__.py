@@ -1,0 +1,1 @@
+"""Commands of the `lightning-megatron` program, one module each."""

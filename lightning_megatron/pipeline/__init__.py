@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, partition, stages and their runtime."""

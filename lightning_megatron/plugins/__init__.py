@@ -1,0 +1,1 @@
+"""Lightning plugins of the strategy."""
