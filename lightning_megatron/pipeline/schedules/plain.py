@@ -1,0 +1,76 @@
+"""GPipe, 1F1B, and the forward-only order: the schedules with one chunk per stage.
+
+1F1B does as few forwards as it can before its first backward, so a stage keeps at most ``stages - rank`` micro-batches
+of activations instead of all of them (Narayanan et al., SC21, arXiv 2104.04473, section 2.2.1)::
+
+    stage 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+    stage 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+"""
+
+from __future__ import annotations
+
+from lightning_megatron.pipeline.instructions import Instruction, Kind
+
+
+def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """All forwards, then all backwards in the same order, on every stage.
+
+    Args:
+        stages: Number of stage ranks.
+        micro_batches: Micro-batches per step.
+
+    Returns:
+        Per stage rank, its instructions.
+    """
+    forwards = [Instruction(Kind.FORWARD, index) for index in range(micro_batches)]
+    backwards = [Instruction(Kind.BACKWARD, index) for index in range(micro_batches)]
+    return [forwards + backwards for _ in range(stages)]
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """``min(stages - rank - 1, m)`` forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    Args:
+        stages: Number of stage ranks.
+        micro_batches: Micro-batches per step.
+
+    Returns:
+        Per stage rank, its instructions.
+    """
+    forwards = [Instruction(Kind.FORWARD, index) for index in range(micro_batches)]
+    backwards = [Instruction(Kind.BACKWARD, index) for index in range(micro_batches)]
+    return [alternate(forwards, backwards, stages - rank - 1) for rank in range(stages)]
+
+
+def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up: int) -> list[Instruction]:
+    """``warm_up`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += (forward, backward)
+    return order + backwards[len(forwards) - warm_up :]
+
+
+def forward_only(stages: int, chunks: int, micro_batches: int, group: int | None = None) -> list[list[Instruction]]:
+    """Evaluation order of any placement: groups of ``stages`` micro-batches go through the chunks one after another.
+
+    A whole group passes chunk 0 before chunk 1 starts, so a rank never waits for a micro-batch that is still far away.
+
+    Args:
+        stages: Number of stage ranks.
+        chunks: Model chunks per stage rank.
+        micro_batches: Micro-batches per step.
+        group: Micro-batches per group; ``stages`` when not given.
+
+    Returns:
+        Per stage rank, its instructions; the same on every rank.
+    """
+    group = group or stages
+    order = [
+        Instruction(Kind.FORWARD, micro_batch, chunk)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + group, micro_batches))
+    ]
+    return [order for _ in range(stages)]
