@@ -1,0 +1,124 @@
+"""What travels between the test process and its workers.
+
+Jobs and results are pickled by hand into bytes: torch teaches multiprocessing to send tensors through shared memory,
+whose file handles die with a killed worker, and killing workers is half of this package's work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where one process of a job stands.
+
+    Attributes:
+        rank: this process, 0..world_size-1.
+        world_size: how many processes run the job.
+        port: a free TCP port on 127.0.0.1, the same for every rank of the job and new for every job.
+        directory: the directory the job runs in, the same for every rank; emptied when the test session ends.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    directory: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One function call on one rank; ``function`` is named, not pickled, because decorators replace test functions."""
+
+    module: str
+    qualname: str
+    info: RankInfo
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sys_path: tuple[str, ...]
+
+    def resolve(self) -> Callable[..., Any]:
+        """Imports the function, looking behind a harness decorator."""
+        found: Any = importlib.import_module(self.module)
+        for name in self.qualname.split("."):
+            found = getattr(found, name)
+        return getattr(found, "rank_body", found)
+
+
+@dataclass
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: the rank.
+        value: what the function returned; None where it did not return.
+        error: ``"TypeName: message"`` of the exception, or what the harness had to do; None where the rank succeeded.
+        error_types: qualified class names of the exception, most specific first.
+        trace: the formatted traceback, as the rank saw it.
+        stacks: every Python stack of the process at the moment it was killed; empty where it was not.
+        output: what the process printed during the job.
+        seconds: time from the start of the job to this rank's end.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    error_types: tuple[str, ...] = ()
+    trace: str = ""
+    stacks: str = ""
+    output: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+@dataclass
+class JobFailed(Exception):
+    """Some rank of a job raised, died, or did not end in time; carries every rank's outcome."""
+
+    name: str
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        failed = [outcome for outcome in self.outcomes if not outcome.ok]
+        lines = [f"{self.name}: {len(failed)} of {len(self.outcomes)} ranks failed"]
+        for outcome in failed:
+            lines.append(f"--- rank {outcome.rank} after {outcome.seconds:.1f} s: {outcome.error}")
+            lines += [part for part in (outcome.trace, outcome.stacks) if part]
+            if outcome.output:
+                lines.append(f"    printed by rank {outcome.rank}:\n{outcome.output[-4000:]}")
+        return "\n".join(lines)
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuses a function that a worker could not import by name.
+
+    Raises:
+        ValueError: for lambdas, nested functions and functions of ``__main__``.
+    """
+    qualname = function.__qualname__
+    if "<" in qualname or function.__module__ == "__main__":
+        raise ValueError(
+            f"{function.__module__}.{qualname} cannot be imported by a worker process: "
+            "define it at the top level of an importable module"
+        )
+
+
+def pack(payload: Any) -> bytes:
+    """Pickles ``payload``; tensors travel as bytes."""
+    return pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(data: bytes) -> Any:
+    return pickle.loads(data)
+
+
+def single(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The returned values in rank order."""
+    return [outcome.value for outcome in outcomes]

@@ -1,0 +1,1 @@
+"""Tests that need several processes: functions of the device mesh, and whole Trainers."""

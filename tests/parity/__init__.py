@@ -1,0 +1,1 @@
+"""Parity against one process: the definition of correct here."""
