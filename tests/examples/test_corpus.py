@@ -1,0 +1,143 @@
+"""The example's data pipeline: what it promises about documents, blocks and its cache."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import corpus
+import pytest
+import torch
+from corpus import END_OF_TEXT, CorpusDataModule, Recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Twelve documents of different lengths, and one file that is no text."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        words = " ".join(f"word{number}x{i}" for i in range(20 + 7 * number))
+        (folder / f"document{number:02}.txt").write_text(f"Document {number}: ünïcödé {words}", encoding="utf-8")
+    (folder / "picture.bin").write_bytes(bytes([0xFF, 0xFE, 0xFF]))
+    return folder
+
+
+def make_data(texts: Path, tmp_path: Path, **changes: object) -> CorpusDataModule:
+    options = {"source": str(texts), "sequence": 16, "vocabulary": 300, "validation_fraction": 0.25, **changes}
+    data = CorpusDataModule(Recipe(**options), tmp_path / "cache", batch_size=2, validation_blocks=1000)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def all_tokens(blocks: object) -> list[int]:
+    """The token stream that was packed: of every block but the first, the shared first token is left out."""
+    rows = [row.tolist() for row in blocks[:]["tokens"]]
+    return rows[0] + [token for row in rows[1:] for token in row[1:]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(st.integers(1, 99), max_size=30), max_size=12), st.integers(1, 9))
+def test_packing_loses_no_token_and_predicts_each_exactly_once(documents: list[list[int]], sequence: int) -> None:
+    blocks = [row["tokens"] for row in corpus.pack(documents, sequence, filler=0)]
+    stream = [token for document in documents for token in document]
+    targets = [token for block in blocks for token in block[1:]]
+    assert all(len(block) == sequence + 1 for block in blocks)
+    assert [token for token in targets if token != 0] == stream[1:]
+    assert targets.count(0) < sequence + 1
+    assert all(later[0] == earlier[-1] for earlier, later in zip(blocks, blocks[1:], strict=False))
+
+
+def test_whole_documents_are_held_out_and_every_text_comes_back_from_its_tokens(texts: Path, tmp_path: Path) -> None:
+    data = make_data(texts, tmp_path)
+    end = data.tokenizer.token_to_id(END_OF_TEXT)
+    found: dict[str, set[str]] = {}
+    for name, blocks in (("train", data.train_blocks), ("validation", data.held_out)):
+        stream = data.tokenizer.decode(all_tokens(blocks), skip_special_tokens=False)
+        found[name] = {text for text in stream.split(END_OF_TEXT) if text}
+    written = {path.read_text(encoding="utf-8") for path in texts.glob("*.txt")}
+    assert end == 0
+    assert found["train"] | found["validation"] == written
+    assert not found["train"] & found["validation"]
+    assert len(found["validation"]) == 3
+
+
+def test_a_second_run_reads_the_blocks_of_the_first(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_data(texts, tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the cache was built a second time")
+
+    monkeypatch.setattr(corpus, "build", refuse)
+    second = make_data(texts, tmp_path)
+    assert torch.equal(first.train_blocks[:]["tokens"], second.train_blocks[:]["tokens"])
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.folder.name]
+
+
+@pytest.mark.parametrize("changes", [{"sequence": 8}, {"vocabulary": 280}, {"seed": 1}, {"validation_fraction": 0.5}])
+def test_other_options_get_blocks_of_their_own(texts: Path, changes: dict[str, object]) -> None:
+    options = {"source": str(texts), "sequence": 16, "vocabulary": 300}
+    assert Recipe(**options).key() != Recipe(**{**options, **changes}).key()
+
+
+def test_a_changed_file_gets_blocks_of_its_own(texts: Path) -> None:
+    recipe = Recipe(source=str(texts))
+    before = recipe.key()
+    assert recipe.key() == before
+    os.utime(texts / "document00.txt", ns=(1, 1))
+    assert recipe.key() != before
+
+
+def test_of_two_processes_that_build_at_once_the_second_keeps_the_first_ones_blocks(
+    texts: Path, tmp_path: Path
+) -> None:
+    data = make_data(texts, tmp_path)
+    before = data.train_blocks[:]["tokens"]
+    corpus.build(data.recipe, data.folder)  # the other process had begun before the folder was there
+    data.setup("fit")
+    assert torch.equal(before, data.train_blocks[:]["tokens"])
+    assert list((tmp_path / "cache").iterdir()) == [data.folder]
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "only.bin").write_bytes(b"\xff\xff")
+    (tmp_path / "texts" / "only.txt").write_text("one document")
+    recipe = Recipe(source=str(tmp_path / "texts"))
+    with pytest.raises(ValueError, match=r"1 document\(s\); at least 2"):
+        corpus.build(recipe, tmp_path / "cache" / "key")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_single_file_is_split_at_its_paragraphs(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("\n\n".join(f"Paragraph {i} of the book." for i in range(10)))
+    assert len(corpus.load_documents(str(file), tmp_path / "scratch")) == 10
+
+
+def test_a_table_needs_a_text_column(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"words": "a"}\n{"words": "b"}\n')
+    with pytest.raises(ValueError, match=r"has the columns \['words'\]; one named 'text' is needed"):
+        corpus.load_documents(str(file), tmp_path / "scratch")
+    file.write_text('{"text": "a", "other": 1}\n{"text": "b", "other": 2}\n')
+    assert corpus.load_documents(str(file), tmp_path / "scratch")["text"] == ["a", "b"]
+
+
+def test_a_path_that_is_not_there_is_refused_before_anything_is_downloaded() -> None:
+    with pytest.raises(ValueError, match="`--data ./nowhere`: there is no such file or folder"):
+        Recipe(source="./nowhere").key()
+
+
+def test_unigram_entropy_of_known_frequencies() -> None:
+    assert corpus.unigram_entropy(torch.tensor([[0, 1], [2, 3]])) == pytest.approx(math.log(4), abs=1e-12)
+    assert corpus.unigram_entropy(torch.tensor([5, 5, 5])) == 0
+    assert corpus.unigram_entropy(torch.tensor([0, 0, 0, 1])) == pytest.approx(
+        -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=1e-12
+    )
