@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import corpus
@@ -49,7 +50,7 @@ def test_packing_loses_no_token_and_predicts_each_exactly_once(documents: list[l
     assert all(len(block) == sequence + 1 for block in blocks)
     assert [token for token in targets if token != 0] == stream[1:]
     assert targets.count(0) < sequence + 1
-    assert all(later[0] == earlier[-1] for earlier, later in zip(blocks, blocks[1:], strict=False))
+    assert all(later[0] == earlier[-1] for earlier, later in pairwise(blocks))
 
 
 def test_whole_documents_are_held_out_and_every_text_comes_back_from_its_tokens(texts: Path, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_table_needs_a_text_column(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_there_is_refused_before_anything_is_downloaded() -> None:
-    with pytest.raises(ValueError, match="`--data ./nowhere`: there is no such file or folder"):
+    with pytest.raises(ValueError, match=r"`--data \./nowhere`: there is no such file or folder"):
         Recipe(source="./nowhere").key()
 
 
