@@ -1,36 +1,51 @@
-"""When can each instruction start? The one place that knows what a compute instruction waits for.
+"""When can each instruction start? The one place that knows what a computation waits for.
 
-A forward waits for the forward of the previous virtual stage, a backward for the backward of the next one and for its
-own forward, a weight backward for its input backward. Lowering, checking and simulating all ask the same question, so
-they share this sweep: each rank runs its list in order, every instruction as early as its inputs allow.
+A forward waits for the forward of the previous virtual stage; a backward for the backward of the next one, or on the
+last virtual stage for its own forward; a weight half for its input half. Lowering, checking and simulating all ask this
+question, so they share one sweep: every rank runs its list in order, each instruction as early as its inputs allow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
-from lightning_megatron.pipeline.instructions import Kind, Schedule
+from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
 
 _ABSENT = -1.0
 
 
 @dataclass(frozen=True)
-class Durations:
-    """Times of every compute instruction and every transfer, in any one unit.
+class Costs:
+    """Times of computations and transfers, in any one unit of time.
 
     Args:
         forward: Time of a forward, per virtual stage.
         backward_input: Time of the input half of a backward, per virtual stage.
-        backward_weight: Time of the weight half, per virtual stage; a whole backward takes both.
-        latency: Time from the end of a transfer's last byte leaving to its arrival.
-        transfer: Time that one transfer occupies its link (size / bandwidth).
+        backward_weight: Time of the weight half, per virtual stage.
+        backward: Time of a backward that is not split; the sum of its halves when not given.
+        latency: Time between a message leaving its link and its arrival.
+        message_size: Size of one boundary activation (and of its gradient), in any unit.
+        bandwidth: Size per unit of time over one link; a link carries one message at a time, in each direction.
     """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
+    backward: tuple[float, ...] | None = None
     latency: float = 0.0
-    transfer: float = 0.0
+    message_size: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.forward), len(self.backward_input), len(self.backward_weight)}
+        if len(lengths) > 1:
+            raise ValueError(f"costs need one number per virtual stage each, got {sorted(lengths)} numbers")
+        if self.bandwidth <= 0:
+            raise ValueError(f"bandwidth={self.bandwidth} must be above 0")
+        times = (*self.forward, *self.backward_input, *self.backward_weight, *(self.backward or ()))
+        if min((*times, self.latency, self.message_size)) < 0:
+            raise ValueError("costs must not be negative: a computation or transfer cannot take less than no time")
 
     @classmethod
     def uniform(
@@ -39,27 +54,37 @@ class Durations:
         forward: float = 1.0,
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
+        *,
+        backward: float | None = None,
         latency: float = 0.0,
-        transfer: float = 0.0,
-    ) -> Durations:
-        """The same times on every virtual stage."""
+        message_size: float = 0.0,
+        bandwidth: float = math.inf,
+    ) -> Costs:
+        """The same times on every virtual stage; arguments as in the class."""
         return cls(
-            (forward,) * virtual_stages,
-            (backward_input,) * virtual_stages,
-            (backward_weight,) * virtual_stages,
+            (float(forward),) * virtual_stages,
+            (float(backward_input),) * virtual_stages,
+            (float(backward_weight),) * virtual_stages,
+            None if backward is None else (float(backward),) * virtual_stages,
             latency,
-            transfer,
+            message_size,
+            bandwidth,
         )
 
-    def of(self, kind: Kind, virtual_stage: int) -> float:
-        """Time of one compute instruction."""
+    @classmethod
+    def slots(cls, virtual_stages: int) -> Costs:
+        """One unit for every instruction, a whole backward too: the time axis of the textbook grids."""
+        return cls.uniform(virtual_stages, backward=1.0)
+
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """Times of one kind of computation, per virtual stage."""
         if kind is Kind.FORWARD:
-            return self.forward[virtual_stage]
+            return self.forward
         if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input[virtual_stage]
+            return self.backward_input
         if kind is Kind.BACKWARD_WEIGHT:
-            return self.backward_weight[virtual_stage]
-        return self.backward_input[virtual_stage] + self.backward_weight[virtual_stage]
+            return self.backward_weight
+        return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
 
 @dataclass
@@ -74,102 +99,112 @@ class Sweep:
 
     starts: list[list[float]]
     ends: list[list[float]]
-    stuck: dict[int, int] = field(default_factory=dict)
+    stuck: dict[int, int]
 
 
-def sweep(schedule: Schedule, durations: Durations) -> Sweep:
-    """Run every rank's compute instructions as early as their inputs allow.
+def sweep(schedule: Schedule, costs: Costs) -> Sweep:
+    """Run every rank's computations as early as their inputs allow, with asynchronous sends.
 
     Args:
-        schedule: Compute instructions only (not lowered), each with chunk and micro-batch in range.
-        durations: Times of instructions and transfers.
+        schedule: Computations only (not lowered), with chunks and micro-batches in range.
+        costs: Times of computations and transfers.
 
     Returns:
         Start and end times, and where ranks are stuck if the order can never finish.
     """
-    return _Sweeper(schedule, durations).run()
+    return _Sweeper(schedule, costs).run()
 
 
 class _Sweeper:
-    """State of one sweep: finished times by virtual stage and micro-batch, and a clock per rank and link."""
+    """State of one sweep. Arrays over (virtual stage, micro-batch) hold the time at which an input is there."""
 
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
-        self.schedule = schedule
-        self.durations = durations
-        pieces, count = schedule.virtual_stages, schedule.micro_batches
-        # Arrival times at the consumer, so that a rank only compares numbers.
-        self.activation = [[_ABSENT] * count for _ in range(pieces)]  # input of virtual stage, by micro-batch
-        self.gradient = [[_ABSENT] * count for _ in range(pieces)]
-        self.activation[0] = [0.0] * count
-        self.gradient[-1] = [0.0] * count
-        self.forward_done = [[_ABSENT] * count for _ in range(pieces)]
-        self.input_done = [[_ABSENT] * count for _ in range(pieces)]
-        self.position = [0] * schedule.stages
-        self.clock = [0.0] * schedule.stages
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.result = Sweep([[] for _ in range(schedule.stages)], [[] for _ in range(schedule.stages)])
-        self.queue = list(range(schedule.stages - 1, -1, -1))
-        self.queued = [True] * schedule.stages
-        self.owner = [schedule.owner(piece)[0] for piece in range(pieces)]
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        if len(costs.forward) != schedule.virtual_stages:
+            raise ValueError(
+                f"costs are for {len(costs.forward)} virtual stages, schedule {schedule.name!r} has"
+                f" {schedule.virtual_stages} ({schedule.stages} stages x {schedule.chunks} chunks)"
+            )
+        self.lists = schedule.instructions
+        self.count = schedule.micro_batches
+        self.last = schedule.virtual_stages - 1
+        self.costs = {kind: costs.of(kind) for kind in Kind if not kind.is_transfer}
+        self.latency = costs.latency
+        self.occupied = costs.message_size / costs.bandwidth
+        size = schedule.virtual_stages * self.count
+        self.activation = [0.0] * self.count + [_ABSENT] * (size - self.count)
+        self.gradient = [_ABSENT] * size
+        self.input_done = [_ABSENT] * size
+        self.owner = [schedule.owner(piece)[0] for piece in range(schedule.virtual_stages)]
         ranks, chunks = range(schedule.stages), range(schedule.chunks)
         self.pieces = [[schedule.virtual_stage(rank, chunk) for chunk in chunks] for rank in ranks]
+        self.position = [0] * schedule.stages
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.starts: list[list[float]] = [[] for _ in ranks]
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.queue = list(reversed(ranks))
+        self.queued = [True] * schedule.stages
 
     def run(self) -> Sweep:
         while self.queue:
             rank = self.queue.pop()
             self.queued[rank] = False
             self._advance(rank)
-        lists = self.schedule.instructions
-        self.result.stuck = {rank: at for rank, at in enumerate(self.position) if at < len(lists[rank])}
-        return self.result
+        stuck = {rank: at for rank, at in enumerate(self.position) if at < len(self.lists[rank])}
+        return Sweep(self.starts, self.ends, stuck)
 
     def _advance(self, rank: int) -> None:
-        steps, pieces = self.schedule.instructions[rank], self.pieces[rank]
-        starts, ends = self.result.starts[rank], self.result.ends[rank]
-        at, now = self.position[rank], self.clock[rank]
-        while at < len(steps):
+        """Run ``rank`` until an input is missing."""
+        forward, weight = Kind.FORWARD, Kind.BACKWARD_WEIGHT
+        steps, pieces, starts, ends = self.lists[rank], self.pieces[rank], self.starts[rank], self.ends[rank]
+        now = ends[-1] if ends else 0.0
+        for at in range(self.position[rank], len(steps)):
             step = steps[at]
-            kind, piece, index = step.kind, pieces[step.chunk], step.micro_batch
-            ready = self._ready(kind, piece, index)
+            kind, piece = step.kind, pieces[step.chunk]
+            slot = piece * self.count + step.micro_batch
+            # On the last virtual stage the forward itself hands over the gradient; on all others a gradient arrives
+            # only after this rank's forward. So looking for the gradient is enough.
+            inputs = self.activation if kind is forward else self.input_done if kind is weight else self.gradient
+            ready = inputs[slot]
             if ready < 0.0:
-                break
+                self.position[rank] = at
+                return
             start = ready if ready > now else now
-            now = start + self.durations.of(kind, piece)
+            now = start + self.costs[kind][piece]
             starts.append(start)
             ends.append(now)
-            self._finish(kind, piece, index, rank, now)
-            at += 1
-        self.position[rank], self.clock[rank] = at, now
+            if kind is forward:
+                self._forward_done(rank, piece, slot, now)
+            elif kind is not weight:
+                self.input_done[slot] = now
+                if piece:
+                    self._deliver(self.gradient, slot - self.count, rank, self.owner[piece - 1], now)
+        self.position[rank] = len(steps)
 
-    def _ready(self, kind: Kind, piece: int, index: int) -> float:
-        """Time at which the inputs are there, or a negative number when that is not known yet."""
-        if kind is Kind.FORWARD:
-            return self.activation[piece][index]
-        if kind is Kind.BACKWARD_WEIGHT:
-            return self.input_done[piece][index]
-        if self.forward_done[piece][index] < 0.0:
-            return _ABSENT
-        return self.gradient[piece][index]
+    def _forward_done(self, rank: int, piece: int, slot: int, now: float) -> None:
+        if piece == self.last:
+            self.gradient[slot] = now
+        else:
+            self._deliver(self.activation, slot + self.count, rank, self.owner[piece + 1], now)
 
-    def _finish(self, kind: Kind, piece: int, index: int, rank: int, now: float) -> None:
-        if kind is Kind.FORWARD:
-            self.forward_done[piece][index] = now
-            if piece + 1 < len(self.owner):
-                self._deliver(self.activation, piece + 1, index, rank, now)
-        elif kind is not Kind.BACKWARD_WEIGHT:
-            self.input_done[piece][index] = now
-            if piece > 0:
-                self._deliver(self.gradient, piece - 1, index, rank, now)
-
-    def _deliver(self, table: list[list[float]], piece: int, index: int, rank: int, now: float) -> None:
-        peer = self.owner[piece]
+    def _deliver(self, table: list[float], slot: int, rank: int, peer: int, now: float) -> None:
         if peer == rank:
-            table[piece][index] = now
+            table[slot] = now
             return
-        if self.durations.transfer:
-            now = max(now, self.link_free.get((rank, peer), 0.0)) + self.durations.transfer
-            self.link_free[(rank, peer)] = now
-        table[piece][index] = now + self.durations.latency
+        if self.occupied:
+            now = max(now, self.link_free.get((rank, peer), 0.0)) + self.occupied
+            self.link_free[rank, peer] = now
+        table[slot] = now + self.latency
         if not self.queued[peer]:
             self.queued[peer] = True
             self.queue.append(peer)
+
+
+def next_of(schedule: Schedule, rank: int, step: Instruction) -> tuple[int, int] | None:
+    """The ``(rank, chunk)`` that needs the result of a computation; ``None`` if nobody else does.
+
+    The result of a forward goes to the next virtual stage, that of a backward (or its input half) to the previous one.
+    """
+    if step.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    target = schedule.virtual_stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
+    return schedule.owner(target) if 0 <= target < schedule.virtual_stages else None

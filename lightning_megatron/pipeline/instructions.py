@@ -7,7 +7,7 @@ thousands of ranks can be studied on a laptop without torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -113,6 +113,16 @@ class Schedule:
         """Whether this schedule evaluates, with no backward at all."""
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return not any(step.kind in backward for steps in self.instructions for step in steps)
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the lists hold transfers."""
+        return any(step.kind.is_transfer for steps in self.instructions for step in steps)
+
+    def computations(self) -> Schedule:
+        """This schedule without its transfers."""
+        lists = tuple(tuple(step for step in steps if not step.kind.is_transfer) for steps in self.instructions)
+        return replace(self, instructions=lists)
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
         """Position in the model, from 0, of ``chunk`` on stage ``rank``."""

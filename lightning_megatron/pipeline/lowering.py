@@ -1,4 +1,4 @@
-"""Add sends and receives to a schedule of compute instructions.
+"""Add sends and receives to a schedule of computations.
 
 NCCL ignores tags: between two ranks the n-th transfer posted by one meets the n-th posted by the other. So the
 transfers of the whole pipeline are put in *one* order, that of the moment at which each tensor is ready when forwards
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_megatron.pipeline.dependencies import Durations, sweep
+from lightning_megatron.pipeline.dependencies import Costs, next_of, sweep
 from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
 
-_Entry = tuple[float, int, int, int, Instruction]  # time, transfers first, tie-break, position in list, instruction
+# (time, 0 for a transfer and 1 for a computation, rank, position): two ranks sort a transfer by the same four numbers,
+# those of the computation that made the tensor, so no two entries of a list are equal in them.
+_Entry = tuple[float, int, int, int, Instruction]
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -29,24 +31,41 @@ def lower(schedule: Schedule) -> Schedule:
     In a transfer ``chunk`` is the local chunk that made the tensor (sends) or that needs it (receives).
 
     Args:
-        schedule: Compute instructions only; checked or made by ``make_schedule``.
+        schedule: As ``make_schedule`` returns it. One that has transfers already is returned as it is.
 
     Returns:
         The same schedule with transfers.
 
     Raises:
-        ValueError: If the compute instructions themselves can never finish.
+        ValueError: If the computations themselves can never finish.
     """
-    found = sweep(schedule, Durations.uniform(schedule.virtual_stages))
+    if schedule.lowered:
+        return schedule
+    found = sweep(schedule, Costs.uniform(schedule.virtual_stages))
     if found.stuck:
         raise ValueError(f"schedule {schedule.name!r} never finishes: {describe_stuck(schedule, found.stuck)}")
     entries: list[list[_Entry]] = [[] for _ in range(schedule.stages)]
     for rank, steps in enumerate(schedule.instructions):
+        own, starts, ends = entries[rank], found.starts[rank], found.ends[rank]
         for at, step in enumerate(steps):
-            entries[rank].append((found.starts[rank][at], 1, rank, at, step))
-            _add_transfer(schedule, entries, rank, at, step, found.ends[rank][at])
-    ordered = tuple(tuple(entry[4] for entry in sorted(own, key=_sort_key)) for own in entries)
-    return replace(schedule, instructions=ordered)
+            own.append((starts[at], 1, rank, at, step))
+            target = next_of(schedule, rank, step)
+            if target is None or target[0] == rank:
+                continue
+            send, receive = transfer_of(rank, step, *target)
+            own.append((ends[at], 0, rank, at, send))
+            entries[target[0]].append((ends[at], 0, rank, at, receive))
+    for own in entries:
+        own.sort()
+    return replace(schedule, instructions=tuple(tuple(entry[4] for entry in own) for own in entries))
+
+
+def transfer_of(rank: int, step: Instruction, peer: int, chunk: int) -> tuple[Instruction, Instruction]:
+    """The send of ``step``'s result from ``rank`` and its receive on ``peer``, whose ``chunk`` needs it."""
+    forward = step.kind is Kind.FORWARD
+    send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+    receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
+    return Instruction(send, step.micro_batch, step.chunk, peer), Instruction(receive, step.micro_batch, chunk, rank)
 
 
 def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:
@@ -54,28 +73,3 @@ def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:
     waits = [f"stage {rank} waits in {schedule.instructions[rank][at]}" for rank, at in sorted(stuck.items())[:4]]
     more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
     return ", ".join(waits) + more
-
-
-def _sort_key(entry: _Entry) -> tuple[float, int, int, int]:
-    return entry[:4]
-
-
-def _add_transfer(
-    schedule: Schedule, entries: list[list[_Entry]], rank: int, at: int, step: Instruction, ready: float
-) -> None:
-    """Put the send of ``step``'s result in this rank's list and the receive in its peer's, if there is one."""
-    piece = schedule.virtual_stage(rank, step.chunk)
-    if step.kind is Kind.FORWARD:
-        target, send, receive = piece + 1, Kind.SEND_FORWARD, Kind.RECV_FORWARD
-    elif step.kind is not Kind.BACKWARD_WEIGHT:
-        target, send, receive = piece - 1, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD
-    else:
-        return
-    if not 0 <= target < schedule.virtual_stages:
-        return
-    peer, chunk = schedule.owner(target)
-    if peer == rank:
-        return
-    # The pair (sending rank, position) breaks ties in the same way on both sides.
-    entries[rank].append((ready, 0, rank, at, Instruction(send, step.micro_batch, step.chunk, peer)))
-    entries[peer].append((ready, 0, rank, at, Instruction(receive, step.micro_batch, chunk, rank)))
