@@ -247,7 +247,7 @@ def choose_layout(args: argparse.Namespace) -> tuple[str, int, int]:
 def make_data(args: argparse.Namespace, replicas: int) -> CorpusDataModule:
     """The text, cut so that all replicas together read ``--batch`` sequences per step."""
     if args.batch % replicas:
-        raise SystemExit(
+        raise ValueError(
             f"`--batch {args.batch}` cannot be shared by {replicas} replicas; use a multiple of {replicas}."
         )
     recipe = Recipe(source=args.data, sequence=args.sequence, vocabulary=args.vocabulary, seed=args.seed)
@@ -257,7 +257,7 @@ def make_data(args: argparse.Namespace, replicas: int) -> CorpusDataModule:
 def make_module(args: argparse.Namespace) -> LanguageModel:
     """The LightningModule with the sizes that the command line asks for."""
     if args.hidden % args.heads:
-        raise SystemExit(f"`--hidden {args.hidden}` is not a multiple of `--heads {args.heads}`; change one of them.")
+        raise ValueError(f"`--hidden {args.hidden}` is not a multiple of `--heads {args.heads}`; change one of them.")
     sizes = {name: getattr(args, name) for name in ("vocabulary", "sequence", "layers", "hidden", "heads")}
     return LanguageModel(lr=args.lr, steps=args.steps, **sizes)
 
@@ -312,7 +312,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # blocks are mapped memory: none needed
     L.seed_everything(args.seed, verbose=False)
     accelerator, pipeline, replicas = choose_layout(args)
-    data, module = make_data(args, replicas), make_module(args)
+    try:
+        data, module = make_data(args, replicas), make_module(args)
+    except ValueError as problem:
+        raise SystemExit(f"error: {problem}") from None
     trainer = make_trainer(args, accelerator, pipeline, replicas)
     say(f"Layout: {pipeline} pipeline stages x {replicas} replicas x {args.tensor} tensor ranks on {accelerator}")
     trainer.fit(module, data, ckpt_path=args.resume)
