@@ -1,0 +1,101 @@
+"""Says, in words, where two runs differ."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tests.harness import run_trainers
+from tests.parity.row import Row
+from tests.parity.train import Trace, train
+from tests.parity.zoo.registry import ZOO
+
+
+@functools.lru_cache(maxsize=256)
+def reference(row: Row) -> Trace:
+    """The one-process run, made once."""
+    trace: Trace = run_trainers(train, row, devices=1)[0].value
+    assert all(math.isfinite(loss) for loss in trace.losses), f"{row}: one process gives {trace.losses}"
+    return trace
+
+
+def run(row: Row, deadline: float = 120.0) -> list[Trace]:
+    """The row's run, one trace per rank."""
+    return [outcome.value for outcome in run_trainers(train, row, devices=row.devices, deadline=deadline)]
+
+
+def check(row: Row) -> None:
+    """Runs ``row`` and its reference.
+
+    Raises:
+        AssertionError: listing every difference beyond the module's tolerance.
+    """
+    differences = list(compare(run(row), reference(row.reference), ZOO[row.module].tolerance, row.sizes[1] == 1))
+    assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
+
+
+def compare(traces: Sequence[Trace], wanted: Trace, tolerance: float, whole_batches: bool) -> Iterator[str]:
+    """Yields one sentence per difference.
+
+    Args:
+        traces: one per rank.
+        wanted: the reference.
+        tolerance: absolute and relative.
+        whole_batches: every rank sees whole global batches, so that even unreduced losses must agree.
+    """
+    for rank, trace in enumerate(traces):
+        if trace.steps != wanted.steps:
+            yield f"rank {rank} took {trace.steps} steps, one process took {wanted.steps}"
+        if whole_batches:
+            yield from _numbers(f"rank {rank} loss", trace.losses, wanted.losses, tolerance)
+        yield from _numbers(f"rank {rank} learning rate", trace.rates, wanted.rates, 1e-12)
+        yield from _metrics(rank, trace, wanted, tolerance)
+        if trace.best_name != wanted.best_name or not _close(trace.best_score, wanted.best_score, tolerance):
+            yield (
+                f"rank {rank} chose {trace.best_name!r} ({trace.best_score}), "
+                f"one process chose {wanted.best_name!r} ({wanted.best_score})"
+            )
+    yield from _weights(traces, wanted, tolerance)
+
+
+def _metrics(rank: int, trace: Trace, wanted: Trace, tolerance: float) -> Iterator[str]:
+    if len(trace.metrics) != len(wanted.metrics):
+        yield f"rank {rank} recorded metrics {len(trace.metrics)} times, one process {len(wanted.metrics)} times"
+    for time, (got, expected) in enumerate(zip(trace.metrics, wanted.metrics, strict=False)):
+        if set(got) != set(expected):
+            yield f"rank {rank} record {time} has metrics {sorted(got)}, one process {sorted(expected)}"
+        for name in sorted(set(got) & set(expected)):
+            if not _close(got[name], expected[name], tolerance):
+                yield f"rank {rank} record {time} {name} = {got[name]!r}, one process {expected[name]!r}"
+
+
+def _numbers(what: str, got: Sequence[float], expected: Sequence[float], tolerance: float) -> Iterator[str]:
+    if len(got) != len(expected):
+        yield f"{what}: {len(got)} values, one process {len(expected)}"
+    for index, (one, other) in enumerate(zip(got, expected, strict=False)):
+        if not _close(one, other, tolerance):
+            yield f"{what} {index} = {one!r}, one process {other!r}"
+
+
+def _weights(traces: Sequence[Trace], wanted: Trace, tolerance: float) -> Iterator[str]:
+    found = {name for trace in traces for name in trace.weights}
+    if missing := sorted(set(wanted.weights) - found):
+        yield f"on no rank: {missing}"
+    if strange := sorted(found - set(wanted.weights)):
+        yield f"unknown to one process: {strange}"
+    for rank, trace in enumerate(traces):
+        for name in sorted(set(trace.weights) & set(wanted.weights)):
+            got, expected = trace.weights[name], wanted.weights[name]
+            if got.shape != expected.shape:
+                yield f"rank {rank} {name} has shape {tuple(got.shape)}, one process {tuple(expected.shape)}"
+            elif not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
+                yield f"rank {rank} {name} differs by {(got - expected).abs().max().item():.3g}"
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return abs(one - other) <= tolerance * (1 + abs(other))

@@ -1,0 +1,52 @@
+"""One row of the parity table: which module, laid out how, trained how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+LAYOUTS: dict[str, tuple[int, int]] = {"pp2": (2, 1), "pp3": (3, 1), "pp4": (4, 1), "pp2xdp2": (2, 2), "dp2": (1, 2)}
+CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training run.
+
+    Attributes:
+        module: key of the zoo.
+        layout: key of `LAYOUTS`, or ``"one"`` for the plain one-process Trainer.
+        schedule: name of the pipeline schedule.
+        clip: key of `CLIPS`.
+        accumulate: batches per optimizer step.
+        micro_batch: samples per micro-batch and replica, or 0 to leave it to the strategy.
+        steps: optimizer steps.
+        strategy: ``"megatron"``, ``"plain"`` or ``"ddp"``.
+    """
+
+    module: str
+    layout: str = "pp2"
+    schedule: str = "1f1b"
+    clip: str = "none"
+    accumulate: int = 1
+    micro_batch: int = 2
+    steps: int = 6
+    strategy: str = "megatron"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Pipeline and data-parallel size."""
+        return LAYOUTS.get(self.layout, (1, 1))
+
+    @property
+    def devices(self) -> int:
+        pipeline, data = self.sizes
+        return pipeline * data
+
+    @property
+    def reference(self) -> Row:
+        """The same training on one process; rows that differ only in layout share it."""
+        return replace(self, layout="one", schedule="1f1b", micro_batch=0, strategy="plain")
+
+    def __str__(self) -> str:
+        micro = f"mb{self.micro_batch}" if self.micro_batch else "mbauto"
+        return f"{self.module}-{self.layout}-{self.schedule}-{self.clip}-acc{self.accumulate}-{micro}"

@@ -1,0 +1,58 @@
+"""Which rows the parity table has: a covering subset for every run, everything on request.
+
+Five things vary beside the module. The covering subset meets every *pair* of their values at least once, each module
+several times and each layout for about a third of the modules, in about a hundred rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from tests.parity.row import CLIPS, LAYOUTS, Row
+from tests.parity.zoo.registry import ZOO
+
+SCHEDULES = ("1f1b", "gpipe")
+ACCUMULATE = (1, 2)
+MICRO_BATCHES = (2, 1, 3, 0)
+FACTORS = (tuple(LAYOUTS), SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
+Setting = tuple[str, str, str, int, int]
+
+
+def covering(factors: tuple[tuple[object, ...], ...] = FACTORS) -> list[Setting]:
+    """A short list of settings in which every two values of every two factors meet; greedy, the same every time."""
+    settings = list(itertools.product(*factors))
+    missing = {pair for setting in settings for pair in _pairs(setting)}
+    chosen: list[Setting] = []
+    while missing:
+        best = max(settings, key=lambda setting: len(missing & _pairs(setting)))
+        chosen.append(best)  # type: ignore[arg-type]
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(setting: tuple[object, ...]) -> set[tuple[tuple[int, object], ...]]:
+    return set(itertools.combinations(enumerate(setting), 2))
+
+
+def _row(module: str, setting: Setting) -> Row:
+    layout, schedule, clip, accumulate, micro_batch = setting
+    return Row(module, layout, schedule, clip, accumulate, micro_batch)
+
+
+def everyday() -> list[Row]:
+    """Rows of an ordinary test run: three per plain module, one per Hugging Face model."""
+    settings = itertools.cycle(covering())
+    plain = [name for name in ZOO if not name.startswith("hf_")]
+    others = [name for name in ZOO if name.startswith("hf_")]
+    rows = [_row(name, next(settings)) for name in plain * 3]
+    return rows + [_row(name, next(settings)) for name in others]
+
+
+def everything() -> Iterator[Row]:
+    """Every module in every layout with both schedules, and one module in every setting there is."""
+    cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
+    for module, layout, schedule in itertools.product(ZOO, LAYOUTS, SCHEDULES):
+        yield _row(module, (layout, schedule, *next(cycle)))
+    for setting in itertools.product(*FACTORS):
+        yield _row("nanogpt", setting)  # type: ignore[arg-type]

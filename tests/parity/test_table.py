@@ -1,0 +1,29 @@
+"""Losses, weights, metrics, learning rates and the chosen checkpoint are those of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.parity.compare import check
+from tests.parity.row import Row
+from tests.parity.table import FACTORS, covering, everyday, everything
+
+
+def test_the_covering_subset_meets_every_pair_of_values() -> None:
+    settings = covering()
+    for (one, values), (other, others) in itertools.combinations(enumerate(FACTORS), 2):
+        for value, another in itertools.product(values, others):
+            assert any(setting[one] == value and setting[other] == another for setting in settings)
+
+
+@pytest.mark.parametrize("row", everyday(), ids=str)
+def test_training_is_that_of_one_process(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("row", list(dict.fromkeys(everything())), ids=str)
+def test_training_is_that_of_one_process_in_every_row(row: Row) -> None:
+    check(row)

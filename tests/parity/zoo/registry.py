@@ -1,0 +1,75 @@
+"""Every module of the zoo by name, with the tolerance its own arithmetic allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+
+from tests.parity.zoo import huggingface, language, tasks, vision, whole
+
+STRICT = 1e-9
+FLOAT32 = 1e-5
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One module.
+
+    Attributes:
+        build: makes it; called after seeding, so that every process makes the same.
+        tolerance: absolute and relative, on losses, metrics and weights.
+    """
+
+    build: Callable[[], LightningModule]
+    tolerance: float = STRICT
+
+
+def _task(task: type[tasks.Task], net: Callable[[], torch.nn.Module]) -> LightningModule:
+    return task(net())
+
+
+_PLAIN: dict[str, Callable[[], LightningModule]] = {
+    "nanogpt": partial(_task, tasks.OwnLossTask, language.NanoGPT),
+    "keyword_hidden": partial(_task, tasks.MaskedTask, language.KeywordHidden),
+    "sequential_trunk": partial(_task, tasks.TokenTask, language.SequentialTrunk),
+    "one_sequential": partial(_task, tasks.TokenTask, language.OneSequential),
+    "torch_layers": partial(_task, tasks.MaskedTask, language.TorchLayers),
+    "torch_encoder": partial(_task, tasks.TokenTask, language.TorchEncoder),
+    "tuple_layers": partial(_task, tasks.TokenTask, language.TupleLayers),
+    "recurrent": partial(_task, tasks.TokenTask, language.Recurrent),
+    "learned_positions": partial(_task, tasks.TokenTask, language.LearnedPositions),
+    "parallel_lists": partial(_task, tasks.TokenTask, language.ParallelLists),
+    "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),
+    "checkpointed": partial(_task, tasks.TokenTask, language.Checkpointed),
+    "two_heads": partial(_task, tasks.NestedTask, language.TwoHeads),
+    "vision_transformer": partial(_task, tasks.ImageTask, vision.VisionTransformer),
+    "convolutions": partial(_task, tasks.ImageTask, vision.ResidualConvolutions),
+    "perceptron": partial(_task, tasks.TensorTask, vision.Perceptron),
+    "flat_module": whole.FlatModule,
+    "plateau": whole.Plateau,
+    "one_optimizer": whole.OneOptimizer,
+}
+
+
+def _pretrained() -> dict[str, Specimen]:
+    """Each Hugging Face model with its own loss, and every third one with the step's loss instead."""
+    found = {}
+    for index, name in enumerate(huggingface.CONFIGS):
+        build = partial(huggingface.PretrainedTask, name, labels=True, encoded=index % 4 == 1)
+        found[f"hf_{name}"] = Specimen(build, FLOAT32)
+        if index % 3 == 0 and name != "t5":
+            found[f"hf_{name}_logits"] = Specimen(partial(huggingface.PretrainedTask, name, labels=False), FLOAT32)
+    return found
+
+
+ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
+
+
+def build(name: str, seed: int = 7) -> LightningModule:
+    """The module called ``name``, from ``seed``."""
+    torch.manual_seed(seed)
+    return ZOO[name].build()
