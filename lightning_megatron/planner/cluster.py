@@ -1,0 +1,197 @@
+"""Machines as the planner sees them: a GPU's peaks, its node, and the network between nodes.
+
+A prediction needs only datasheet numbers from here; how much of them a training step reaches is in ``constants.py``.
+Clusters that are not in the table come from a YAML file of the same field names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+GB = 1e9
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Datasheet of one accelerator.
+
+    Args:
+        name: its name in tables.
+        generation: ``volta``, ``ampere``, ``hopper`` or ``blackwell``; efficiency constants are kept per generation.
+        peak_16: dense 16-bit peak in FLOP/s.
+        peak_8: dense 8-bit floating-point peak in FLOP/s, 0 where there is none.
+        memory: device memory in bytes.
+        bandwidth: device memory bandwidth in bytes/s.
+        processors: streaming multiprocessors, which set how a matrix product is tiled.
+    """
+
+    name: str
+    generation: str
+    peak_16: float
+    peak_8: float
+    memory: float
+    bandwidth: float
+    processors: int
+
+    def peak(self, precision: str) -> float:
+        """Dense peak in FLOP/s at ``precision``.
+
+        Raises:
+            ValueError: 8-bit was asked of a GPU that has none.
+        """
+        if precision != "fp8":
+            return self.peak_16
+        if not self.peak_8:
+            raise ValueError(f"`precision=fp8` is not available on {self.name}; use bf16 or a Hopper GPU")
+        return self.peak_8
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal GPUs joined by a network.
+
+    Args:
+        gpu: the accelerator in every node.
+        gpus_per_node: accelerators joined by NVLink.
+        nvlink: bytes/s that one GPU sends inside the node (one direction).
+        network: bytes/s that one GPU sends to other nodes (one direction): the node's adapters over its GPUs.
+        nvlink_latency: seconds before a message between two GPUs of a node moves.
+        network_latency: seconds before a message between two nodes moves.
+    """
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    nvlink: float = 300 * GB
+    network: float = 25 * GB
+    nvlink_latency: float = 4e-6
+    network_latency: float = 12e-6
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_node", "nvlink", "network"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be positive; correct the cluster description")
+
+    @classmethod
+    def named(cls, name: str) -> Cluster:
+        """The cluster that usually comes with a GPU, by the GPU's name as people write it.
+
+        Raises:
+            ValueError: no GPU of that name is in the table; the message lists those that are.
+        """
+        key = _canonical(name)
+        if key not in CLUSTERS:
+            known = ", ".join(sorted(CLUSTERS))
+            raise ValueError(f"`gpu={name}` is not in the table ({known}); describe it in a YAML file with `--cluster`")
+        return CLUSTERS[key]
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """Read a cluster from YAML.
+
+        ``gpu`` is a known name, or a mapping of :class:`Gpu` fields (peaks in TFLOP/s, memory in GiB, bandwidth in GB/s);
+        ``nvlink`` and ``network`` are in GB/s per GPU and direction, latencies in microseconds. What is left out keeps
+        the value of the known GPU's usual cluster.
+
+        Raises:
+            ValueError: a field is unknown or a needed one is missing.
+        """
+        import yaml
+
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, Mapping):
+            raise ValueError(f"`{path}` holds {type(values).__name__}, not a mapping of cluster fields")
+        return cls.from_mapping(values)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Cluster:
+        """As :meth:`from_yaml`, from the mapping itself."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown cluster fields {unknown}; known ones are {sorted(known)}")
+        if "gpu" not in values:
+            raise ValueError("the cluster description has no `gpu`; give a known name or a mapping of its datasheet")
+        gpu = values["gpu"]
+        base = cls.named(gpu) if isinstance(gpu, str) else cls(gpu=_gpu_from_mapping(gpu))
+        scale = {"nvlink": GB, "network": GB, "nvlink_latency": 1e-6, "network_latency": 1e-6, "gpus_per_node": 1}
+        changes = {name: values[name] * unit for name, unit in scale.items() if name in values}
+        return replace(base, **changes)
+
+
+def _gpu_from_mapping(values: Mapping[str, Any]) -> Gpu:
+    """A GPU from its YAML fields, in the units that datasheets use."""
+    units = {"peak_16": 1e12, "peak_8": 1e12, "memory": GIB, "bandwidth": GB, "processors": 1}
+    allowed = {"name", "generation", *units}
+    if unknown := sorted(set(values) - allowed):
+        raise ValueError(f"unknown GPU fields {unknown}; known ones are {sorted(allowed)}")
+    if missing := sorted({"name", "peak_16", "memory", "bandwidth"} - set(values)):
+        raise ValueError(f"the GPU description misses {missing}; add them from its datasheet")
+    numbers = {name: values[name] * unit for name, unit in units.items() if name in values}
+    defaults = {"peak_8": 0.0, "processors": 108}
+    generation = str(values.get("generation", "ampere"))
+    if generation not in GENERATIONS:
+        raise ValueError(f"`generation={generation}` of the GPU is not one of {', '.join(GENERATIONS)}")
+    return Gpu(name=str(values["name"]), generation=generation, **{**defaults, **numbers})
+
+
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
+
+_V100 = Gpu("V100-32", "volta", 125e12, 0.0, 32 * GIB, 900 * GB, 80)
+_A100_40 = Gpu("A100-40", "ampere", 312e12, 0.0, 40 * GIB, 1555 * GB, 108)
+_A100_80 = Gpu("A100-80", "ampere", 312e12, 0.0, 80 * GIB, 2039 * GB, 108)
+_H100 = Gpu("H100", "hopper", 989e12, 1979e12, 80 * GIB, 3350 * GB, 132)
+_H200 = Gpu("H200", "hopper", 989e12, 1979e12, 141 * GB, 4800 * GB, 132)
+_B200 = Gpu("B200", "blackwell", 2250e12, 4500e12, 180 * GB, 7700 * GB, 148)
+
+CLUSTERS: dict[str, Cluster] = {
+    "V100-32": Cluster(_V100, nvlink=150 * GB, network=6.25 * GB),
+    "A100-40": Cluster(_A100_40, nvlink=300 * GB, network=25 * GB),
+    "A100-80": Cluster(_A100_80, nvlink=300 * GB, network=25 * GB),
+    "H100": Cluster(_H100, nvlink=450 * GB, network=50 * GB),
+    "H200": Cluster(_H200, nvlink=450 * GB, network=50 * GB),
+    "B200": Cluster(_B200, nvlink=900 * GB, network=50 * GB),
+}
+"""Datasheet values of NVIDIA's DGX of each GPU (V100: SuperPOD of 2019; A100: 8 x 200 Gb/s HDR; later: 8 x 400 Gb/s NDR)."""
+
+_ALIASES = {"A100": "A100-80", "V100": "V100-32", "GH200": "H100", "H800": "H100", "A800": "A100-80", "B100": "B200"}
+
+
+def _canonical(name: str) -> str:
+    """A GPU's table name from the ways it is written: ``NVIDIA A100-SXM4-80GB``, ``a100_80``, ``H100 SXM`` ..."""
+    text = re.sub(r"[\s_]+", "-", name.strip().upper())
+    text = re.sub(r"NVIDIA-|TESLA-|-?(SXM\d?|NVL|PCIE|HBM\d?E?)", "", text)
+    text = re.sub(r"(\d+)(GB|GIB|G)\b", r"\1", text)
+    text = re.sub(r"^(H100)-(80|94|96)$|^(H200)-141$|^(B200)-\d+$", lambda m: next(g for g in m.groups() if g and not g.isdigit()), text)
+    return _ALIASES.get(text, text)
+
+
+def cluster_for(name: str, peak_tflops: float | None = None) -> tuple[Cluster, str | None]:
+    """The cluster for a GPU name that may be unknown, and a remark where a stand-in was taken.
+
+    An unknown GPU with a known 16-bit (or 8-bit) peak is stood in for by the table's GPU of the nearest peak; this is how
+    published runs on a "GPU of the Ampere generation" are read.
+
+    Args:
+        name: GPU name as written.
+        peak_tflops: its dense peak in TFLOP/s, where known.
+
+    Raises:
+        ValueError: the name is unknown and no peak was given.
+    """
+    try:
+        return Cluster.named(name), None
+    except ValueError:
+        if peak_tflops is None:
+            raise
+    found = min(CLUSTERS.values(), key=lambda c: (_peak_distance(c.gpu, peak_tflops), -c.gpu.memory))
+    return found, f"GPU {name!r} is not in the table; taken as {found.gpu.name}, the nearest in peak"
+
+
+def _peak_distance(gpu: Gpu, peak_tflops: float) -> float:
+    """How far a GPU's nearer peak (16- or 8-bit) is from ``peak_tflops``, as a ratio minus one."""
+    peaks = [peak for peak in (gpu.peak_16, gpu.peak_8) if peak]
+    return min(max(peak / 1e12 / peak_tflops, peak_tflops * 1e12 / peak) - 1 for peak in peaks)

@@ -1,0 +1,84 @@
+"""Time on the links: ring collectives and stage-to-stage transfers by size, group and what the group spans.
+
+| name           | volume per rank          | used for                                                        |
+|----------------|--------------------------|-----------------------------------------------------------------|
+| all-reduce     | 2 (g-1)/g x bytes        | tensor parallelism without sequence parallelism; gradients       |
+| all-gather     | (g-1)/g x bytes (whole)  | sequence parallelism, sharded weights                            |
+| reduce-scatter | (g-1)/g x bytes (whole)  | sequence parallelism, sharded gradients                          |
+| send           | bytes                    | pipeline boundaries                                              |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_megatron.planner.cluster import Cluster
+from lightning_megatron.planner.constants import Constants
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as the links see it.
+
+    Eight ranks with stride 4 on nodes of 8: ranks 0, 4 share a node, 8, 12 the next: 2 per node, 4 nodes.
+
+    Args:
+        size: ranks in the group.
+        stride: distance of neighbouring members in global ranks.
+    """
+
+    size: int
+    stride: int = 1
+
+    def per_node(self, gpus_per_node: int) -> int:
+        """Members on one node."""
+        return max(1, min(self.size, gpus_per_node // self.stride))
+
+    def nodes(self, gpus_per_node: int) -> int:
+        """Nodes that the group spans."""
+        return -(-self.size // self.per_node(gpus_per_node))
+
+
+def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Bytes/s at which a ring over ``group`` moves data through each member.
+
+    Inside a node this is NVLink. Between nodes a ring enters a node once per member it has there, so members of a group
+    on one node add up their adapters; groups that interleave on the same nodes then have one adapter each.
+    """
+    inside = cluster.nvlink * constants.nvlink
+    nodes = group.nodes(cluster.gpus_per_node)
+    if nodes == 1:
+        return inside
+    decay = 1.0 + constants.network_decay * math.log2(nodes)
+    outside = cluster.network * constants.network * group.per_node(cluster.gpus_per_node) / decay
+    return min(inside, outside)
+
+
+def latency(group: Group, cluster: Cluster) -> float:
+    """Seconds before a collective's data flows: hops inside the node plus a tree over nodes."""
+    per_node = group.per_node(cluster.gpus_per_node)
+    nodes = group.nodes(cluster.gpus_per_node)
+    inside = cluster.nvlink_latency * math.log2(2 * per_node) if per_node > 1 else 0.0
+    outside = cluster.network_latency * math.log2(2 * nodes) if nodes > 1 else 0.0
+    return inside + outside
+
+
+def gather_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of an all-gather or reduce-scatter whose whole tensor has ``size_bytes``."""
+    if group.size == 1:
+        return 0.0
+    volume = size_bytes * (group.size - 1) / group.size
+    return volume / bus_bandwidth(group, cluster, constants) + latency(group, cluster)
+
+
+def all_reduce_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather of the same tensor."""
+    return 2.0 * gather_seconds(size_bytes, group, cluster, constants)
+
+
+def send_seconds(size_bytes: float, stride: int, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of one transfer to the rank ``stride`` further on."""
+    if stride < cluster.gpus_per_node:
+        return size_bytes / (cluster.nvlink * constants.nvlink) + cluster.nvlink_latency
+    return size_bytes / (cluster.network * constants.network) + cluster.network_latency

@@ -1,0 +1,74 @@
+"""The few numbers that datasheets do not give: what share of a peak a training step reaches.
+
+They are physical (an efficiency, a latency, a count of passes over memory), shared by every model, paper and layout, and
+fitted on published runs by ``calibrate.py``. Nothing here belongs to one source of runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Calibrated constants; shares are of datasheet values, times are seconds.
+
+    Args:
+        gemm_volta, gemm_ampere, gemm_hopper, gemm_blackwell: share of the 16-bit peak of a very large matrix product.
+        gemm_fp8: share of the 8-bit peak of a very large matrix product.
+        tile_waste: idle share of one wave of 128 x 128 tiles that every product leaves at its end.
+        k_half: inner dimension at which a product spends half of its time filling and draining its pipeline.
+        memory: share of device memory bandwidth that a pass over a large tensor reaches.
+        attention_ampere, attention_hopper: share of the 16-bit peak of fused attention's forward.
+        misaligned: FLOP/s share of the peak for products whose inner dimension is not a multiple of 8 elements.
+        nvlink: share of NVLink bandwidth that a large collective reaches.
+        network: share of the network's bandwidth that a large collective between nodes reaches.
+        network_decay: loss of network bandwidth per doubling of the nodes in a group (congestion, stragglers).
+        contention: share of its own time that a transfer hidden behind compute still costs, for it takes processors
+            and memory bandwidth from the compute.
+        tensor_hidden: share of tensor-parallel transfers that overlapping software hides.
+        launch: seconds of host time per layer and pass, a lower bound on the time of a small layer.
+        step: seconds per optimizer step outside of all of the above (data, logging, loss scale, norm).
+        jitter: loss of speed per doubling of the ranks (the slowest rank of a step sets its time).
+    """
+
+    gemm_volta: float = 0.75
+    gemm_ampere: float = 0.85
+    gemm_hopper: float = 0.72
+    gemm_blackwell: float = 0.72
+    gemm_fp8: float = 0.60
+    tile_waste: float = 0.30
+    k_half: float = 100.0
+    memory: float = 0.75
+    attention_ampere: float = 0.55
+    attention_hopper: float = 0.45
+    misaligned: float = 0.04
+    nvlink: float = 0.75
+    network: float = 0.70
+    network_decay: float = 0.05
+    contention: float = 0.15
+    tensor_hidden: float = 0.60
+    launch: float = 2.5e-4
+    step: float = 2e-2
+    jitter: float = 0.005
+
+    def gemm(self, generation: str, precision: str) -> float:
+        """Share of the peak that very large products reach on a GPU generation at a precision."""
+        if precision == "fp8":
+            return self.gemm_fp8
+        return float(getattr(self, f"gemm_{generation}"))
+
+    def attention(self, generation: str) -> float:
+        """Share of the 16-bit peak of fused attention on a GPU generation."""
+        return self.attention_ampere if generation in ("volta", "ampere") else self.attention_hopper
+
+    def with_values(self, **changes: float) -> Constants:
+        """A copy with some constants replaced."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, float]:
+        """All constants by name."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+
+DEFAULT_CONSTANTS = Constants()

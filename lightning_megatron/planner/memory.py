@@ -1,0 +1,155 @@
+"""Peak memory of every stage's ranks: weights, gradients, optimizer state, activations and buffers.
+
+Activation bytes are counted tensor by tensor (what autograd keeps of one layer), so gated MLPs, grouped heads, 8-bit
+inputs and fused attention need no formulas of their own. For f = 4h, 16-bit, dropout and unfused attention the count is
+Korthikanti's sbh (10 + 24/t + 5as/(ht)) (arXiv 2205.05198, table 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.planner.cluster import GIB, Cluster
+from lightning_megatron.planner.recipe import Recipe
+from lightning_megatron.planner.shape import ModelShape
+from lightning_megatron.planner.stages import split_layers
+
+_RUNTIME = 2.0 * GIB
+"""CUDA context, library workspaces and communicator buffers of one rank."""
+_FRAGMENTATION = 0.04
+"""Share of the tensors that the allocator adds in gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank at its fullest moment."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All kinds together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Bytes that one layer keeps for the backward of one micro-batch, without full recomputation."""
+    tokens = recipe.micro_batch * shape.seq / recipe.context
+    split = recipe.tensor if recipe.sequence_parallel else 1
+    input_bytes = 1.0 if recipe.precision == "fp8" else 2.0
+    hidden = 2 * 2.0 + 2 * input_bytes + (2.0 if recipe.software.dropout else 0.0)
+    if not recipe.software.fused_kernels:
+        hidden += 4.0
+    width = shape.head_size * shape.heads
+    parallel = 2.0 * shape.qkv_width + input_bytes * width
+    parallel += shape.inner * ((4.0 if shape.gated else 2.0) + input_bytes)
+    if recipe.software.fused_attention:
+        parallel += 2.0 * width - input_bytes * width + 4.0 * shape.heads
+    elif recipe.recompute != "selective":
+        parallel += 5.0 * shape.heads * shape.seq
+    if recipe.recompute == "selective" and recipe.software.block_recompute:
+        return tokens * (2.0 * shape.hidden / split + 0.5 * (hidden * shape.hidden / split + parallel / recipe.tensor))
+    return tokens * (hidden * shape.hidden / split + parallel / recipe.tensor)
+
+
+def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Bytes that a fully recomputed layer keeps: its input."""
+    split = recipe.tensor if recipe.sequence_parallel else 1
+    return 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / split
+
+
+def in_flight(recipe: Recipe, stage: int) -> float:
+    """Micro-batches, counted in whole stages, whose activations ``stage`` holds at its fullest moment."""
+    stages, count = recipe.pipeline, recipe.micro_batches
+    if stages == 1:
+        return 1.0
+    if recipe.schedule == "gpipe":
+        return float(count)
+    if recipe.schedule == "interleaved":
+        warm_up = 2 * (stages - stage - 1) + (recipe.chunks - 1) * stages + 1
+        return min(warm_up / recipe.chunks, float(count))
+    if recipe.schedule == "zb-h2":
+        return float(min(2 * (stages - stage) - 1, count))
+    if recipe.schedule in ("zb-v", "dualpipe-v"):
+        return float(min(stages + 1, count))
+    return float(min(stages - stage, count))
+
+
+def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
+    """Parameters that one rank of ``stage`` holds, split over its tensor group."""
+    layers = split_layers(shape.layers, recipe.pipeline, recipe.chunks)[stage]
+    count = float(layers * shape.layer_parameters)
+    if stage == 0:
+        count += shape.embedding_parameters
+    if stage == recipe.pipeline - 1 and (recipe.pipeline > 1 or not shape.tied):
+        count += shape.vocab * shape.hidden
+    return count / recipe.tensor
+
+
+def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
+
+    Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2`` the
+    gradients too. ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers.
+    """
+    count = stage_parameters(shape, recipe, stage)
+    replicas = recipe.replicas
+    if recipe.sharding in ("fsdp", "hsdp"):
+        parts = replicas if recipe.sharding == "fsdp" else min(replicas, gpus_per_node)
+        gathered = 2.0 * 2.0 * shape.layer_parameters / recipe.tensor + 2.0 * shape.embedding_parameters / recipe.tensor
+        return 4.0 * count / parts + gathered, 4.0 * count / parts, 8.0 * count / parts
+    kept = 4.0 if recipe.precision != "fp16" else 2.0
+    kept = float(recipe.gradient_bytes) if recipe.gradient_bytes is not None else kept
+    gradients = kept * count / (replicas if recipe.sharding == "zero2" else 1)
+    optimizer = 12.0 * count / (1 if recipe.sharding == "none" else replicas)
+    return 2.0 * count, gradients, optimizer
+
+
+def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
+    """Bytes of activations on one rank of ``stage``: what is kept, the layer being recomputed, and the logits."""
+    layers = split_layers(shape.layers, recipe.pipeline, recipe.chunks)[stage]
+    whole = layer_activation_bytes(shape, recipe)
+    kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
+    total = layers * kept * in_flight(recipe, stage)
+    if recompute_share > 0:
+        total += whole
+    return total
+
+
+def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
+    """Bytes of 16-bit logits, their 32-bit copy and its gradient on the last stage."""
+    if stage != recipe.pipeline - 1:
+        return 0.0
+    return 10.0 * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
+
+
+def stage_memory(
+    shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int, recompute_share: float
+) -> Memory:
+    """Peak bytes of one rank of ``stage``."""
+    weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
+    activations = activation_bytes(shape, recipe, stage, recompute_share)
+    logits = logit_bytes(shape, recipe, stage)
+    tensors = weights + gradients + optimizer + activations + logits
+    return Memory(weights, gradients, optimizer, activations, logits + _RUNTIME + _FRAGMENTATION * tensors)
+
+
+def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:
+    """Peak bytes of the fullest rank; only the first, second and last stages can be it."""
+    stages = sorted({0, min(1, recipe.pipeline - 1), recipe.pipeline - 1})
+    found = [stage_memory(shape, recipe, cluster, stage, recompute_share) for stage in stages]
+    return max(found, key=lambda memory: memory.total)
+
+
+def recompute_share(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> float:
+    """Share of the layers recomputed in full: 0 or 1 as asked, or for ``auto`` the least share that fits."""
+    if recipe.recompute != "auto":
+        return 1.0 if recipe.recompute == "full" else 0.0
+    for percent in range(0, 100, 5):
+        if peak_memory(shape, recipe, cluster, percent / 100).total <= cluster.gpu.memory:
+            return percent / 100
+    return 1.0

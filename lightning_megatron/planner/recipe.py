@@ -1,0 +1,135 @@
+"""How a model is to be run: the parallel sizes, the micro-batch, and what the software does with them.
+
+The four axis sizes alone (``lightning_megatron.layout``) do not fix a step's time or memory; a recipe adds the batch, the
+schedule, sharding, recomputation, precision, and a few traits of the software that do change both, such as whether the
+attention scores are ever written to memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
+RECOMPUTES = ("none", "selective", "full", "auto")
+PRECISIONS = ("fp16", "bf16", "fp8")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Traits of a training stack that a cost model can count; none of them is a measured speed.
+
+    Args:
+        name: for reports.
+        fused_attention: scores stay on chip (FlashAttention and its kin) instead of going through memory.
+        fused_kernels: bias, activation, dropout, norm and rotary chains run as one kernel each.
+        overlap_tensor: tensor-parallel transfers run beside the matrix products they feed.
+        overlap_data: gradient reduction and parameter gathering run beside compute.
+        overlap_pipeline: stage-to-stage transfers run beside compute.
+        block_recompute: ``selective`` recomputation repeats about every other operation of a block (FSDP trainers)
+            instead of only the attention core (Megatron).
+        dropout: masks are kept for the backward.
+    """
+
+    name: str = "lightning"
+    fused_attention: bool = True
+    fused_kernels: bool = False
+    overlap_tensor: bool = False
+    overlap_data: bool = True
+    overlap_pipeline: bool = True
+    block_recompute: bool = False
+    dropout: bool = False
+
+
+MEGATRON_2021 = Software("megatron-2021", False, True, False, False, False, False, True)
+MEGATRON_CORE = Software("megatron-core", True, True, True, True, True, False, False)
+PYTORCH_FSDP = Software("pytorch-fsdp", True, False, False, True, False, True, False)
+LIGHTNING = Software()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to run one model.
+
+    Args:
+        tensor, pipeline, data, context: ranks on each axis; their product is the world.
+        micro_batch: sequences of one micro-batch b.
+        global_batch: sequences of one optimizer step over all replicas.
+        chunks: model chunks per pipeline rank v (above 1 for interleaving).
+        schedule: name of the pipeline schedule.
+        sharding: ``none``, ``zero1`` (optimizer), ``zero2`` (and gradients), ``fsdp`` (and weights) or ``hsdp``
+            (``fsdp`` inside a node, copies across nodes).
+        recompute: ``none``, ``selective``, ``full``, or ``auto`` (as few layers in full as memory needs).
+        sequence_parallel: norms and dropout are split along the sequence over the tensor ranks.
+        precision: ``fp16``, ``bf16`` or ``fp8`` (8-bit matrix products, the rest 16-bit).
+        gradient_bytes: bytes per gradient element kept and reduced; None follows the precision and software.
+        software: traits of the training stack.
+
+    Raises:
+        ValueError: a size is below 1, a name is unknown, or the batch does not divide.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    sharding: str = "zero1"
+    recompute: str = "none"
+    sequence_parallel: bool = True
+    precision: str = "bf16"
+    gradient_bytes: int | None = None
+    software: Software = field(default=LIGHTNING)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1; correct `{name}`")
+        _check_member("sharding", self.sharding, SHARDINGS)
+        _check_member("recompute", self.recompute, RECOMPUTES)
+        _check_member("precision", self.precision, PRECISIONS)
+        _check_member("schedule", self.schedule, SCHEDULES)
+        if self.global_batch < self.data * self.micro_batch:
+            raise ValueError(
+                f"`global_batch={self.global_batch}` is less than data x micro_batch = {self.data} x {self.micro_batch}; "
+                "raise `global_batch` or lower `micro_batch`"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of GPUs."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per replica and step, rounded up where the batch does not divide."""
+        return -(-self.global_batch // (self.data * self.micro_batch))
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights and reduce their gradients together: data x context."""
+        return self.data * self.context
+
+    @property
+    def bytes_per_gradient(self) -> int:
+        """Bytes per gradient element: 4 with fp32 main gradients, 2 where fp16 gradients are reduced as they are."""
+        if self.gradient_bytes is not None:
+            return self.gradient_bytes
+        return 2 if self.precision == "fp16" else 4
+
+    def describe(self) -> str:
+        """One line: ``t8 p8 v2 d24 c1 b2 interleaved zero1 full+sp bf16``."""
+        sp = "+sp" if self.sequence_parallel and self.tensor > 1 else ""
+        return (
+            f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context} b{self.micro_batch} "
+            f"{self.schedule} {self.sharding} {self.recompute}{sp} {self.precision}"
+        )
+
+
+def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a name that is not one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"`{name}={value}` is not one of {', '.join(allowed)}; choose one of these for `{name}`")

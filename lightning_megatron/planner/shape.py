@@ -1,0 +1,209 @@
+"""The dimensions of a decoder-only transformer, and what follows from them alone: parameters and FLOPs.
+
+Everything the planner says about time and memory starts from these few numbers, so they are kept apart from layouts and
+machines: the same shape is priced on many of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_FFN_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+_SEQ_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
+_UNGATED_FAMILIES = frozenset(
+    {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "gpt_bigcode", "codegen", "starcoder2"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions of one decoder-only transformer.
+
+    Args:
+        layers: transformer layers l.
+        hidden: hidden size h.
+        heads: attention heads a.
+        vocab: vocabulary entries V (before padding).
+        seq: sequence length s in tokens.
+        kv_heads: key/value heads; None means as many as ``heads``.
+        ffn: inner size of the MLP; None means 4h.
+        gated: the MLP has a gate besides its up projection (SwiGLU, GeGLU).
+        tied: embedding and output head are one matrix.
+        head_dim: size of one head; None means h/a.
+        learned_positions: a table of s position embeddings is trained.
+
+    Raises:
+        ValueError: a size is not positive, or heads and kv_heads do not divide.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    gated: bool = False
+    tied: bool = True
+    head_dim: int | None = None
+    learned_positions: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "ffn", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}` of the model shape")
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"`heads={self.heads}` is not a multiple of `kv_heads={self.key_value_heads}`; change `kv_heads`"
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key/value heads, ``heads`` where none were given."""
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def inner(self) -> int:
+        """Inner size of the MLP, 4h where none was given."""
+        return self.ffn if self.ffn is not None else 4 * self.hidden
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one attention head."""
+        return self.head_dim if self.head_dim is not None else max(1, self.hidden // self.heads)
+
+    @property
+    def qkv_width(self) -> int:
+        """Output channels of the joint query, key and value projection."""
+        return self.head_size * (self.heads + 2 * self.key_value_heads)
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Parameters of one layer that multiply every token."""
+        attention = self.hidden * (self.qkv_width + self.head_size * self.heads)
+        return attention + self.hidden * self.inner * (3 if self.gated else 2)
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer: matrices, norms, and the biases that ungated models have."""
+        biases = 0 if self.gated else self.qkv_width + 2 * self.hidden + self.inner
+        norms = 2 * self.hidden if self.gated else 4 * self.hidden
+        return self.layer_matrix_parameters + biases + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding and, where trained, the position table."""
+        return self.vocab * self.hidden + (self.seq * self.hidden if self.learned_positions else 0)
+
+    @property
+    def parameters(self) -> int:
+        """All trained parameters, tied matrices counted once."""
+        head = 0 if self.tied else self.vocab * self.hidden
+        return self.layers * self.layer_parameters + self.embedding_parameters + head
+
+    @property
+    def model_flops_per_token(self) -> float:
+        """Forward and backward FLOPs per token, attention counted as full (not causal).
+
+        For an ungated model with f = 4h this is 72 l h^2 (1 + s/(6h) + V/(12 h l)), the model FLOPs of
+        Korthikanti et al. (arXiv 2205.05198, appendix A).
+        """
+        matrices = self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
+        attention = 2 * self.layers * self.head_size * self.heads * self.seq
+        return 6.0 * (matrices + attention)
+
+    @property
+    def layer_flops_per_token(self) -> float:
+        """Forward FLOPs of all layers per token, without the output head: what full recomputation repeats."""
+        attention = 2 * self.layers * self.head_size * self.heads * self.seq
+        return 2.0 * (self.layers * self.layer_matrix_parameters + attention)
+
+    @property
+    def attention_core_flops_per_token(self) -> float:
+        """Forward FLOPs of scores and their product with the values: what selective recomputation repeats."""
+        return 4.0 * self.layers * self.head_size * self.heads * self.seq
+
+    def with_seq(self, seq: int) -> ModelShape:
+        """The same model at another sequence length in tokens."""
+        return replace(self, seq=seq)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path, *, seq: int | None = None) -> ModelShape:
+        """Read a Hugging Face ``config.json`` (its path, or the dictionary in it).
+
+        Args:
+            config: path of the JSON file, of the folder it is in, or its content.
+            seq: sequence length to train at; None means the configuration's own maximum.
+
+        Raises:
+            ValueError: a dimension is missing from the configuration.
+        """
+        values = _read_config(config)
+        hidden = _required(values, "hidden size", _HIDDEN_KEYS)
+        heads = _required(values, "attention heads", _HEAD_KEYS)
+        family = str(values.get("model_type", ""))
+        length = seq if seq is not None else _required(values, "sequence length", _SEQ_KEYS)
+        return cls(
+            layers=_required(values, "layers", _LAYER_KEYS),
+            hidden=hidden,
+            heads=heads,
+            vocab=_required(values, "vocabulary", ("vocab_size",)),
+            seq=length,
+            kv_heads=_kv_heads(values, family),
+            ffn=_optional(values, _FFN_KEYS),
+            gated=_is_gated(values, family),
+            tied=bool(values.get("tie_word_embeddings", family in ("gpt2", "bloom", "opt", "falcon", "mpt"))),
+            head_dim=_optional(values, ("head_dim",)),
+            learned_positions=family in ("gpt2", "opt", "gpt_neo", "gpt_bigcode"),
+        )
+
+
+def _read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The dictionary of a configuration given as such, as a file, or as the folder that holds ``config.json``."""
+    if isinstance(config, Mapping):
+        values: Mapping[str, Any] = config
+    else:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        values = json.loads(path.read_text(encoding="utf-8"))
+    inner = values.get("text_config")
+    return inner if isinstance(inner, Mapping) else values
+
+
+def _optional(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of several names that the configuration gives a number to."""
+    for key in keys:
+        if isinstance(values.get(key), int):
+            return int(values[key])
+    return None
+
+
+def _required(values: Mapping[str, Any], what: str, keys: tuple[str, ...]) -> int:
+    """As ``_optional``, but a missing dimension is an error that names what was looked for."""
+    found = _optional(values, keys)
+    if found is None:
+        raise ValueError(f"the configuration has no {what} (looked for {', '.join(keys)}); add `{keys[0]}` to it")
+    return found
+
+
+def _kv_heads(values: Mapping[str, Any], family: str) -> int | None:
+    """Key/value heads; multi-query families that say so by a flag have one."""
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
+        return 1
+    return _optional(values, _KV_KEYS)
+
+
+def _is_gated(values: Mapping[str, Any], family: str) -> bool:
+    """Whether the MLP is gated: by family, for Hugging Face configurations do not say it otherwise."""
+    if family in _UNGATED_FAMILIES:
+        return False
+    return any(key in values for key in ("intermediate_size", "rms_norm_eps"))
