@@ -112,7 +112,7 @@ def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants:
     split = recipe.tensor if recipe.sequence_parallel else 1
     elements = passes.hidden * shape.hidden / split
     elements += (passes.inner * shape.inner + passes.qkv * shape.qkv_width) / recipe.tensor
-    bytes_moved = 2.0 * tokens * elements
+    bytes_moved = 2.0 * tokens * elements * (1.0 if recipe.software.fused_kernels else constants.eager_passes)
     if recipe.precision == "fp8":
         inputs = 2.0 * shape.hidden + (shape.inner + shape.head_size * shape.heads) / recipe.tensor
         bytes_moved += 4.0 * tokens * inputs
@@ -140,7 +140,8 @@ def _unfused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, cons
     rows = shape.seq / recipe.context
     product = batch * _batched_product_seconds(rows, shape.seq, shape.head_size, batch, gpu, constants)
     scores = 2.0 * batch * rows * shape.seq / (gpu.bandwidth * constants.memory)
-    return 2.0 * product + 4.5 * scores, 4.0 * product + 5.5 * scores
+    passes = constants.score_passes * scores
+    return 2.0 * product + passes, 4.0 * product + 1.25 * passes
 
 
 def _batched_product_seconds(rows: float, columns: float, inner: int, batch: float, gpu: Gpu, constants: Constants) -> float:

@@ -24,6 +24,9 @@ class Constants:
         nvlink: share of NVLink bandwidth that a large collective reaches.
         network: share of the network's bandwidth that a large collective between nodes reaches.
         network_decay: loss of network bandwidth per doubling of the nodes in a group (congestion, stragglers).
+        score_passes: passes over the score matrix of softmax and dropout in unfused attention's forward; the backward
+            takes 1.25 times as many.
+        eager_passes: factor on the memory passes of unfused norms, activations and rotary embeddings.
         contention: share of its own time that a transfer hidden behind compute still costs, for it takes processors
             and memory bandwidth from the compute.
         tensor_hidden: share of tensor-parallel transfers that overlapping software hides.
@@ -46,6 +49,8 @@ class Constants:
     nvlink: float = 0.75
     network: float = 0.70
     network_decay: float = 0.05
+    score_passes: float = 4.5
+    eager_passes: float = 1.0
     contention: float = 0.15
     tensor_hidden: float = 0.60
     launch: float = 2.5e-4
@@ -71,4 +76,30 @@ class Constants:
         return {field.name: float(getattr(self, field.name)) for field in fields(self)}
 
 
+SPREAD: dict[str, float] = {
+    "gemm_ampere": 0.05,
+    "gemm_hopper": 0.07,
+    "gemm_fp8": 0.10,
+    "tile_waste": 0.5,
+    "k_half": 0.5,
+    "memory": 0.10,
+    "attention_ampere": 0.2,
+    "attention_hopper": 0.2,
+    "misaligned": 1.0,
+    "nvlink": 0.15,
+    "network": 0.25,
+    "network_decay": 0.7,
+    "score_passes": 0.4,
+    "eager_passes": 0.3,
+    "contention": 0.5,
+    "tensor_hidden": 0.2,
+    "launch": 0.5,
+    "step": 0.5,
+    "jitter": 0.5,
+}
+"""How far, in its logarithm, a constant may reasonably be from its expectation; gemm_volta and gemm_blackwell are not in
+any fitted run and stay."""
+
 DEFAULT_CONSTANTS = Constants()
+PRIORS: dict[str, float] = {name: value for name, value in Constants().as_dict().items() if name in SPREAD}
+"""Physical expectation of every fitted constant."""

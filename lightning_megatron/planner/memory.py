@@ -51,8 +51,6 @@ def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
         parallel += 2.0 * width - input_bytes * width + 4.0 * shape.heads
     elif recipe.recompute != "selective":
         parallel += 5.0 * shape.heads * shape.seq
-    if recipe.recompute == "selective" and recipe.software.block_recompute:
-        return tokens * (2.0 * shape.hidden / split + 0.5 * (hidden * shape.hidden / split + parallel / recipe.tensor))
     return tokens * (hidden * shape.hidden / split + parallel / recipe.tensor)
 
 
@@ -94,13 +92,16 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
     """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
 
     Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2`` the
-    gradients too. ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers.
+    gradients too. ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers;
+    under a pipeline the gathered weights and whole gradients stay until the last micro-batch.
     """
     count = stage_parameters(shape, recipe, stage)
     replicas = recipe.replicas
     if recipe.sharding in ("fsdp", "hsdp"):
-        parts = replicas if recipe.sharding == "fsdp" else min(replicas, gpus_per_node)
-        gathered = 2.0 * 2.0 * shape.layer_parameters / recipe.tensor + 2.0 * shape.embedding_parameters / recipe.tensor
+        parts = replicas if recipe.sharding == "fsdp" else min(replicas, max(1, gpus_per_node // recipe.tensor))
+        gathered = 2.0 * (2.0 * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
+        if recipe.pipeline > 1:
+            gathered = (2.0 + 4.0) * count
         return 4.0 * count / parts + gathered, 4.0 * count / parts, 8.0 * count / parts
     kept = 4.0 if recipe.precision != "fp16" else 2.0
     kept = float(recipe.gradient_bytes) if recipe.gradient_bytes is not None else kept
@@ -146,10 +147,15 @@ def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_s
 
 
 def recompute_share(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> float:
-    """Share of the layers recomputed in full: 0 or 1 as asked, or for ``auto`` the least share that fits."""
-    if recipe.recompute != "auto":
+    """Share of the layers whose forward is repeated in full.
+
+    0 or 1 where that was asked; for ``auto`` the least share that fits. Block-wise ``selective`` recomputation, as FSDP
+    trainers have it, repeats half of the forward, or more where memory needs it.
+    """
+    blocks = recipe.recompute == "selective" and recipe.software.block_recompute
+    if recipe.recompute != "auto" and not blocks:
         return 1.0 if recipe.recompute == "full" else 0.0
-    for percent in range(0, 100, 5):
+    for percent in range(50 if blocks else 0, 100, 5):
         if peak_memory(shape, recipe, cluster, percent / 100).total <= cluster.gpu.memory:
             return percent / 100
     return 1.0

@@ -165,10 +165,8 @@ def predict(
 def repeated_flops_per_token(shape: ModelShape, recipe: Recipe, share: float) -> float:
     """FLOPs per token that recomputation adds to the model's."""
     added = share * shape.layer_flops_per_token
-    if recipe.recompute != "selective":
+    if recipe.recompute != "selective" or recipe.software.block_recompute:
         return added
-    if recipe.software.block_recompute:
-        return added + 0.5 * shape.layer_flops_per_token
     return added + shape.attention_core_flops_per_token
 
 
@@ -210,7 +208,7 @@ def _data_seconds(
     """Exposed seconds of gradient reduction and parameter gathering in one step."""
     if recipe.replicas == 1:
         return 0.0
-    if recipe.sharding in ("fsdp", "hsdp"):
+    if recipe.sharding in ("fsdp", "hsdp") and recipe.pipeline == 1:
         return _sharded_weights_seconds(recipe, cluster, constants, stage, parameters, layers)
     group = Group(recipe.replicas, recipe.tensor)
     reduce = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_megatron.planner.cluster import Cluster, cluster_for
+from lightning_megatron.planner.memory import peak_memory, recompute_share
 from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE, PYTORCH_FSDP, Recipe, Software
 from lightning_megatron.planner.shape import ModelShape
 
@@ -174,23 +175,23 @@ def _recipe(
         chunks = next((v for v in (2, 3, 4, 5) if shape.layers // pipeline >= v and not shape.layers % (pipeline * v)), 2)
         remarks.append(f"interleaved without chunks given; taken as {chunks}")
     text = cells.get("recompute", "").lower()
-    micro_batch = _integer(cells, "mbs") or _micro_batch_from_count(cells, gbs, data, remarks)
-    return Recipe(
+    recipe = Recipe(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
         context=context,
-        micro_batch=micro_batch,
         global_batch=gbs,
         chunks=chunks if schedule == "interleaved" else 1,
         schedule=schedule,
         sharding=sharding,
-        recompute=_recompute(text),
+        recompute=_recompute(text, software),
         sequence_parallel="+sp" in text or "sequence" in text or software.fused_attention,
         precision=precision,
         gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), sharding),
         software=software,
     )
+    micro_batch = _integer(cells, "mbs") or _micro_batch(cells, shape, recipe, cluster, remarks)
+    return replace(recipe, micro_batch=micro_batch)
 
 
 def _data_from_world(cells: Mapping[str, str], model_ranks: int) -> int:
@@ -203,13 +204,30 @@ def _data_from_world(cells: Mapping[str, str], model_ranks: int) -> int:
     return world // model_ranks
 
 
-def _micro_batch_from_count(cells: Mapping[str, str], gbs: int, data: int, remarks: list[str]) -> int:
-    """Micro-batch size where it is not given: from the number of micro-batches, else 1."""
+def _micro_batch(
+    cells: Mapping[str, str], shape: ModelShape, recipe: Recipe, cluster: Cluster, remarks: list[str]
+) -> int:
+    """Micro-batch size where it is not given.
+
+    From the number of micro-batches; else 1 under a pipeline, and without one the largest that fits, for gradient
+    accumulation gains nothing there.
+    """
+    per_replica = recipe.global_batch // recipe.data
     count = _integer(cells, "n_microbatches")
     if count is not None:
-        return max(1, gbs // (data * count))
-    remarks.append("micro-batch size not given; taken as 1")
-    return 1
+        return max(1, per_replica // count)
+    found = 1
+    if recipe.pipeline == 1:
+        sizes = [size for size in range(1, min(per_replica, 64) + 1) if per_replica % size == 0]
+        found = max((size for size in sizes if _fits(shape, replace(recipe, micro_batch=size), cluster)), default=1)
+    remarks.append(f"micro-batch size not given; taken as {found}")
+    return found
+
+
+def _fits(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether a recipe's fullest rank fits."""
+    share = recompute_share(shape, recipe, cluster)
+    return peak_memory(shape, recipe, cluster, share).total <= cluster.gpu.memory
 
 
 def _precision(text: str) -> str:
@@ -243,10 +261,13 @@ def _sharding(text: str) -> str:
     raise ValueError(f"`shard={text}` is not known; use none, zero1, zero2, fsdp or hsdp")
 
 
-def _recompute(text: str) -> str:
-    """The planner's name for a row's recomputation; where a row is silent, as little as fits."""
+def _recompute(text: str, software: Software) -> str:
+    """The planner's name for a row's recomputation.
+
+    Where a row is silent: as little as fits, but all of it before fused attention, when score matrices filled memory.
+    """
     if not text:
-        return "auto"
+        return "auto" if software.fused_attention else "full"
     for name in ("full", "selective", "none"):
         if text.startswith(name):
             return name

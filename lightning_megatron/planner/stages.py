@@ -15,10 +15,6 @@ from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
 
-_BLOCK_RECOMPUTE = 0.5
-"""Share of a block's forward that is repeated by the block-wise selective recomputation of FSDP trainers."""
-
-
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Seconds of one stage for one micro-batch, all its chunks together.
@@ -75,7 +71,7 @@ def stage_costs(
     layer = layer_seconds(shape, recipe, cluster.gpu, constants)
     forward_transfer, backward_transfer = layer_communication(shape, recipe, cluster, constants, layer)
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
-    backward_comm = backward_transfer + min(recompute_share, 1.0) * forward_transfer
+    backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
     per_stage = split_layers(shape.layers, recipe.pipeline, recipe.chunks)
     transfer = transfer_seconds(shape, recipe, cluster, constants)
@@ -98,10 +94,8 @@ def stage_costs(
 def _repeated_seconds(recipe: Recipe, layer: LayerSeconds, transfer: float, share: float) -> float:
     """Seconds per layer that recomputation adds to the backward."""
     full = share * (layer.forward + transfer)
-    if recipe.recompute != "selective":
+    if recipe.recompute != "selective" or recipe.software.block_recompute:
         return full
-    if recipe.software.block_recompute:
-        return full + _BLOCK_RECOMPUTE * layer.forward
     return full + layer.attention_core
 
 
