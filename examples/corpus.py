@@ -16,8 +16,9 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -106,10 +107,11 @@ def read_documents(files: list[str], by_paragraph: bool) -> Iterator[dict[str, s
         yield from ({"text": part} for part in parts if part.strip())
 
 
-def load_documents(source: str, scratch: Path) -> Dataset:
+def load_documents(source: str, scratch: Path, by_paragraph: bool = False) -> Dataset:
     """All documents behind ``source`` as a dataset with the single column "text", its Arrow files in ``scratch``.
 
-    A folder has one document per file, a single file one per paragraph, a table or hub dataset one per row.
+    A folder has one document per file (or per paragraph, if asked for), a single file one per paragraph, a table or
+    hub dataset one per row.
     """
     files = find_files(source)
     if not files:
@@ -119,7 +121,7 @@ def load_documents(source: str, scratch: Path) -> Dataset:
         kind = TABLE_FORMATS[files[0].suffix]
         documents = load_dataset(kind, data_files=str(files[0]), split="train", cache_dir=str(scratch))
     else:
-        arguments = {"files": [str(file) for file in files], "by_paragraph": len(files) == 1}
+        arguments = {"files": [str(file) for file in files], "by_paragraph": by_paragraph or len(files) == 1}
         documents = Dataset.from_generator(read_documents, gen_kwargs=arguments, cache_dir=str(scratch))
     if "text" not in documents.column_names:
         raise ValueError(f"`--data {source}` has the columns {documents.column_names}; one named 'text' is needed.")
@@ -158,9 +160,17 @@ def train_tokenizer(documents: Dataset, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Number of the token that ends every document."""
+    number = tokenizer.token_to_id(END_OF_TEXT)
+    if number is None:
+        raise ValueError(f"The tokenizer has no token {END_OF_TEXT}; train it with `train_tokenizer`.")
+    return number
+
+
 def tokenise(batch: dict[str, list[str]], tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
     """Token numbers of each document, each followed by end-of-text. Called by ``Dataset.map`` with batches of rows."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer)
     return {"tokens": [[*encoding.ids, end] for encoding in tokenizer.encode_batch(batch["text"])]}
 
 
@@ -189,35 +199,40 @@ def pack_dataset(tokenised: Dataset, sequence: int, filler: int) -> Iterator[dic
     return pack(documents, sequence, filler)
 
 
-def build(recipe: Recipe, folder: Path) -> None:
-    """Make ``folder`` with ``tokenizer.json`` and the blocks, whole or not at all.
+def build_once(folder: Path, make: Callable[[Path, Path], None]) -> None:
+    """Let ``make(scratch, result)`` fill the folder ``result``, which then becomes ``folder``, whole or not at all.
 
-    The work is done in a scratch folder beside it that is renamed at the end, so an interrupted run leaves no half
-    folder behind under the final name, and two nodes that share a file system cannot mix their files.
+    The work is done in a temporary folder that is renamed at the end, so an interrupted run leaves no half result
+    behind under the final name, and two nodes that share a file system cannot mix their files.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as temporary:
         scratch, result = Path(temporary, "scratch"), Path(temporary, "result")
-        documents = split_documents(load_documents(recipe.source, scratch), recipe.validation_fraction, recipe.seed)
-        tokenizer = train_tokenizer(documents["train"], recipe.vocabulary)
-        tokenised = documents.map(
-            tokenise,
-            batched=True,
-            batch_size=100,
-            fn_kwargs={"tokenizer": tokenizer},
-            remove_columns=["text"],
-            cache_file_names={name: str(scratch / f"{name}.arrow") for name in documents},
-            desc="Tokenising",
-        )
-        blocks = DatasetDict()
-        for name, part in tokenised.items():
-            arguments = {"tokenised": part, "sequence": recipe.sequence, "filler": tokenizer.token_to_id(END_OF_TEXT)}
-            blocks[name] = Dataset.from_generator(
-                pack_dataset, gen_kwargs=arguments, cache_dir=str(scratch), split=f"packed_{name}"
-            )
-        blocks.save_to_disk(str(result))
-        tokenizer.save(str(result / "tokenizer.json"))
+        make(scratch, result)
         move_into_place(result, folder)
+
+
+def make_blocks(recipe: Recipe, scratch: Path, result: Path) -> None:
+    """Follow ``recipe`` from text to blocks; ``result`` gets ``tokenizer.json`` and the splits' Arrow files."""
+    documents = split_documents(load_documents(recipe.source, scratch), recipe.validation_fraction, recipe.seed)
+    tokenizer = train_tokenizer(documents["train"], recipe.vocabulary)
+    tokenised = documents.map(
+        tokenise,
+        batched=True,
+        batch_size=100,
+        fn_kwargs={"tokenizer": tokenizer},
+        remove_columns=["text"],
+        cache_file_names={name: str(scratch / f"{name}.arrow") for name in documents},
+        desc="Tokenising",
+    )
+    blocks = DatasetDict()
+    for name, part in tokenised.items():
+        arguments = {"tokenised": part, "sequence": recipe.sequence, "filler": end_of_text(tokenizer)}
+        blocks[name] = Dataset.from_generator(
+            pack_dataset, gen_kwargs=arguments, cache_dir=str(scratch), split=f"packed_{name}"
+        )
+    blocks.save_to_disk(str(result))
+    tokenizer.save(str(result / "tokenizer.json"))
 
 
 def move_into_place(result: Path, folder: Path) -> None:
@@ -264,7 +279,7 @@ class CorpusDataModule(L.LightningDataModule):
             print(f"Corpus: blocks of an earlier run, {self.folder}")
         else:
             print(f"Corpus: building blocks from {self.recipe.source} into {self.folder}")
-            build(self.recipe, self.folder)
+            build_once(self.folder, partial(make_blocks, self.recipe))
 
     def setup(self, stage: str) -> None:
         blocks = load_from_disk(str(self.folder)).with_format("torch")

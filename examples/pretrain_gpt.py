@@ -18,15 +18,16 @@ import time
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from corpus import END_OF_TEXT, STANDARD_LIBRARY, CorpusDataModule, Recipe
+from corpus import STANDARD_LIBRARY, CorpusDataModule, Recipe, end_of_text
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -128,7 +129,7 @@ class LanguageModel(L.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("validation_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -191,7 +192,7 @@ def sample(weights: dict[str, Tensor], module: LanguageModel, tokenizer: Tokeniz
     """Text written by the trained model, rebuilt whole on this one process from its full ``weights``."""
     module = LanguageModel(**module.hparams)
     module.load_state_dict(weights)
-    start = tokenizer.encode(prompt).ids or [tokenizer.token_to_id(END_OF_TEXT)]
+    start = tokenizer.encode(prompt).ids or [end_of_text(tokenizer)]
     return tokenizer.decode(generate(module.model.eval(), start, length), skip_special_tokens=True)
 
 
@@ -296,7 +297,7 @@ def make_trainer(args: argparse.Namespace, accelerator: str, pipeline: int, repl
 def report(trainer: L.Trainer, module: LanguageModel, data: CorpusDataModule, args: argparse.Namespace) -> None:
     """Print what the training came to. Runs on every rank: the weights have to be collected from all of them."""
     loss = trainer.validate(module, data, verbose=False)[0]["validation_loss"]
-    weights = trainer.strategy.full_state_dict()
+    weights = cast(MegatronStrategy, trainer.strategy).full_state_dict()
     if not trainer.is_global_zero:
         return
     prompt = ("def " if args.data == STANDARD_LIBRARY else "") if args.prompt is None else args.prompt

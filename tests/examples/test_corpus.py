@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_a_second_run_reads_the_blocks_of_the_first(
     def refuse(*_: object) -> None:
         raise AssertionError("the cache was built a second time")
 
-    monkeypatch.setattr(corpus, "build", refuse)
+    monkeypatch.setattr(corpus, "make_blocks", refuse)
     second = make_data(texts, tmp_path)
     assert torch.equal(first.train_blocks[:]["tokens"], second.train_blocks[:]["tokens"])
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.folder.name]
@@ -100,7 +101,9 @@ def test_of_two_processes_that_build_at_once_the_second_keeps_the_first_ones_blo
 ) -> None:
     data = make_data(texts, tmp_path)
     before = data.train_blocks[:]["tokens"]
-    corpus.build(data.recipe, data.folder)  # the other process had begun before the folder was there
+    corpus.build_once(
+        data.folder, partial(corpus.make_blocks, data.recipe)
+    )  # the other process had begun before the folder was there
     data.setup("fit")
     assert torch.equal(before, data.train_blocks[:]["tokens"])
     assert list((tmp_path / "cache").iterdir()) == [data.folder]
@@ -112,7 +115,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "texts" / "only.txt").write_text("one document")
     recipe = Recipe(source=str(tmp_path / "texts"))
     with pytest.raises(ValueError, match=r"1 document\(s\); at least 2"):
-        corpus.build(recipe, tmp_path / "cache" / "key")
+        corpus.build_once(tmp_path / "cache" / "key", partial(corpus.make_blocks, recipe))
     assert not list((tmp_path / "cache").iterdir())
 
 

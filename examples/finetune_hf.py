@@ -1,0 +1,257 @@
+"""Fine-tune a Hugging Face causal language model, cut into pipeline stages, without touching the model.
+
+What differs from ``pretrain_gpt.py``: the network comes from ``transformers``, and examples are rows of different
+length that a collator pads. Two things follow, and both are shown here. The model computes its own loss from
+``labels=``, so the training step is one line. And the mean over a batch's tokens is no longer the mean of its
+micro-batches' means, because padding gives them different numbers of tokens: ``micro_batch_loss_weight`` says how many
+each has, which makes the step exact again.
+
+    python examples/finetune_hf.py                                # a tiny Llama built on the spot, no download
+    python examples/finetune_hf.py --model path/to/model --data notes.jsonl --pipeline 4
+
+It ends with the loss on held-out rows before and after, and a folder that ``AutoModelForCausalLM.from_pretrained``
+loads.
+"""
+
+import argparse
+import hashlib
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+from corpus import (
+    END_OF_TEXT,
+    STANDARD_LIBRARY,
+    build_once,
+    describe_files,
+    find_files,
+    load_documents,
+    split_documents,
+    train_tokenizer,
+)
+from datasets import Dataset, load_from_disk
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from lightning_megatron import MegatronStrategy
+
+TINY = "tiny"
+IGNORED = -100  # the label that Hugging Face's losses leave out
+
+
+def build_tiny_model(vocabulary: int) -> PreTrainedModel:
+    """A Llama with random weights, small enough for any machine: 4 layers of width 64, grouped-query attention."""
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+        )
+    )
+
+
+class FineTuning(L.LightningModule):
+    """Any model whose call with ``labels=`` returns a loss; the batch holds its keyword arguments.
+
+    Args:
+        model: The network.
+        lr: Learning rate of AdamW.
+    """
+
+    def __init__(self, model: PreTrainedModel, lr: float) -> None:
+        super().__init__()
+        self.model = model
+        self.lr = lr
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch, use_cache=False).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.model(**batch, use_cache=False).loss
+        self.log("validation_loss", loss, prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def count_targets(batch: dict[str, Tensor]) -> int:
+    """Tokens of a micro-batch that take part in the loss; the first of a row is never predicted."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+class Rows(L.LightningDataModule):
+    """Documents as rows of at most ``sequence`` tokens, padded per batch: "input_ids", "attention_mask", "labels".
+
+    Args:
+        args: The command line.
+        folder: Where the tokenised rows and the tokenizer are kept between runs.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        super().__init__()
+        self.args = args
+        self.folder = folder
+
+    def prepare_data(self) -> None:
+        if not self.folder.is_dir():
+            build_once(self.folder, partial(make_rows, self.args))
+
+    def setup(self, stage: str) -> None:
+        rows = load_from_disk(str(self.folder))
+        self.rows, self.held_out = rows["train"], rows["validation"]
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader(self.rows, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.loader(self.held_out)
+
+    def loader(self, rows: Dataset, **options: Any) -> DataLoader:
+        return DataLoader(rows, batch_size=self.args.batch, collate_fn=self.collate, **options)
+
+    def collate(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        """Pad on the right to the longest row; padding is neither attended to nor a target. All [batch, seq]."""
+        longest = max(len(row["input_ids"]) for row in rows)
+
+        def padded(filler: int, values: list[list[int]]) -> Tensor:
+            return torch.tensor([row + [filler] * (longest - len(row)) for row in values])
+
+        tokens = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": padded(0, tokens),
+            "attention_mask": padded(0, [[1] * len(row) for row in tokens]),
+            "labels": padded(IGNORED, tokens),
+        }
+
+
+def make_rows(args: argparse.Namespace, scratch: Path, result: Path) -> None:
+    """Tokenise ``--examples`` documents; ``result`` gets their Arrow files and the tokenizer."""
+    documents = load_documents(args.data, scratch, by_paragraph=True).shuffle(seed=args.seed)
+    parts = split_documents(documents.select(range(min(args.examples, len(documents)))), 0.1, args.seed)
+    tokenizer = load_tokenizer(args.model, parts["train"])
+    rows = parts.map(
+        lambda batch: {"input_ids": tokenizer(batch["text"], truncation=True, max_length=args.sequence)["input_ids"]},
+        batched=True,
+        remove_columns=["text"],
+        cache_file_names={name: str(scratch / f"{name}.arrow") for name in parts},
+        desc="Tokenising",
+    )
+    rows.filter(lambda row: len(row["input_ids"]) > 1, desc="Dropping rows without a target").save_to_disk(str(result))
+    tokenizer.save_pretrained(result)
+
+
+def load_tokenizer(model: str, documents: Dataset) -> Any:
+    """The model's own tokenizer; the tiny model gets one trained on the documents."""
+    if model != TINY:
+        return AutoTokenizer.from_pretrained(model)
+    return PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(documents, 512), eos_token=END_OF_TEXT)
+
+
+def cache_folder(args: argparse.Namespace) -> Path:
+    """A folder per combination of text, model and row options."""
+    described = [args.data, args.model, args.examples, args.sequence, args.seed, describe_files(find_files(args.data))]
+    return args.cache / f"rows-{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]}"
+
+
+def load_model(name: str) -> PreTrainedModel:
+    """A model by path or name in float32, or the tiny one."""
+    if name == TINY:
+        return build_tiny_model(vocabulary=512)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+
+def make_trainer(args: argparse.Namespace) -> L.Trainer:
+    """An ordinary Trainer with the strategy."""
+    return L.Trainer(
+        strategy=MegatronStrategy(
+            pipeline_parallel_size=args.pipeline,
+            data_parallel_size=args.data_parallel,
+            tensor_parallel_size=args.tensor,
+            micro_batch_size=args.micro_batch,
+            micro_batch_loss_weight=count_targets,
+        ),
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=args.pipeline * args.data_parallel * args.tensor,
+        precision=args.precision,
+        max_steps=args.steps,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        limit_val_batches=args.validation_batches,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[TQDMProgressBar(refresh_rate=5)],
+    )
+
+
+def save(weights: dict[str, Tensor], args: argparse.Namespace, data: Rows) -> Path:
+    """Write the whole model as Hugging Face folders are; runs on the one process that has all ``weights``."""
+    model = load_model(args.model)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    folder = args.output / "model"
+    model.save_pretrained(folder)
+    data.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; ``--help`` shows it in groups with defaults."""
+    parser = argparse.ArgumentParser(
+        description="Fine-tune a Hugging Face causal language model with pipeline x data (x tensor) parallelism.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    task = parser.add_argument_group("model and text")
+    task.add_argument("--model", default=TINY, help=f"folder or hub name; {TINY!r} builds a small Llama from scratch")
+    task.add_argument("--data", default=STANDARD_LIBRARY, metavar="SOURCE", help="folder, file or hub dataset")
+    task.add_argument("--examples", type=int, default=4000, help="rows to use, a tenth of them held out")
+    task.add_argument("--sequence", type=int, default=64, help="longest row in tokens")
+    task.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
+    layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
+    layout.add_argument("--pipeline", type=int, default=2, help="stages that the layers are cut into")
+    layout.add_argument("--data-parallel", type=int, default=1, help="replicas")
+    layout.add_argument("--tensor", type=int, default=1, help="processes that share each layer")
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch", type=int, default=16, help="rows per step and replica")
+    training.add_argument("--micro-batch", type=int, default=4, help="rows that a stage computes at once")
+    training.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    training.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    training.add_argument("--validation-batches", type=int, default=10, help="batches per validation")
+    training.add_argument("--precision", default="32-true", help="the Trainer's precision")
+    training.add_argument("--seed", type=int, default=1, help="for the tiny model's weights and the order of rows")
+    training.add_argument("--output", type=Path, default=Path("runs/finetune_hf"), help="for the trained model")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    L.seed_everything(args.seed, verbose=False)
+    data = Rows(args, cache_folder(args))
+    module = FineTuning(load_model(args.model), args.lr)
+    trainer = make_trainer(args)
+    before = trainer.validate(module, data, verbose=False)[0]["validation_loss"]
+    trainer.fit(module, data)
+    after = trainer.validate(module, data, verbose=False)[0]["validation_loss"]
+    weights = cast(MegatronStrategy, trainer.strategy).full_state_dict()
+    if trainer.is_global_zero:
+        print(f"\nLoss on held-out rows  {before:.3f} nats per token before, {after:.3f} after")
+        print(f"Model                  {save(weights, args, data)}")
+
+
+if __name__ == "__main__":
+    main()
