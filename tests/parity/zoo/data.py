@@ -6,13 +6,13 @@ the batch. Lightning's injected sampler cannot be used for that: it shuffles, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Subset
 
 VOCABULARY = 29
 LENGTH = 8
@@ -49,24 +49,18 @@ class Items(Dataset[dict[str, Tensor]]):
         return {name: getattr(self, name)[index] for name in names}
 
 
-class GlobalBatches(Sampler[list[int]]):
-    """Consecutive batches of ``size`` samples, of which this replica gets its part.
+def replica_indices(count: int, size: int, replica: int, replicas: int) -> list[int]:
+    """The samples of one replica: its part of each global batch of ``size`` samples.
 
-    ``GlobalBatches(10, 4, replica=1, replicas=2)`` yields ``[2, 3], [6, 7], [9]``.
+    ``replica_indices(10, 4, replica=1, replicas=2)`` is ``[2, 3] + [6, 7] + [9]``.
     """
-
-    def __init__(self, count: int, size: int, replica: int = 0, replicas: int = 1) -> None:
-        self.count, self.size, self.replica, self.replicas = count, size, replica, replicas
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.count, self.size):
-            batch = list(range(start, min(start + self.size, self.count)))
-            part = len(batch) // self.replicas
-            assert part * self.replicas == len(batch), f"a batch of {len(batch)} has no {self.replicas} equal parts"
-            yield batch[self.replica * part : (self.replica + 1) * part]
-
-    def __len__(self) -> int:
-        return -(-self.count // self.size)
+    indices: list[int] = []
+    for start in range(0, count, size):
+        batch = range(start, min(start + size, count))
+        part = len(batch) // replicas
+        assert part * replicas == len(batch), f"a batch of {len(batch)} has no {replicas} equal parts"
+        indices += batch[replica * part : (replica + 1) * part]
+    return indices
 
 
 def loader(
@@ -74,5 +68,6 @@ def loader(
 ) -> DataLoader[Any]:
     """The loader of this data-parallel replica, as the Trainer's strategy numbers replicas."""
     parts = module.trainer.distributed_sampler_kwargs or {}
-    sampler = GlobalBatches(len(items), size, parts.get("rank", 0), parts.get("num_replicas", 1))  # type: ignore[arg-type]
-    return DataLoader(items, batch_sampler=sampler, collate_fn=collate)
+    replica, replicas = parts.get("rank", 0), parts.get("num_replicas", 1)
+    own = Subset(items, replica_indices(len(items), size, replica, replicas))  # type: ignore[arg-type]
+    return DataLoader(own, batch_size=size // replicas, collate_fn=collate)

@@ -1,0 +1,141 @@
+"""What users log, and where it must arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.tasks import MaskedTask, TokenTask
+
+
+class Talkative(TokenTask):
+    """Logs with every reduction, on steps and epochs, in every kind of step and in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+        self.seen = torchmetrics.SumMetric()
+        self.top = torchmetrics.MetricCollection(
+            {
+                "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=29),
+                "top5": torchmetrics.Accuracy(task="multiclass", num_classes=29, top_k=5),
+            },
+            prefix="val_",
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        logits = self.net(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("samples", float(len(tokens)), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", logits.amax(), reduce_fx="max", on_step=True, on_epoch=True, sync_dist=True)
+        self.log("smallest", logits.amin(), reduce_fx="min", on_step=False, on_epoch=True, sync_dist=True)
+        self.log("constant", 3, on_step=True)
+        self.log_dict({"group/a": logits.mean(), "group/b": logits.square().mean()}, on_epoch=True, sync_dist=True)
+        self.seen(torch.tensor(float(targets.numel())))
+        self.log("tokens_seen", self.seen, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("batch_index", float(batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_done", float(self.current_epoch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, targets = batch
+        logits = self.net(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val_samples", float(len(tokens)), reduce_fx="sum", sync_dist=True)
+        self.top.update(logits.flatten(0, 1), targets.flatten())
+        self.log_dict(self.top)
+
+
+class Record(Callback):
+    """Copies all three views of the metrics after every batch and epoch."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def _add(self, where: str, trainer: Trainer) -> None:
+        views = {
+            "callback": trainer.callback_metrics,
+            "logged": trainer.logged_metrics,
+            "bar": trainer.progress_bar_metrics,
+        }
+        self.rows.append(
+            {"where": where, **{name: {k: float(v) for k, v in view.items()} for name, view in views.items()}}
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._add("batch", trainer)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self._add("validation", trainer)
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        self._add("end", trainer)
+
+
+def everything_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    record = Record()
+    trainer = trainer_for(info, layout, arguments, max_epochs=2, callbacks=[record])
+    torch.manual_seed(1)
+    trainer.fit(Talkative())
+    return record.rows
+
+
+def files_written(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """The CSV file that rank 0 writes, read back by the rank that can see it."""
+    logger = CSVLogger(info.directory, name="logs", version="0")
+    callbacks: list[Any] = [LearningRateMonitor("step"), EarlyStopping("val_loss", patience=1, min_delta=10.0)]
+    trainer = trainer_for(info, layout, arguments, max_epochs=5, logger=logger, callbacks=callbacks)
+    torch.manual_seed(1)
+    trainer.fit(Talkative())
+    lines: list[str] = []
+    if info.rank == 0:
+        lines = sorted(Path(info.directory, "logs", "0", "metrics.csv").read_text().splitlines()[0].split(","))
+    names = {"lr-AdamW/pg1", "lr-AdamW/pg2", "loss_step", "val_loss", "tokens_seen", "epoch", "step"}
+    return {
+        "stopped": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "columns": sorted(names & set(lines)) if info.rank == 0 else None,
+    }
+
+
+class PaddedMean(MaskedTask):
+    """A token mean over padded batches: micro-batches weigh what they have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses = F.cross_entropy(self.net(batch["input_ids"]).transpose(1, 2), batch["target"], reduction="none")
+        return (losses * batch["padding"]).sum() / batch["padding"].sum()
+
+
+def real_tokens(batch: Any) -> float:
+    return float(batch["padding"].sum())
+
+
+def padded_mean(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    if layout is not None:
+        arguments = {**arguments, "micro_batch_loss_weight": real_tokens}
+    record = Record()
+    trainer = trainer_for(info, layout, arguments, max_epochs=2, limit_val_batches=0, callbacks=[record])
+    torch.manual_seed(1)
+    module: LightningModule = PaddedMean()
+    trainer.fit(module)
+    return [row["callback"]["train_loss"] for row in record.rows if row["where"] == "batch"]

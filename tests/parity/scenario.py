@@ -1,0 +1,97 @@
+"""Compares anything a Trainer run can report with the same run on one process."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from tests.harness import RankInfo, run_trainers
+from tests.parity.train import make_trainer
+
+Layout = tuple[int, int]  # pipeline, data
+
+
+def trainer_for(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], **options: Any) -> Trainer:
+    """A plain Trainer when ``layout`` is None, else one with the strategy in that layout.
+
+    Args:
+        info: this process.
+        layout: pipeline and data-parallel size.
+        arguments: further arguments of the strategy.
+        options: arguments of the Trainer.
+    """
+    if layout is None:
+        return make_trainer(info, "auto", **options)
+    from lightning_megatron import MegatronStrategy
+
+    settings = {"micro_batch_size": 2, **arguments}
+    strategy = MegatronStrategy(pipeline_parallel_size=layout[0], data_parallel_size=layout[1], **settings)
+    return make_trainer(info, strategy, **options)
+
+
+@functools.cache
+def one_process(scenario: Callable[..., Any]) -> Any:
+    """The scenario's report from a plain Trainer."""
+    return run_trainers(scenario, None, {}, devices=1)[0].value
+
+
+def compare_scenario(
+    scenario: Callable[..., Any],
+    layout: Layout = (2, 1),
+    tolerance: float = 1e-9,
+    own: Callable[[int, Any], Any] | None = None,
+    **arguments: Any,
+) -> list[Any]:
+    """Runs ``scenario(info, layout, arguments)`` on every rank and on one process.
+
+    Args:
+        scenario: importable by name; builds its Trainer with `trainer_for` and returns plain data.
+        layout: pipeline and data-parallel size.
+        tolerance: absolute and relative, for floats and tensors.
+        own: ``own(replica, reference)`` is the part of the reference that a replica should report; default all.
+        arguments: of the strategy.
+
+    Returns:
+        What each rank reported.
+
+    Raises:
+        AssertionError: naming the first differences.
+    """
+    reference = one_process(scenario)
+    outcomes = run_trainers(scenario, layout, arguments, devices=layout[0] * layout[1])
+    for outcome in outcomes:
+        expected = own(outcome.rank % layout[1], reference) if own else reference
+        found = list(differences("", outcome.value, expected, tolerance))
+        assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
+    return [outcome.value for outcome in outcomes]
+
+
+def differences(path: str, got: Any, expected: Any, tolerance: float) -> Iterator[str]:
+    if isinstance(expected, Tensor) and isinstance(got, Tensor):
+        if got.shape != expected.shape or not torch.allclose(
+            got.double(), expected.double(), rtol=tolerance, atol=tolerance
+        ):
+            yield f"{path}: {got} instead of {expected}"
+    elif isinstance(expected, Mapping) and isinstance(got, Mapping):
+        if set(got) != set(expected):
+            yield f"{path}: keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
+        for key in expected:
+            if key in got:
+                yield from differences(f"{path}.{key}", got[key], expected[key], tolerance)
+    elif isinstance(expected, (list, tuple)) and isinstance(got, Sequence) and not isinstance(got, str):
+        if len(got) != len(expected):
+            yield f"{path}: {len(got)} entries instead of {len(expected)}: {list(got)[:40]} and {list(expected)[:40]}"
+        for index, (one, other) in enumerate(zip(got, expected, strict=False)):
+            yield from differences(f"{path}[{index}]", one, other, tolerance)
+    elif isinstance(expected, float) and isinstance(got, (int, float)):
+        same = math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+        if not same and not (math.isnan(got) and math.isnan(expected)):
+            yield f"{path}: {got!r} instead of {expected!r}"
+    elif got != expected:
+        yield f"{path}: {got!r} instead of {expected!r}"
