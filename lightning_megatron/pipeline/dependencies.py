@@ -7,10 +7,13 @@ question, so they share one sweep: every rank runs its list in order, each instr
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
+from lightning_megatron.pipeline.instructions import Kind, Schedule
 
 _ABSENT = -1.0
 
@@ -199,12 +202,30 @@ class _Sweeper:
             self.queue.append(peer)
 
 
-def next_of(schedule: Schedule, rank: int, step: Instruction) -> tuple[int, int] | None:
-    """The ``(rank, chunk)`` that needs the result of a computation; ``None`` if nobody else does.
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Pause the garbage collector while many small objects are made, none of them in a cycle.
 
-    The result of a forward goes to the next virtual stage, that of a backward (or its input half) to the previous one.
+    It would look at each of them again and again: half the time of lowering a schedule for thousands of ranks.
     """
-    if step.kind is Kind.BACKWARD_WEIGHT:
-        return None
-    target = schedule.virtual_stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
-    return schedule.owner(target) if 0 <= target < schedule.virtual_stages else None
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def consumers(schedule: Schedule, rank: int, kind: Kind) -> list[tuple[int, int] | None]:
+    """Per chunk of ``rank``: the ``(rank, chunk)`` that needs the result of a computation of that kind.
+
+    The result of a forward goes to the next virtual stage, that of a backward or its input half to the previous one;
+    nobody waits for a weight half. ``None`` where there is no such virtual stage.
+    """
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [None] * schedule.chunks
+    step = 1 if kind is Kind.FORWARD else -1
+    targets = [schedule.virtual_stage(rank, chunk) + step for chunk in range(schedule.chunks)]
+    return [schedule.owner(target) if 0 <= target < schedule.virtual_stages else None for target in targets]

@@ -27,6 +27,9 @@ class Kind(str, Enum):
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
 
+    # Enum hashes by name in Python code; kinds are looked up a million times when a large schedule is checked.
+    __hash__ = str.__hash__
+
     @property
     def is_send(self) -> bool:
         """Whether this hands a tensor to another stage rank."""
@@ -117,11 +120,11 @@ class Schedule:
     @property
     def lowered(self) -> bool:
         """Whether the lists hold transfers."""
-        return any(step.kind.is_transfer for steps in self.instructions for step in steps)
+        return any(step.peer is not None for steps in self.instructions for step in steps)
 
     def computations(self) -> Schedule:
         """This schedule without its transfers."""
-        lists = tuple(tuple(step for step in steps if not step.kind.is_transfer) for steps in self.instructions)
+        lists = tuple(tuple(step for step in steps if step.peer is None) for steps in self.instructions)
         return replace(self, instructions=lists)
 
     def virtual_stage(self, rank: int, chunk: int) -> int:

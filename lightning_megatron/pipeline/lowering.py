@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_megatron.pipeline.dependencies import Costs, next_of, sweep
+from lightning_megatron.pipeline.dependencies import Costs, consumers, sweep, without_collector
 from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
 
 # (time, 0 for a transfer and 1 for a computation, rank, position): two ranks sort a transfer by the same four numbers,
@@ -41,31 +41,42 @@ def lower(schedule: Schedule) -> Schedule:
     """
     if schedule.lowered:
         return schedule
+    with without_collector():
+        return _lower(schedule)
+
+
+def _lower(schedule: Schedule) -> Schedule:
     found = sweep(schedule, Costs.uniform(schedule.virtual_stages))
     if found.stuck:
         raise ValueError(f"schedule {schedule.name!r} never finishes: {describe_stuck(schedule, found.stuck)}")
     entries: list[list[_Entry]] = [[] for _ in range(schedule.stages)]
-    for rank, steps in enumerate(schedule.instructions):
-        own, starts, ends = entries[rank], found.starts[rank], found.ends[rank]
-        for at, step in enumerate(steps):
-            own.append((starts[at], 1, rank, at, step))
-            target = next_of(schedule, rank, step)
-            if target is None or target[0] == rank:
-                continue
-            send, receive = transfer_of(rank, step, *target)
-            own.append((ends[at], 0, rank, at, send))
-            entries[target[0]].append((ends[at], 0, rank, at, receive))
+    for rank in range(schedule.stages):
+        _add_entries(schedule, rank, found.starts[rank], found.ends[rank], entries)
     for own in entries:
         own.sort()
-    return replace(schedule, instructions=tuple(tuple(entry[4] for entry in own) for own in entries))
+    return replace(schedule, instructions=tuple(tuple([entry[4] for entry in own]) for own in entries))
 
 
-def transfer_of(rank: int, step: Instruction, peer: int, chunk: int) -> tuple[Instruction, Instruction]:
-    """The send of ``step``'s result from ``rank`` and its receive on ``peer``, whose ``chunk`` needs it."""
-    forward = step.kind is Kind.FORWARD
-    send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
-    receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-    return Instruction(send, step.micro_batch, step.chunk, peer), Instruction(receive, step.micro_batch, chunk, rank)
+def _add_entries(
+    schedule: Schedule, rank: int, starts: list[float], ends: list[float], entries: list[list[_Entry]]
+) -> None:
+    """Add ``rank``'s computations and sends to its own entries, and the receives of those sends to its peers'."""
+    onward = consumers(schedule, rank, Kind.FORWARD)
+    back = consumers(schedule, rank, Kind.BACKWARD)
+    own = entries[rank]
+    for at, step in enumerate(schedule.instructions[rank]):
+        own.append((starts[at], 1, rank, at, step))
+        if step.kind is Kind.BACKWARD_WEIGHT:
+            continue
+        forward = step.kind is Kind.FORWARD
+        target = onward[step.chunk] if forward else back[step.chunk]
+        if target is None or target[0] == rank:
+            continue
+        peer, chunk = target
+        send = Instruction(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, step.micro_batch, step.chunk, peer)
+        receive = Instruction(Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD, step.micro_batch, chunk, rank)
+        own.append((ends[at], 0, rank, at, send))
+        entries[peer].append((ends[at], 0, rank, at, receive))
 
 
 def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:

@@ -48,6 +48,21 @@ def interleaved(stages: int, chunks: int, micro_batches: int, group_size: int | 
     ]
 
 
+def forward_only(stages: int, chunks: int, micro_batches: int) -> list[list[Instruction]]:
+    """Evaluation with any number of chunks: the forwards of :func:`interleaved`, and nothing else.
+
+    Args:
+        stages: Number of stage ranks, p.
+        chunks: Model chunks per stage rank, v.
+        micro_batches: Micro-batches per step, m.
+
+    Returns:
+        Per stage rank, its m * v instructions; the same on every rank.
+    """
+    order = _chunk_order(group_sizes(stages, micro_batches, stages), chunks)
+    return [[Instruction(Kind.FORWARD, micro_batch, chunk) for micro_batch, chunk in order] for _ in range(stages)]
+
+
 def group_sizes(stages: int, micro_batches: int, group_size: int) -> list[int]:
     """Sizes of the groups: ``group_size`` each; a tail shorter than the pipeline is spread over the others.
 

@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, and the forward-only order: the schedules with one chunk per stage.
+"""GPipe and 1F1B: whole backwards, one chunk per stage.
 
 1F1B does as few forwards as it can before its first backward, so a stage keeps at most ``stages - rank`` micro-batches
 of activations instead of all of them (Narayanan et al., SC21, arXiv 2104.04473, section 2.2.1)::
@@ -50,27 +50,3 @@ def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)
     return order + backwards[len(forwards) - warm_up :]
-
-
-def forward_only(stages: int, chunks: int, micro_batches: int, group: int | None = None) -> list[list[Instruction]]:
-    """Evaluation order of any placement: groups of ``stages`` micro-batches go through the chunks one after another.
-
-    A whole group passes chunk 0 before chunk 1 starts, so a rank never waits for a micro-batch that is still far away.
-
-    Args:
-        stages: Number of stage ranks.
-        chunks: Model chunks per stage rank.
-        micro_batches: Micro-batches per step.
-        group: Micro-batches per group; ``stages`` when not given.
-
-    Returns:
-        Per stage rank, its instructions; the same on every rank.
-    """
-    group = group or stages
-    order = [
-        Instruction(Kind.FORWARD, micro_batch, chunk)
-        for first in range(0, micro_batches, group)
-        for chunk in range(chunks)
-        for micro_batch in range(first, min(first + group, micro_batches))
-    ]
-    return [order for _ in range(stages)]

@@ -9,8 +9,8 @@ how many forwards a rank does before its first backward, and how many weight hal
             stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 Holding back r weight halves on rank r costs no memory over 1F1B's first stage: every rank then has p micro-batches in
-flight. Each micro-batch of memory more lets every rank run one further forward ahead or hold back one further weight half;
-with 2p-1 there is no bubble left inside a rank's own span when F = I = W.
+flight. Each micro-batch of memory more lets every rank run one further forward ahead or hold back one further weight
+half; with 2p-1 there is no bubble left inside a rank's own span when F = I = W.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def zb_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
     Returns:
         Per stage rank, its instructions; idle time per rank (p-1)(F+I-W).
     """
-    return [
-        _split_order(micro_batches, warm_up=stages - rank - 1, held_back=rank) for rank in range(stages)
-    ]
+    return [_split_order(micro_batches, warm_up=stages - rank - 1, held_back=rank) for rank in range(stages)]
 
 
 def zb_h2(stages: int, micro_batches: int, memory_limit: int | None = None) -> list[list[Instruction]]:
@@ -54,7 +52,8 @@ def zb_h2(stages: int, micro_batches: int, memory_limit: int | None = None) -> l
             f"memory_limit={limit} is below stages={stages}: the first stage needs {stages} micro-batches in flight"
             f" to keep the pipeline full; use memory_limit={stages} to {2 * stages - 1}, or fewer stages"
         )
-    extra = min(limit, 2 * stages - 1) - stages
+    # Memory that so few micro-batches cannot fill would only delay the first backwards.
+    extra = max(min(limit, 2 * stages - 1, micro_batches) - stages, 0)
     orders = []
     for rank in range(stages):
         after = stages - rank - 1

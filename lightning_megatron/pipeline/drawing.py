@@ -1,0 +1,240 @@
+"""Pictures of schedules: a text grid, an SVG, and a trace for chrome://tracing or Perfetto.
+
+The text grid is the one in which schedules are discussed and tested, a row per stage and a column per unit of time::
+
+    stage 0  F0 F1 .. .. B0 B1
+    stage 1  .. F0 B0 F1 B1 ..
+
+A refused schedule has no times, so it is drawn in list order, with the fault marked by ``!``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
+
+from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
+
+if TYPE_CHECKING:
+    from lightning_megatron.pipeline.timeline import Timeline
+
+_IDLE = ".."
+_CONTINUED = "--"
+_WINDOW = 8  # entries shown on either side of a fault
+_ROWS = 16  # stages shown with a fault
+
+# Colours by kind, one per chunk from dark to light; further chunks repeat.
+_COLOURS = {
+    Kind.FORWARD: ("#2f6db5", "#6fa3dc", "#a9cbee", "#d3e4f7"),
+    Kind.BACKWARD: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
+    Kind.BACKWARD_INPUT: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
+    Kind.BACKWARD_WEIGHT: ("#c9822b", "#e0aa68", "#efcfa5", "#f7e6d0"),
+}
+_LEGEND = (
+    (Kind.FORWARD, "forward"),
+    (Kind.BACKWARD, "backward (B) or its input half (I)"),
+    (Kind.BACKWARD_WEIGHT, "weight half (W)"),
+)
+
+
+def label(schedule: Schedule, step: Instruction) -> str:
+    """Name of an instruction in a drawing: without the chunk where there is only one."""
+    if schedule.chunks > 1 or step.peer is not None:
+        return str(step)
+    return f"{step.kind.value}{step.micro_batch}"
+
+
+def text_grid(timeline: Timeline, unit: float | None = None) -> str:
+    """Draw a timeline as text: ``..`` is idle, ``--`` continues the instruction on its left.
+
+    Args:
+        timeline: What happened when.
+        unit: Time per column; the shortest instruction's when not given. Times are rounded to columns.
+
+    Returns:
+        One line per stage.
+    """
+    spans = [end - start for starts, ends in _rows(timeline) for start, end in zip(starts, ends, strict=True)]
+    unit = unit or min((span for span in spans if span > 0), default=1.0)
+    rows = []
+    for steps, (starts, ends) in zip(timeline.schedule.instructions, _rows(timeline), strict=True):
+        cells: list[str] = []
+        for step, start, end in zip(steps, starts, ends, strict=True):
+            cells += [_IDLE] * (round((start - timeline.start) / unit) - len(cells))
+            cells += [label(timeline.schedule, step)] + [_CONTINUED] * (round((end - start) / unit) - 1)
+        rows.append(cells)
+    longest = max(len(cells) for cells in rows)
+    return _table([cells + [_IDLE] * (longest - len(cells)) for cells in rows])
+
+
+def list_grid(schedule: Schedule, marks: tuple[tuple[int, int], ...] = ()) -> str:
+    """Draw the lists themselves, without times, marking instructions with ``!``.
+
+    Long lists are cut to the neighbourhood of the marks, and the cut is shown as ``...``.
+
+    Args:
+        schedule: Any schedule, also a malformed one.
+        marks: ``(rank, position)`` to mark; a position behind the end of a list marks something missing.
+
+    Returns:
+        One line per stage.
+    """
+    marked = dict(reversed(marks))
+    some = next(iter(marked.values()), 0)
+    lines = []
+    for rank in _ranks_around(len(schedule.instructions), sorted(marked)):
+        steps, mark = schedule.instructions[rank], marked.get(rank)
+        middle = some if mark is None else mark
+        first, last = max(0, middle - _WINDOW), min(len(steps), middle + _WINDOW + 1)
+        cells = ["..."] if first else []
+        for at in range(first, last):
+            text = label(schedule, steps[at]) if isinstance(steps[at], Instruction) else repr(steps[at])
+            cells.append("!" + text if at == mark else text)
+        cells += ["..."] if last < len(steps) else []
+        cells += ["!missing"] if mark is not None and mark >= len(steps) else []
+        lines.append((rank, cells))
+    return _table([cells for _, cells in lines], [rank for rank, _ in lines])
+
+
+def svg(timeline: Timeline) -> str:
+    """Draw a timeline as an SVG picture with a time axis; instructions carry their times as tooltips.
+
+    Args:
+        timeline: What happened when.
+
+    Returns:
+        The SVG document.
+    """
+    schedule = timeline.schedule
+    shortest = min((bar[3] - bar[2] for bar in _bars(timeline) if bar[3] > bar[2]), default=1.0)
+    scale = min(28.0 / shortest, 16000.0 / max(timeline.makespan, shortest))
+    left, top, height = 70, 48, 22
+    width = left + timeline.makespan * scale + 20
+    bottom = top + height * schedule.stages
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 560):.0f}" height="{bottom + 52}"'
+        ' font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="10" y="18" font-size="14">{escape(title(timeline))}</text>',
+    ]
+    for rank in range(schedule.stages):
+        y = top + height * rank
+        parts.append(f'<text x="10" y="{y + 15}">stage {rank}</text>')
+        long = timeline.makespan * scale
+        parts.append(f'<rect x="{left}" y="{y + 1}" width="{long:.2f}" height="{height - 2}" fill="#eeeeee"/>')
+    for rank, step, start, end in _bars(timeline):
+        x, wide = left + (start - timeline.start) * scale, (end - start) * scale
+        parts.append(_bar(label(schedule, step), step, x, top + height * rank, wide, height, start, end))
+    parts += _axis(timeline, left, bottom, scale)
+    parts += _legend(left, bottom + 36)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1000.0) -> dict[str, Any]:
+    """A timeline in the trace-event format that chrome://tracing and Perfetto read.
+
+    Args:
+        timeline: What happened when.
+        microseconds: Length of one unit of the timeline's time; with 1000, a unit is shown as a millisecond.
+
+    Returns:
+        A dictionary to write as JSON: one complete event per instruction, one thread per stage.
+    """
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title(timeline)}}]
+    for rank in range(timeline.schedule.stages):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}})
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+    for rank, step, start, end in _bars(timeline):
+        events.append(
+            {
+                "name": label(timeline.schedule, step),
+                "cat": step.kind.name.lower(),
+                "ph": "X",
+                "ts": start * microseconds,
+                "dur": (end - start) * microseconds,
+                "pid": 0,
+                "tid": rank,
+                "args": {"kind": step.kind.value, "micro_batch": step.micro_batch, "chunk": step.chunk},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def title(timeline: Timeline) -> str:
+    """One line that names a timeline and its figures."""
+    schedule = timeline.schedule
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches,"
+        f" makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
+    )
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
+    return zip(timeline.starts, timeline.ends, strict=True)
+
+
+def _bars(timeline: Timeline) -> Iterator[tuple[int, Instruction, float, float]]:
+    """Rank, instruction, start and end of everything."""
+    for rank, steps in enumerate(timeline.schedule.instructions):
+        for step, start, end in zip(steps, timeline.starts[rank], timeline.ends[rank], strict=True):
+            yield rank, step, start, end
+
+
+def _table(rows: list[list[str]], ranks: list[int] | None = None) -> str:
+    ranks = list(range(len(rows))) if ranks is None else ranks
+    width = max((len(cell) for cells in rows for cell in cells), default=0)
+    digits = len(str(max(ranks, default=0)))
+    lines = []
+    for rank, cells in zip(ranks, rows, strict=True):
+        # An idle or continuing cell is drawn over its whole width, so that columns stay readable.
+        filled = [cell[0] * width if cell in (_IDLE, _CONTINUED) else cell.ljust(width) for cell in cells]
+        lines.append(f"stage {rank:>{digits}}  {' '.join(filled)}".rstrip())
+    return "\n".join(lines)
+
+
+def _ranks_around(stages: int, marked: list[int]) -> list[int]:
+    """At most ``_ROWS`` ranks: those with a mark, then their neighbours."""
+    if stages <= _ROWS:
+        return list(range(stages))
+    wanted = marked[:_ROWS] or [0]
+    distance = 1
+    while len(wanted) < _ROWS:
+        near = {rank + step for rank in marked or [0] for step in (-distance, distance)}
+        wanted += [rank for rank in sorted(near) if 0 <= rank < stages and rank not in wanted]
+        distance += 1
+    return sorted(wanted[:_ROWS])
+
+
+def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: int, start: float, end: float) -> str:
+    colours = _COLOURS[step.kind]
+    colour = colours[step.chunk % len(colours)]
+    ink = "white" if step.chunk % len(colours) == 0 else "black"
+    bar = (
+        f'<rect x="{x:.2f}" y="{y + 1}" width="{max(wide, 0.3):.2f}" height="{height - 2}" fill="{colour}"'
+        f' stroke="white" stroke-width="0.6"><title>{name}: {start:g} to {end:g}</title></rect>'
+    )
+    if wide < 6.2 * len(name):
+        return bar
+    return f'{bar}<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{name}</text>'
+
+
+def _axis(timeline: Timeline, left: int, bottom: int, scale: float) -> list[str]:
+    step = max(timeline.makespan / 10, 1e-12)
+    parts = []
+    for tick in range(11):
+        x = left + tick * step * scale
+        time = timeline.start + tick * step
+        parts.append(f'<line x1="{x:.2f}" y1="{bottom}" x2="{x:.2f}" y2="{bottom + 4}" stroke="#666666"/>')
+        parts.append(f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#666666">{time:g}</text>')
+    return parts
+
+
+def _legend(left: int, y: int) -> list[str]:
+    parts = []
+    for number, (kind, name) in enumerate(_LEGEND):
+        x = left + 90 * number + (110 if number == 2 else 0)
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+    return parts
