@@ -18,56 +18,12 @@ from tests.parity.zoo.data import TRAIN, Items, loader
 from tests.parity.zoo.registry import build
 from tests.parity.zoo.whole import FlatModule
 
-HOOKS = [
-    "setup",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "transfer_batch_to_device",
-    "on_fit_end",
-    "teardown",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
-    "train_dataloader",
-    "val_dataloader",
-    "on_test_start",
-    "on_test_end",
-    "on_test_batch_start",
-    "on_test_batch_end",
-    "on_test_epoch_start",
-    "on_test_epoch_end",
-    "on_predict_start",
-    "on_predict_end",
-    "on_predict_batch_start",
-    "on_predict_batch_end",
-    "on_predict_epoch_start",
-    "on_predict_epoch_end",
-]
+OTHER_HOOKS = (
+    *("setup", "teardown", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("configure_optimizers", "configure_gradient_clipping", "configure_callbacks"),
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device"),
+)
+HOOKS = [name for name in dir(LightningModule) if name.startswith("on_") and name != "on_gpu"] + [*OTHER_HOOKS]
 CALLBACK_HOOKS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 
 
@@ -91,7 +47,7 @@ def _recording(base: type, names: list[str]) -> type:
 def hooks_called(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
     """Names of module and callback hooks in the order they were called, for fit, test and predict."""
     torch.manual_seed(1)
-    module: Any = _recording(FlatModule, [name for name in HOOKS if hasattr(LightningModule, name)])()
+    module: Any = _recording(FlatModule, HOOKS)()
     callback: Any = _recording(Callback, CALLBACK_HOOKS)()
     module.calls, callback.calls = [], []
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2, "enable_checkpointing": True}
