@@ -14,9 +14,9 @@ from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
 from lightning_megatron.planner.stages import split_layers
 
-_RUNTIME = 2.0 * GIB
+_RUNTIME = 3.0 * GIB
 """CUDA context, library workspaces and communicator buffers of one rank."""
-_FRAGMENTATION = 0.04
+_FRAGMENTATION = 0.03
 """Share of the tensors that the allocator adds in gaps."""
 
 
@@ -42,7 +42,7 @@ def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
     split = recipe.tensor if recipe.sequence_parallel else 1
     input_bytes = 1.0 if recipe.precision == "fp8" else 2.0
     hidden = 2 * 2.0 + 2 * input_bytes + (2.0 if recipe.software.dropout else 0.0)
-    if not recipe.software.fused_kernels:
+    if shape.gated and not recipe.software.fused_kernels:
         hidden += 4.0
     width = shape.head_size * shape.heads
     parallel = 2.0 * shape.qkv_width + input_bytes * width
@@ -92,7 +92,7 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
     """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
 
     Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2`` the
-    gradients too. ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers;
+    gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4 more). ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers;
     under a pipeline the gathered weights and whole gradients stay until the last micro-batch.
     """
     count = stage_parameters(shape, recipe, stage)
@@ -105,27 +105,32 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
         return 4.0 * count / parts + gathered, 4.0 * count / parts, 8.0 * count / parts
     kept = 4.0 if recipe.precision != "fp16" else 2.0
     kept = float(recipe.gradient_bytes) if recipe.gradient_bytes is not None else kept
+    if kept == 4.0 and not recipe.software.direct_gradients:
+        kept += 2.0
     gradients = kept * count / (replicas if recipe.sharding == "zero2" else 1)
-    optimizer = 12.0 * count / (1 if recipe.sharding == "none" else replicas)
+    converted = 4.0 if kept == 2.0 and recipe.sharding != "none" and not recipe.software.direct_gradients else 0.0
+    optimizer = (12.0 + converted) * count / (1 if recipe.sharding == "none" else replicas)
     return 2.0 * count, gradients, optimizer
 
 
 def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
-    """Bytes of activations on one rank of ``stage``: what is kept, the layer being recomputed, and the logits."""
+    """Bytes of activations on one rank of ``stage``: what is kept, and the larger of logits and recomputed layer.
+
+    The logits are gone when the first layer is recomputed, so the two never add up.
+    """
     layers = split_layers(shape.layers, recipe.pipeline, recipe.chunks)[stage]
     whole = layer_activation_bytes(shape, recipe)
     kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
     total = layers * kept * in_flight(recipe, stage)
-    if recompute_share > 0:
-        total += whole
-    return total
+    return total + max(whole if recompute_share > 0 else 0.0, logit_bytes(shape, recipe, stage))
 
 
 def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     """Bytes of 16-bit logits, their 32-bit copy and its gradient on the last stage."""
     if stage != recipe.pipeline - 1:
         return 0.0
-    return 10.0 * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
+    each = 10.0 if recipe.software.fused_kernels else 12.0
+    return each * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
 
 
 def stage_memory(
@@ -134,9 +139,8 @@ def stage_memory(
     """Peak bytes of one rank of ``stage``."""
     weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
     activations = activation_bytes(shape, recipe, stage, recompute_share)
-    logits = logit_bytes(shape, recipe, stage)
-    tensors = weights + gradients + optimizer + activations + logits
-    return Memory(weights, gradients, optimizer, activations, logits + _RUNTIME + _FRAGMENTATION * tensors)
+    tensors = weights + gradients + optimizer + activations
+    return Memory(weights, gradients, optimizer, activations, _RUNTIME + _FRAGMENTATION * tensors)
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

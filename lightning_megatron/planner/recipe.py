@@ -29,6 +29,8 @@ class Software:
         block_recompute: ``selective`` recomputation repeats about every other operation of a block (FSDP trainers)
             instead of only the attention core (Megatron).
         dropout: masks are kept for the backward.
+        direct_gradients: weight gradients accumulate straight into the 32-bit buffer; otherwise a 16-bit gradient lies
+            beside it.
     """
 
     name: str = "lightning"
@@ -39,11 +41,25 @@ class Software:
     overlap_pipeline: bool = True
     block_recompute: bool = False
     dropout: bool = False
+    direct_gradients: bool = True
 
 
-MEGATRON_2021 = Software("megatron-2021", False, True, False, False, False, False, True)
-MEGATRON_CORE = Software("megatron-core", True, True, True, True, True, False, False)
-PYTORCH_FSDP = Software("pytorch-fsdp", True, False, False, True, False, True, False)
+MEGATRON_2021 = Software(
+    name="megatron-2021",
+    fused_attention=False,
+    fused_kernels=True,
+    overlap_data=False,
+    overlap_pipeline=False,
+    dropout=True,
+    direct_gradients=False,
+)
+"""Megatron-LM and Megatron-DeepSpeed before fused attention: fused small kernels, no transfer beside compute."""
+MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True)
+"""Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
+PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True)
+"""PyTorch's fully sharded data parallelism with its own fused attention."""
+PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
+"""Tensor, pipeline and data parallelism in plain PyTorch with fused attention and no transfer beside compute."""
 LIGHTNING = Software()
 
 

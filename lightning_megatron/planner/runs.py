@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_megatron.planner.cluster import Cluster, cluster_for
 from lightning_megatron.planner.memory import peak_memory, recompute_share
-from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE, PYTORCH_FSDP, Recipe, Software
+from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE, PLAIN_3D, PYTORCH_FSDP, Recipe, Software
 from lightning_megatron.planner.shape import ModelShape
 
 MEASURED = frozenset(
@@ -184,10 +184,10 @@ def _recipe(
         chunks=chunks if schedule == "interleaved" else 1,
         schedule=schedule,
         sharding=sharding,
-        recompute=_recompute(text, software),
+        recompute=_recompute(text, software, sharding),
         sequence_parallel="+sp" in text or "sequence" in text or software.fused_attention,
         precision=precision,
-        gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), sharding),
+        gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), software),
         software=software,
     )
     micro_batch = _integer(cells, "mbs") or _micro_batch(cells, shape, recipe, cluster, remarks)
@@ -238,11 +238,15 @@ def _precision(text: str) -> str:
     return "fp16" if text.startswith("fp16") or text == "float16" else "bf16"
 
 
-def _gradient_bytes(precision: str, sharding: str) -> int:
-    """Gradient bytes: 2 for fp16 without 32-bit accumulation and for FSDP's 16-bit reduction, else 4."""
+def _gradient_bytes(precision: str, software: Software) -> int:
+    """Gradient bytes: 4 where 32-bit accumulation is stated or plain bf16 runs need it, 2 where software reduces 16 bits.
+
+    fp16 gradients were reduced as they are; FSDP reduces in 16 bits, and so do NVIDIA's recipes for its distributed
+    optimizer.
+    """
     if "fp32" in precision:
         return 4
-    return 2 if precision.startswith("fp16") or sharding in ("fsdp", "hsdp") else 4
+    return 2 if precision.startswith("fp16") or software.name != PLAIN_3D.name else 4
 
 
 def _sharding(text: str) -> str:
@@ -261,13 +265,15 @@ def _sharding(text: str) -> str:
     raise ValueError(f"`shard={text}` is not known; use none, zero1, zero2, fsdp or hsdp")
 
 
-def _recompute(text: str, software: Software) -> str:
+def _recompute(text: str, software: Software, sharding: str) -> str:
     """The planner's name for a row's recomputation.
 
-    Where a row is silent: as little as fits, but all of it before fused attention, when score matrices filled memory.
+    Where a row is silent: none with fused attention (as little as fits for FSDP, whose trainers recompute by default),
+    all of it before fused attention, when score matrices filled memory.
     """
     if not text:
-        return "auto" if software.fused_attention else "full"
+        silent = "auto" if sharding in ("fsdp", "hsdp") else "none"
+        return silent if software.fused_attention else "full"
     for name in ("full", "selective", "none"):
         if text.startswith(name):
             return name
@@ -308,4 +314,4 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
         return MEGATRON_CORE
     if old:
         return MEGATRON_2021
-    return replace(MEGATRON_CORE, name="megatron-like", fused_kernels=False, overlap_tensor=False, overlap_data=False, overlap_pipeline=False)
+    return PLAIN_3D
