@@ -1,0 +1,100 @@
+"""Modules and callbacks that fail on one rank, each in its own place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from tests.harness import RankInfo
+from tests.parity.scenario import trainer_for
+from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.tasks import TokenTask
+
+PLACES = ("training_step", "layer", "backward", "loader", "callback", "validation_step", "setup")
+
+
+class FailingBackward(torch.autograd.Function):
+    """Passes its input on and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("deliberate failure in backward")
+
+
+class Failing(TokenTask):
+    """Raises once, on one rank, in one place.
+
+    Args:
+        rank: this process.
+        culprit: the process that fails.
+        place: one of `PLACES`.
+    """
+
+    def __init__(self, rank: int, culprit: int, place: str) -> None:
+        super().__init__(LearnedPositions())
+        self.guilty, self.place = rank == culprit, place
+        if self.guilty and place in ("layer", "backward"):
+            for layer in self.net.layers:
+                layer.register_forward_hook(self._spoil)
+
+    def _spoil(self, layer: Any, inputs: Any, output: Tensor) -> Tensor:
+        if not self.training or self.trainer.global_step < 1:
+            return output
+        if self.place == "layer":
+            raise ArithmeticError("deliberate failure in layer")
+        spoiled: Tensor = FailingBackward.apply(output)
+        return spoiled
+
+    def _fail(self, place: str) -> None:
+        if self.guilty and self.place == place:
+            raise ArithmeticError(f"deliberate failure in {place}")
+
+    def setup(self, stage: str) -> None:
+        self._fail("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self._fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self._fail("validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def collate(self, samples: list[Any]) -> Any:
+        if self.trainer.training and self.trainer.global_step >= 1:
+            self._fail("loader")
+        return super().collate(samples)
+
+
+class FailingCallback(Callback):
+    """Raises after the second batch."""
+
+    def __init__(self, guilty: bool) -> None:
+        self.guilty = guilty
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.guilty and trainer.global_step == 2:
+            raise ArithmeticError("deliberate failure in callback")
+
+
+def fail(info: RankInfo, layout: tuple[int, int], culprit: int, place: str) -> None:
+    """Trains until ``culprit`` fails in ``place``."""
+    callback = FailingCallback(info.rank == culprit and place == "callback")
+    trainer = trainer_for(info, layout, {}, max_epochs=3, callbacks=[callback])
+    trainer.fit(Failing(info.rank, culprit, place))
+
+
+def fail_then_fit(info: RankInfo, layout: tuple[int, int]) -> int:
+    """Every rank refuses the same way, and the processes can train afterwards."""
+    trainer = trainer_for(info, layout, {}, max_epochs=1)
+    trainer.fit(Failing(info.rank, -1, "nowhere"))
+    return trainer.global_step

@@ -1,0 +1,147 @@
+"""Counts what a rank really holds: parameters after setup, activations during the schedule."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.harness import RankInfo
+from tests.parity.scenario import trainer_for
+from tests.parity.zoo.blocks import Block
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+
+WIDE = 32
+
+
+class WideNet(nn.Module):
+    """Layers that are most of the module, all alike."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDE), nn.Linear(WIDE, VOCABULARY)
+        self.layers = nn.ModuleList([Block(WIDE) for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Packed:
+    """What the saved-tensors hook stores instead of a tensor, so that its life can be watched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class CountSaved(Callback):
+    """Counts live saved activations while batches train.
+
+    Attributes:
+        most: the largest number of bytes alive at once.
+        per_micro_batch: bytes that one micro-batch's forward saves.
+        left: bytes still alive after the batch.
+    """
+
+    def __init__(self) -> None:
+        self.live: weakref.WeakSet[Packed] = weakref.WeakSet()
+        self.bytes_alive, self.most, self.total, self.left, self.batches = 0, 0, 0, 0, 0
+        self.parameters: set[int] = set()
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        packed, size = Packed(tensor), 0 if tensor.data_ptr() in self.parameters else tensor.nbytes
+        self.bytes_alive += size
+        self.total += size
+        self.most = max(self.most, self.bytes_alive)
+        weakref.finalize(packed, self._free, size)
+        return packed
+
+    def _free(self, size: int) -> None:
+        self.bytes_alive -= size
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.parameters = {parameter.data_ptr() for parameter in pl_module.parameters()}
+        self.context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor)
+        self.context.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.context.__exit__(None, None, None)
+        self.batches += 1
+        self.left = self.bytes_alive
+
+
+def activations(info: RankInfo, stages: int, micro_batches: int, schedule: str) -> dict[str, float]:
+    """Trains two batches of ``micro_batches`` samples, one sample per micro-batch."""
+    counter = CountSaved()
+    trainer = trainer_for(
+        info,
+        (stages, 1),
+        {"micro_batch_size": 1, "pipeline_schedule": schedule},
+        max_steps=2,
+        limit_val_batches=0,
+        callbacks=[counter],
+    )
+    torch.manual_seed(1)
+    trainer.fit(TokenTask(WideNet(2 * stages)))
+    one = counter.total / counter.batches / micro_batches
+    return {"in_flight": counter.most / one, "left": counter.left, "one": one}
+
+
+class HeldAtStart(Callback):
+    """Measures all tensors that the process holds when training starts."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gc.collect()
+        storages = {}
+        for found in gc.get_objects():
+            if isinstance(found, Tensor) and found.device.type == "cpu":
+                storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        self.tensor_bytes = sum(storages.values())
+        self.owned = sum(parameter.numel() for parameter in pl_module.parameters())
+        self.names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
+
+
+def held(info: RankInfo, stages: int) -> dict[str, Any]:
+    """What a rank holds after setup: parameter elements, their names, bytes of every live tensor."""
+    meter = HeldAtStart()
+    torch.manual_seed(1)
+    module = TokenTask(WideNet(8))
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    trainer = trainer_for(info, (stages, 1), {}, max_steps=1, limit_val_batches=0, callbacks=[meter])
+    trainer.fit(module)
+    return {"whole": whole, "owned": meter.owned, "bytes": meter.tensor_bytes, "names": meter.names}
+
+
+class LateBuilt(TokenTask):
+    """Builds its network in ``configure_model``, as large models do, and notes how large it ever was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = WideNet(8)
+            self.built_on = str(self.net.head.weight.device)
+
+
+def late_built(info: RankInfo, layout: tuple[int, int]) -> dict[str, Any]:
+    """Initial weights by name, and the device that ``configure_model`` built on."""
+    weights: dict[str, Tensor] = {}
+
+    class Copy(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            weights.update({name: value.detach().clone() for name, value in pl_module.named_parameters()})
+
+    torch.manual_seed(1)
+    module = LateBuilt()
+    trainer = trainer_for(info, layout, {}, max_steps=1, limit_val_batches=0, callbacks=[Copy()])
+    trainer.fit(module)
+    return {"weights": weights, "device": module.built_on}

@@ -1,0 +1,48 @@
+"""When one rank raises, every rank ends within fifteen seconds and says who it was and why."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.harness import Outcome, run_trainers
+from tests.multi.failure_scenarios import PLACES, fail
+
+SECONDS = 15.0
+
+
+def _everything_said(outcome: Outcome) -> str:
+    return f"{outcome.error}\n{outcome.trace}\n{outcome.output}"
+
+
+def _check(outcomes: list[Outcome], culprit: int, place: str) -> None:
+    where = f"deliberate failure in {place}"
+    assert outcomes[culprit].error == f"ArithmeticError: {where}", _everything_said(outcomes[culprit])
+    for outcome in outcomes:
+        said = _everything_said(outcome)
+        assert not outcome.ok, f"rank {outcome.rank} ended as if nothing had happened"
+        assert "killed while running" not in said, f"rank {outcome.rank} had to be killed\n{outcome.stacks}"
+        assert outcome.seconds - outcomes[culprit].seconds < SECONDS
+        if outcome.rank != culprit:
+            assert f"rank {culprit} (pipeline" in said, said
+            assert where in said and "Traceback" in said and "_scenarios.py" in said, said
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_rank_fails_and_the_other_stage_names_it(place: str, culprit: int) -> None:
+    if place == "validation_step" and culprit == 1:
+        pytest.skip("covered by rank 0: every stage runs the validation step")
+    start = time.monotonic()
+    outcomes = run_trainers(fail, (2, 1), culprit, place, devices=2, check=False, grace=SECONDS + 5, deadline=90)
+    _check(outcomes, culprit, place)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_one_rank_of_four_fails_and_all_the_others_name_it(culprit: int) -> None:
+    outcomes = run_trainers(
+        fail, (2, 2), culprit, "training_step", devices=4, check=False, grace=SECONDS + 5, deadline=90
+    )
+    _check(outcomes, culprit, "training_step")
