@@ -4,9 +4,10 @@ A wrong schedule fails in the worst way: all ranks wait for each other without a
 from the lists alone is checked here, from the plainest fault to the subtlest:
 
 1. every entry is an instruction for a chunk, micro-batch and peer that exist;
-2. each rank computes every micro-batch on every chunk once, forward before backward, input half before weight half;
+2. each rank does everything once and in order: forward before backward, input half before weight half, a result before
+   its send, a receive before the computation that needs it;
 3. the computations can all finish: no rank waits for another that waits for it;
-4. transfers carry what computations need, and each pair of ranks lists them in one order (NCCL has no tags);
+4. each pair of ranks lists its messages in one order (NCCL has no tags);
 5. the lists finish even if each send waits for its receive (and so with asynchronous sends too);
 6. no rank holds more activations than it was allowed.
 
@@ -20,25 +21,9 @@ from dataclasses import dataclass
 from lightning_megatron.pipeline.dependencies import Costs, sweep, without_collector
 from lightning_megatron.pipeline.drawing import list_grid
 from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
-from lightning_megatron.pipeline.lowering import lower
+from lightning_megatron.pipeline.lowering import describe_stuck, lower_swept
+from lightning_megatron.pipeline.rules import Found, find_disorder
 from lightning_megatron.pipeline.transfers import find_transfer_fault
-
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = 1, 2, 4, 8
-_BITS = {
-    Kind.FORWARD: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.BACKWARD_INPUT: _INPUT,
-    Kind.BACKWARD_WEIGHT: _WEIGHT,
-}
-# What must and must not have happened on the same rank before each kind.
-_NEEDS = {Kind.BACKWARD: _FORWARD, Kind.BACKWARD_INPUT: _FORWARD, Kind.BACKWARD_WEIGHT: _INPUT}
-_EXCLUDES = {
-    Kind.FORWARD: _FORWARD,
-    Kind.BACKWARD: _BACKWARD | _INPUT | _WEIGHT,
-    Kind.BACKWARD_INPUT: _BACKWARD | _INPUT,
-    Kind.BACKWARD_WEIGHT: _WEIGHT,
-}
-_COMPLETE = (_FORWARD | _BACKWARD, _FORWARD | _INPUT | _WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class ScheduleError(ValueError):
     """A schedule was refused; the message ends with its grid, the fault marked by ``!``.
 
     Args:
-        schedule: The refused schedule.
+        schedule: The refused schedule, as it is drawn.
         fault: What is wrong with it.
     """
 
@@ -82,13 +67,17 @@ def check(schedule: Schedule, *, activation_limit: int | None = None) -> None:
         ScheduleError: With the first fault and the grid that shows it.
     """
     with without_collector():
-        _refuse(schedule, _malformed(schedule) or _incomplete(schedule))
+        _refuse(schedule, _malformed(schedule) or find_disorder(schedule))
         computations = schedule.computations() if schedule.lowered else schedule
-        _refuse(computations, _cyclic(computations))
-        lowered = lower(schedule)
-        _refuse(lowered, _transfers(lowered))
-        if activation_limit is not None:
+        found = sweep(computations, Costs.uniform(schedule.virtual_stages))
+        if found.stuck:
+            message = f"it deadlocks, the ranks wait for each other: {describe_stuck(computations, found.stuck)}"
+            _refuse(computations, (message, tuple(sorted(found.stuck.items()))))
+        if not schedule.lowered:
             _refuse(schedule, _over_limit(schedule, activation_limit))
+            schedule = lower_swept(schedule, found)
+            _refuse(schedule, find_disorder(schedule))
+        _refuse(schedule, find_transfer_fault(schedule) or _over_limit(schedule, activation_limit))
 
 
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -115,19 +104,19 @@ def _peak(steps: tuple[Instruction, ...]) -> tuple[int, int]:
     return most, position
 
 
-def _refuse(schedule: Schedule, fault: Fault | None) -> None:
-    if fault is not None:
-        raise ScheduleError(schedule, fault)
+def _refuse(schedule: Schedule, found: Found | None) -> None:
+    if found is not None:
+        raise ScheduleError(schedule, Fault(*found))
 
 
-def _malformed(schedule: Schedule) -> Fault | None:
+def _malformed(schedule: Schedule) -> Found | None:
     if len(schedule.instructions) != schedule.stages:
-        return Fault(f"it has {len(schedule.instructions)} lists of instructions for {schedule.stages} stages")
+        return f"it has {len(schedule.instructions)} lists of instructions for {schedule.stages} stages", ()
     for rank, steps in enumerate(schedule.instructions):
         for at, step in enumerate(steps):
             message = _malformed_step(schedule, rank, step)
             if message:
-                return Fault(f"stage {rank}, entry {at}: {message}", ((rank, at),))
+                return f"stage {rank}, entry {at}: {message}", ((rank, at),)
     return None
 
 
@@ -139,7 +128,7 @@ def _malformed_step(schedule: Schedule, rank: int, step: Instruction) -> str | N
     if not 0 <= step.chunk < schedule.chunks:
         return f"{step} names chunk {step.chunk}; each stage has {schedule.chunks}, from 0"
     if step.peer is None:
-        return f"{step} is a transfer without a peer" if step.kind.is_transfer else None
+        return f"{step} is a transfer without a peer" if len(step.kind.value) > 1 else None
     if not step.kind.is_transfer:
         return f"{step} is a computation with a peer"
     if not 0 <= step.peer < schedule.stages or step.peer == rank:
@@ -147,61 +136,12 @@ def _malformed_step(schedule: Schedule, rank: int, step: Instruction) -> str | N
     return None
 
 
-def _incomplete(schedule: Schedule) -> Fault | None:
-    """Fault number 2, in one pass over each list."""
-    forward_only = schedule.forward_only
-    for rank, steps in enumerate(schedule.instructions):
-        done = [0] * (schedule.chunks * schedule.micro_batches)
-        for at, step in enumerate(steps):
-            if step.peer is not None:
-                continue
-            kind, slot = step.kind, step.chunk * schedule.micro_batches + step.micro_batch
-            before = done[slot]
-            if before & _EXCLUDES[kind] or before & (need := _NEEDS.get(kind, 0)) != need:
-                return Fault(f"stage {rank}, entry {at}: {_disorder(step, before)}", ((rank, at),))
-            done[slot] = before | _BITS[kind]
-        for slot, state in enumerate(done):
-            if state != _FORWARD if forward_only else state not in _COMPLETE:
-                chunk, micro_batch = divmod(slot, schedule.micro_batches)
-                return Fault(_missing(rank, state, micro_batch, chunk), ((rank, len(steps)),))
-    return None
-
-
-def _disorder(step: Instruction, before: int) -> str:
-    if before & _BITS[step.kind]:
-        return f"{step} is done twice"
-    if step.kind is Kind.BACKWARD_WEIGHT:
-        return f"{step} comes before its input half I{step.micro_batch}.{step.chunk}"
-    if not before & _FORWARD:
-        return f"{step} comes before its forward F{step.micro_batch}.{step.chunk}"
-    return f"{step} repeats a backward that was done in {'one piece' if before & _BACKWARD else 'halves'}"
-
-
-def _missing(rank: int, state: int, micro_batch: int, chunk: int) -> str:
-    names = {0: "F", _FORWARD: "B (or I and W)", _FORWARD | _INPUT: "W"}
-    return f"stage {rank} never does {names.get(state, 'F')} of micro-batch {micro_batch} on chunk {chunk}"
-
-
-def _cyclic(schedule: Schedule) -> Fault | None:
-    stuck = sweep(schedule, Costs.slots(schedule.virtual_stages)).stuck
-    if not stuck:
-        return None
-    waits = [f"stage {rank} in {schedule.instructions[rank][at]}" for rank, at in sorted(stuck.items())]
-    shown = ", ".join(waits[:4]) + (f" and {len(waits) - 4} more" if len(waits) > 4 else "")
-    return Fault(f"it deadlocks: the ranks wait for each other, {shown}", tuple(sorted(stuck.items())))
-
-
-def _transfers(lowered: Schedule) -> Fault | None:
-    found = find_transfer_fault(lowered)
-    return None if found is None else Fault(*found)
-
-
-def _over_limit(schedule: Schedule, limit: int) -> Fault | None:
-    if schedule.forward_only:
+def _over_limit(schedule: Schedule, limit: int | None) -> Found | None:
+    if limit is None or schedule.forward_only:
         return None
     for rank, steps in enumerate(schedule.instructions):
         most, at = _peak(steps)
         if most > limit:
             message = f"stage {rank} holds the activations of {most} forwards, activation_limit={limit}"
-            return Fault(f"{message}; use a schedule with a lower peak or raise the limit", ((rank, at),))
+            return f"{message}; use a schedule with a lower peak or raise the limit", ((rank, at),)
     return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_megatron.pipeline.dependencies import Costs, consumers, sweep, without_collector
+from lightning_megatron.pipeline.dependencies import Costs, Sweep, consumers, sweep, without_collector
 from lightning_megatron.pipeline.instructions import Instruction, Kind, Schedule
 
 # (time, 0 for a transfer and 1 for a computation, rank, position): two ranks sort a transfer by the same four numbers,
@@ -42,13 +42,14 @@ def lower(schedule: Schedule) -> Schedule:
     if schedule.lowered:
         return schedule
     with without_collector():
-        return _lower(schedule)
+        found = sweep(schedule, Costs.uniform(schedule.virtual_stages))
+        if found.stuck:
+            raise ValueError(f"schedule {schedule.name!r} never finishes: {describe_stuck(schedule, found.stuck)}")
+        return lower_swept(schedule, found)
 
 
-def _lower(schedule: Schedule) -> Schedule:
-    found = sweep(schedule, Costs.uniform(schedule.virtual_stages))
-    if found.stuck:
-        raise ValueError(f"schedule {schedule.name!r} never finishes: {describe_stuck(schedule, found.stuck)}")
+def lower_swept(schedule: Schedule, found: Sweep) -> Schedule:
+    """:func:`lower` with a finished sweep at hand; any costs above zero give an order that works."""
     entries: list[list[_Entry]] = [[] for _ in range(schedule.stages)]
     for rank in range(schedule.stages):
         _add_entries(schedule, rank, found.starts[rank], found.ends[rank], entries)
@@ -82,5 +83,5 @@ def _add_entries(
 def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:
     """Say which instruction each stuck rank waits in, for messages."""
     waits = [f"stage {rank} waits in {schedule.instructions[rank][at]}" for rank, at in sorted(stuck.items())[:4]]
-    more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
+    more = f" and {len(stuck) - 4} others" if len(stuck) > 4 else ""
     return ", ".join(waits) + more

@@ -1,0 +1,35 @@
+"""The ``lightning-megatron`` command: questions about layouts and schedules that need no GPU and start no process.
+
+Each command is a function of its own file in ``commands/``; it is registered here by one line.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from lightning_megatron.commands.timeline import timeline
+
+app = typer.Typer(
+    name="lightning-megatron",
+    help="Study pipeline schedules and layouts before training with lightning_megatron.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _several_commands() -> None:
+    """Study pipeline schedules and layouts before training with lightning_megatron."""
+    # Without a callback typer would drop the command's name while there is only one.
+
+
+app.command("timeline")(timeline)
+
+
+def main() -> None:
+    """Entry point of the ``lightning-megatron`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
