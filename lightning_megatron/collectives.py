@@ -1,0 +1,248 @@
+"""Collectives as forward/backward pairs, so that a sharded layer is ordinary code to autograd.
+
+A tensor that is whole on every rank of the group is *replicated*; a tensor of which a rank holds its block along ``dim``
+is *split*; a tensor whose sum over the ranks is the value meant is *partial*. Each function moves between two of these,
+and its backward moves the gradient the other way:
+
+====================  =========================  ==========================  =======================================
+name                  forward                    backward                    from -> to
+====================  =========================  ==========================  =======================================
+copy_to_group         identity                   all-reduce                  replicated -> read by sharded weights
+reduce_from_group     all-reduce                 identity                    partial -> replicated
+gather_for_shards     all-gather along dim       reduce-scatter along dim    split -> read by sharded weights
+scatter_partial       reduce-scatter along dim   all-gather along dim        partial -> split
+gather_from_group     all-gather along dim       own block along dim         split -> replicated
+split_to_group        own block along dim        all-gather along dim        replicated -> split
+====================  =========================  ==========================  =======================================
+
+The first two are Megatron's f and g (Shoeybi et al., arXiv 1909.08053); the next two replace them under sequence
+parallelism (Korthikanti et al., arXiv 2205.05198). The group is always an argument: nothing here remembers one.
+A group of one rank costs nothing and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+TENSOR_AXIS = "tensor_parallel"
+
+
+def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TENSOR_AXIS) -> dist.ProcessGroup:
+    """Process group of ``axis``, from a mesh that has it, from a mesh of one dimension, or from the group itself.
+
+    Raises:
+        ValueError: the mesh has several axes, none of them called ``axis``.
+    """
+    if not isinstance(mesh_or_group, DeviceMesh):
+        return mesh_or_group
+    names = mesh_or_group.mesh_dim_names or ()
+    if axis in names:
+        return mesh_or_group.get_group() if mesh_or_group.ndim == 1 else mesh_or_group[axis].get_group()
+    if mesh_or_group.ndim == 1:
+        return mesh_or_group.get_group()
+    raise ValueError(f"The mesh has axes {names} and none is {axis!r}; pass `mesh[name]`, a mesh of one dimension.")
+
+
+def raw_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of ``x`` over the group, outside autograd; ``x`` is left as it was."""
+    if group.size() == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for."""
+    if group.size() == 1:
+        return x, None
+    total = x.clone(memory_format=torch.contiguous_format)
+    return total, dist.all_reduce(total, group=group, async_op=True)
+
+
+def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Blocks of all ranks joined along ``dim``: [.., n, ..] -> [.., group * n, ..], outside autograd."""
+    size = group.size()
+    if size == 1:
+        return x
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    _all_gather_single(out, x, group)
+    return out.movedim(0, dim)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """Start a reduce-scatter along ``dim``: [.., group * n, ..] -> [.., n, ..]; valid once the work was waited for.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of the group's size.
+    """
+    size = group.size()
+    if size == 1:
+        return x, None
+    check_divisible(x.shape[dim], size, f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    work = _reduce_scatter_single(out, x, group)
+    return out.movedim(0, dim), work
+
+
+def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the group of which this rank keeps its block along ``dim``, outside autograd."""
+    out, work = start_reduce_scatter(x, dim, group)
+    if work is not None:
+        work.wait()
+    return out
+
+
+def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's block of ``x`` along ``dim``: [.., group * n, ..] -> [.., n, ..]; a view.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of the group's size.
+    """
+    size = group.size()
+    if size == 1:
+        return x
+    check_divisible(x.shape[dim], size, f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    length = x.shape[dim] // size
+    return x.narrow(dim, group.rank() * length, length)
+
+
+def check_divisible(value: int, size: int, what: str) -> None:
+    """Raise a ``ValueError`` that names the two nearest sizes that can be split over ``size`` ranks."""
+    if value % size:
+        below, above = value // size * size, (value // size + 1) * size
+        choice = f"use {below} or {above}" if below else f"use {above}"
+        raise ValueError(f"{what} is {value}, not divisible by the tensor-parallel size {size}; {choice}.")
+
+
+def _all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """torch 2.13 renamed this collective; both names are served."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x, group=group)
+
+
+def _reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """torch 2.13 renamed this collective; both names are served."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return cast("dist.Work | None", scatter(out, x, group=group, async_op=True))
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return raw_all_reduce(grad, ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return raw_all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherForShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return raw_reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ScatterPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return own_block(grad, ctx.dim, ctx.group).contiguous(), None, None
+
+
+class _SplitToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_block(x, dim, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """f: ``x`` unchanged; its gradient, partial on every rank, is summed. Any shape -> same shape."""
+    return x if group.size() == 1 else cast(Tensor, _CopyToGroup.apply(x, group))
+
+
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """g: partial ``x`` summed over the group; its gradient passes. Any shape -> same shape."""
+    return x if group.size() == 1 else cast(Tensor, _ReduceFromGroup.apply(x, group))
+
+
+def gather_for_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Join blocks along ``dim`` for sharded weights to read: [.., n, ..] -> [.., group * n, ..]."""
+    return x if group.size() == 1 else cast(Tensor, _GatherForShards.apply(x, dim, group))
+
+
+def scatter_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum partial ``x`` and keep this rank's block: [.., group * n, ..] -> [.., n, ..]."""
+    return x if group.size() == 1 else cast(Tensor, _ScatterPartial.apply(x, dim, group))
+
+
+def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Join blocks along ``dim`` for replicated code to read: [.., n, ..] -> [.., group * n, ..]."""
+    return x if group.size() == 1 else cast(Tensor, _GatherFromGroup.apply(x, dim, group))
+
+
+def split_to_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Keep this rank's block of a replicated tensor: [.., group * n, ..] -> [.., n, ..]."""
+    return x if group.size() == 1 else cast(Tensor, _SplitToGroup.apply(x, dim, group))
+
+
+__all__ = [
+    "TENSOR_AXIS",
+    "check_divisible",
+    "copy_to_group",
+    "gather_for_shards",
+    "gather_from_group",
+    "own_block",
+    "raw_all_gather",
+    "raw_all_reduce",
+    "raw_reduce_scatter",
+    "reduce_from_group",
+    "resolve_group",
+    "scatter_partial",
+    "split_to_group",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]

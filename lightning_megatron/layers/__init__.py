@@ -1,0 +1,24 @@
+"""Drop-in layers: a torch constructor, a torch forward, and `shard_` to keep one rank's part."""
+
+from lightning_megatron.layers.attention import ParallelMultiheadAttention
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.logits import VocabParallelLogits
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.mlp import ParallelMLP
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.table import ParameterSharding, ShardTable
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelMLP",
+    "ParallelMultiheadAttention",
+    "ParameterSharding",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ShardTable",
+    "VocabParallelEmbedding",
+    "VocabParallelLogits",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,101 @@
+"""Token embedding split over the vocabulary.
+
+Every rank looks up the tokens it holds, contributes zeros for the others, and one all-reduce adds the contributions. The
+vocabulary is padded inside to a multiple of 128 per rank; nobody outside sees the padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron.collectives import reduce_from_group, resolve_group
+from lightning_megatron.layers.loss import local_vocabulary
+from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.sharding import ShardSpec, block_range, padded_vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingSharding:
+    """This rank's part of the vocabulary: entries [start, start + held)."""
+
+    group: dist.ProcessGroup
+    start: int
+    held: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingSharding:
+        return self
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """`torch.nn.Embedding` whose entries are split over the tensor group once `shard_` was called.
+
+    tokens: [..] -> [.., embedding_dim], whole on every rank. Same constructor; ``max_norm`` and ``sparse`` need the
+    whole table and are refused by `shard_`.
+    """
+
+    _sharding: EmbeddingSharding | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..] of token ids -> [.., embedding_dim]."""
+        if self._sharding is None:
+            return super().forward(input)
+        return _eager_lookup(self, input) if torch.compiler.is_compiling() else _lookup(self, self._sharding, input)
+
+    def shard_(self, mesh: DeviceMesh | dist.ProcessGroup) -> ShardTable:
+        """Keep this rank's entries, in place.
+
+        Args:
+            mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
+
+        Returns:
+            Sharding of ``weight``.
+
+        Raises:
+            ValueError: ``max_norm`` or ``sparse`` is set.
+        """
+        if self.max_norm is not None or self.sparse:
+            raise ValueError(
+                f"`max_norm={self.max_norm}`, `sparse={self.sparse}` need the whole embedding table on every rank; "
+                "leave this embedding out of the plan (style 'replicate')."
+            )
+        group = resolve_group(mesh)
+        vocabulary = self.num_embeddings
+        padded = padded_vocabulary(vocabulary, group.size()) if group.size() > 1 else vocabulary
+        entries = block_range(padded, group.size(), group.rank())
+        spec = ShardSpec.along((vocabulary, self.embedding_dim), 0, [entries])
+        table = apply_specs(self, {"weight": ParameterSharding(spec)})
+        self._sharding = EmbeddingSharding(group, *local_vocabulary(vocabulary, group))
+        return table
+
+
+def _lookup(layer: VocabParallelEmbedding, sharding: EmbeddingSharding, tokens: Tensor) -> Tensor:
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= layer.num_embeddings:
+            raise IndexError(
+                f"Token id {low if low < 0 else high} is outside the vocabulary of {layer.num_embeddings}."
+            )
+    index = tokens - sharding.start
+    here = (index >= 0) & (index < sharding.held)
+    if layer.scale_grad_by_freq:  # foreign tokens must not count as uses of any entry
+        found = F.embedding(index[here], layer.weight, scale_grad_by_freq=True)
+        rows = found.new_zeros((*tokens.shape, layer.embedding_dim)).masked_scatter(here.unsqueeze(-1), found)
+    else:
+        rows = F.embedding(index.where(here, 0), layer.weight)
+    if layer.padding_idx is not None:  # its entry is looked up, but gets no gradient
+        rows = rows.where((tokens != layer.padding_idx).unsqueeze(-1), rows.detach())
+    rows = rows * here.unsqueeze(-1).to(rows.dtype)
+    return reduce_from_group(rows, sharding.group)
+
+
+@torch.compiler.disable
+def _eager_lookup(layer: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
+    assert layer._sharding is not None
+    return _lookup(layer, layer._sharding, tokens)

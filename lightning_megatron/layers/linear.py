@@ -1,0 +1,380 @@
+"""Linear layers split by output (column) or by input (row) over the tensor group.
+
+With Y = f(X A) B, splitting A by columns and B by rows lets every rank compute its part of f(X A) and its term of the
+sum over the inner dim, so that one all-reduce per pair is all the communication forward, and one backward (Shoeybi et
+al., arXiv 1909.08053). Names are the mathematical ones: torch stores a linear's weight as [out, in], so a column-parallel
+layer holds rows of ``weight``.
+
+Without a mesh both are `torch.nn.Linear`, bit for bit; `shard_` turns them into their local part, in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron.collectives import (
+    check_divisible,
+    gather_from_group,
+    raw_all_gather,
+    resolve_group,
+    split_to_group,
+)
+from lightning_megatron.layers.logits import VocabParallelLogits
+from lightning_megatron.layers.products import (
+    PendingProducts,
+    autocast_input,
+    row_product,
+    sharded_product,
+    share_input,
+)
+from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vocabulary
+
+Mesh = DeviceMesh | dist.ProcessGroup
+
+
+class _Settings:
+    """Run-time settings of a sharded layer; a copied module shares its group instead of copying it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class ColumnEntry(_Settings):
+    """Where one tensor enters the sharded weights that read it (query, key and value; gate and up).
+
+    The first member that is called with a tensor brings it in for all of them: one all-gather forward under sequence
+    parallelism, one all-reduce or reduce-scatter backward. Nothing is kept once every member has been called, or when
+    `forget` ends the region.
+
+    Args:
+        group: the tensor group.
+        gather_dim: dim along which the input is split (sequence parallelism), or None when it is replicated.
+        stream: stream for dropout between here and the row-parallel layer, if any.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, gather_dim: int | None = None, stream: RankStream | None = None
+    ) -> None:
+        self.group = group
+        self.gather_dim = gather_dim
+        self.stream = stream
+        self.members: list[ColumnParallelLinear] = []
+        self._source: weakref.ref[Tensor] | None = None
+        self._shared: tuple[Tensor, ...] = ()
+        self._pending = PendingProducts(0)
+        self._waiting: set[int] = set()
+
+    def product(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """Local output of ``member``. x: [.., in] -> [.., out / group]."""
+        index = self.members.index(member)
+        bias = member.local_bias()
+        bias = None if bias is None else autocast_input(bias)
+        if not torch.is_grad_enabled():
+            gathered = autocast_input(self._gathered(x))
+            self._open_stream(member, gathered)
+            return nn.functional.linear(gathered, autocast_input(member.local_weight()), bias)
+        self._bring_in(x, index)
+        self._open_stream(member, x)
+        shared, weight, pending = self._shared[0], self._shared[1 + index], self._pending
+        self._waiting.discard(index)
+        if not self._waiting:
+            self.forget()
+        return sharded_product(shared, weight, bias, pending, index)
+
+    def forget(self) -> None:
+        """Let go of the tensor brought in."""
+        self._source, self._shared, self._waiting = None, (), set()
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        if self.gather_dim is None:
+            return x
+        if self._source is None or self._source() is not x or len(self._shared) != 1:
+            self._shared, self._source = (raw_all_gather(x, self.gather_dim, self.group),), weakref.ref(x)
+        return self._shared[0]
+
+    def _bring_in(self, x: Tensor, index: int) -> None:
+        if self._source is not None and self._source() is x and index in self._waiting:
+            return
+        weights = [autocast_input(member.local_weight()) for member in self.members]
+        self._pending = PendingProducts(len(weights))
+        self._shared = share_input(autocast_input(x), weights, self._pending, self.group, self.gather_dim)
+        self._source, self._waiting = weakref.ref(x), set(range(len(weights)))
+
+    def _open_stream(self, member: nn.Module, x: Tensor) -> None:
+        if self.stream is not None and member.training:
+            self.stream.open(x.device)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnSharding(_Settings):
+    """How a column-parallel layer runs.
+
+    Attributes:
+        entry: where its input comes in.
+        rows: ranges of output features computed here, where the parameter itself stays whole (replicated heads).
+        output: ``"split"``; ``"gather"`` for code that reads the whole output; ``"logits"`` for a vocabulary.
+        vocabulary: number of real output features of ``"logits"``.
+    """
+
+    entry: ColumnEntry
+    rows: tuple[Range, ...] | None = None
+    output: str = "split"
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RowSharding(_Settings):
+    """How a row-parallel layer runs.
+
+    Attributes:
+        group: the tensor group.
+        split_input: whether the input arrives whole and has to be split here.
+        scatter_dim: dim along which the output is split (sequence parallelism), or None for a whole output.
+        stream: the stream that ends here.
+    """
+
+    group: dist.ProcessGroup
+    split_input: bool = False
+    scatter_dim: int | None = None
+    stream: RankStream | None = None
+    entries: list[ColumnEntry] = field(default_factory=list)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """`torch.nn.Linear` whose output features are split over the tensor group once `shard_` was called.
+
+    x: [.., in] -> [.., out / group] (``gather_output=False``) or [.., out].
+
+    Args:
+        in_features: size of each input.
+        out_features: logical size of each output.
+        bias: whether there is a bias.
+        gather_output: whether the whole output is wanted on every rank.
+    """
+
+    gather_output = False
+    transposed = False
+    _sharding: ColumnSharding | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.gather_output = gather_output
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [.., in] -> [.., out / group], or [.., out] where the output is gathered or nothing is sharded."""
+        sharding = self._sharding
+        if sharding is None:
+            return super().forward(input)
+        if torch.compiler.is_compiling():
+            return _eager_column(self, input)
+        return _column_forward(self, sharding, input)
+
+    def local_weight(self) -> Tensor:
+        """Weight of the output features computed here: [out / group, in]."""
+        weight = self.weight.t() if self.transposed else self.weight
+        return _take_rows(weight, None if self._sharding is None else self._sharding.rows)
+
+    def local_bias(self) -> Tensor | None:
+        """Bias of the output features computed here: [out / group]."""
+        return (
+            None
+            if self.bias is None
+            else _take_rows(self.bias, None if self._sharding is None else self._sharding.rows)
+        )
+
+    def shard_(
+        self,
+        mesh: Mesh,
+        *,
+        entry: ColumnEntry | None = None,
+        segments: Sequence[int] | None = None,
+        rows: Sequence[Range] | None = None,
+        output: str | None = None,
+    ) -> ShardTable:
+        """Keep this rank's part, in place.
+
+        Args:
+            mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
+            entry: shared with the other layers that read the same tensor; its own by default.
+            segments: sizes of the packed parts of the output, each split by itself; one part by default.
+            rows: ranges of output features to compute here while the parameter stays whole; they may overlap
+                between ranks, and the gradient is then to be summed over the group.
+            output: ``"split"``, ``"gather"`` or ``"logits"``; from ``gather_output`` by default.
+
+        Returns:
+            Sharding of ``weight`` and ``bias``.
+
+        Raises:
+            ValueError: a segment is not divisible by the size of the group.
+        """
+        group = resolve_group(mesh)
+        entry = entry or ColumnEntry(group)
+        output = output or ("gather" if self.gather_output else "split")
+        kept = None if rows is None else tuple(rows)
+        ranges = [(0, self.out_features)] if kept else self._ranges(group, segments, output)
+        table = self._table(ranges, sums_gradient=kept is not None)
+        apply_specs(self, table)
+        entry.members.append(self)
+        self._sharding = ColumnSharding(entry, kept, output, self.out_features if output == "logits" else 0)
+        return table
+
+    def _ranges(self, group: dist.ProcessGroup, segments: Sequence[int] | None, output: str) -> list[Range]:
+        size, rank = group.size(), group.rank()
+        if output == "logits":
+            return [
+                block_range(padded_vocabulary(self.out_features, size) if size > 1 else self.out_features, size, rank)
+            ]
+        ranges, base = [], 0
+        for segment in segments or (self.out_features,):
+            check_divisible(segment, size, f"`out_features` (segment of {self.out_features})")
+            start, stop = block_range(segment, size, rank)
+            ranges.append((base + start, base + stop))
+            base += segment
+        return ranges
+
+    def _table(self, ranges: Sequence[Range], sums_gradient: bool) -> ShardTable:
+        shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
+        table = {"weight": ParameterSharding(ShardSpec.along(shape, int(self.transposed), ranges), sums_gradient)}
+        if self.bias is not None:
+            table["bias"] = ParameterSharding(ShardSpec.along((self.out_features,), 0, ranges), sums_gradient)
+        return table
+
+
+class RowParallelLinear(nn.Linear):
+    """`torch.nn.Linear` whose input features are split over the tensor group once `shard_` was called.
+
+    x: [.., in / group] (``input_is_parallel=True``) or [.., in] -> [.., out].
+
+    Args:
+        in_features: logical size of each input.
+        out_features: size of each output.
+        bias: whether there is a bias; it is added once, after the sum over the group.
+        input_is_parallel: whether the input arrives split, from a column-parallel layer.
+    """
+
+    input_is_parallel = True
+    transposed = False
+    _sharding: RowSharding | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        input_is_parallel: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [.., in / group] -> [.., out]; under sequence parallelism the output is split along the sequence."""
+        sharding = self._sharding
+        if sharding is None:
+            return super().forward(input)
+        if torch.compiler.is_compiling():
+            return _eager_row(self, input)
+        return _row_forward(self, sharding, input)
+
+    def shard_(
+        self,
+        mesh: Mesh,
+        *,
+        segments: Sequence[int] | None = None,
+        split_input: bool | None = None,
+        scatter_dim: int | None = None,
+        stream: RankStream | None = None,
+        entries: Sequence[ColumnEntry] = (),
+    ) -> ShardTable:
+        """Keep this rank's part, in place.
+
+        Args:
+            mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
+            segments: sizes of the packed parts of the input, as the column-parallel layer before it splits them.
+            split_input: whether the input arrives whole; from ``input_is_parallel`` by default.
+            scatter_dim: dim along which the output is split (sequence parallelism).
+            stream: dropout stream of the region that ends here.
+            entries: the inputs of the region that ends here, to be let go of.
+
+        Returns:
+            Sharding of ``weight`` and ``bias``.
+
+        Raises:
+            ValueError: a segment is not divisible by the size of the group.
+        """
+        group = resolve_group(mesh)
+        split_input = not self.input_is_parallel if split_input is None else split_input
+        ranges, base = [], 0
+        for segment in segments or (self.in_features,):
+            check_divisible(segment, group.size(), f"`in_features` (segment of {self.in_features})")
+            start, stop = block_range(segment, group.size(), group.rank())
+            ranges.append((base + start, base + stop))
+            base += segment
+        shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
+        table = {"weight": ParameterSharding(ShardSpec.along(shape, 0 if self.transposed else 1, ranges))}
+        if self.bias is not None:
+            table["bias"] = ParameterSharding(ShardSpec.whole((self.out_features,)), scatter_dim is not None)
+        apply_specs(self, table)
+        self._sharding = RowSharding(group, split_input, scatter_dim, stream, list(entries))
+        return table
+
+
+def _take_rows(tensor: Tensor, rows: tuple[Range, ...] | None) -> Tensor:
+    if rows is None:
+        return tensor
+    parts = [tensor[start:stop] for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _column_forward(layer: ColumnParallelLinear, sharding: ColumnSharding, x: Tensor) -> Tensor:
+    local = sharding.entry.product(layer, x)
+    if sharding.output == "gather":
+        return gather_from_group(local, -1, sharding.entry.group)
+    if sharding.output == "logits":
+        return VocabParallelLogits.wrap(local, sharding.entry.group, sharding.vocabulary)
+    return local
+
+
+def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> Tensor:
+    if sharding.stream is not None:
+        sharding.stream.close()
+    for entry in sharding.entries:
+        entry.forget()
+    if sharding.split_input:
+        x = split_to_group(x, -1, sharding.group)
+    weight = layer.weight.t() if layer.transposed else layer.weight
+    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, sharding.scatter_dim)
+    return out if layer.bias is None else out + autocast_input(layer.bias)
+
+
+@torch.compiler.disable
+def _eager_column(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+    assert layer._sharding is not None
+    return _column_forward(layer, layer._sharding, x)
+
+
+@torch.compiler.disable
+def _eager_row(layer: RowParallelLinear, x: Tensor) -> Tensor:
+    assert layer._sharding is not None
+    return _row_forward(layer, layer._sharding, x)

@@ -1,0 +1,162 @@
+"""Cross-entropy over a vocabulary that is split over the tensor group.
+
+No rank ever holds [tokens, vocabulary]: the largest logit, the sum of exponentials and the target's logit are per token,
+and only they travel. With z the logits of one token, y its target, w class weights, e the label smoothing and C classes::
+
+    log Z = log sum_c exp z_c
+    loss  = (1 - e) w_y (log Z - z_y)  +  e/C sum_c w_c (log Z - z_c)
+
+which is `torch.nn.functional.cross_entropy`, option by option. Forward costs one all-reduce of a maximum and one of a
+sum; backward costs none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.sharding import padded_vocabulary
+
+
+def local_vocabulary(vocabulary: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """First vocabulary entry of this rank and how many real ones it holds (padding not counted)."""
+    if group.size() == 1:
+        return 0, vocabulary
+    length = padded_vocabulary(vocabulary, group.size()) // group.size()
+    start = group.rank() * length
+    return start, max(0, min(length, vocabulary - start))
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Loss per token. logits: [tokens, vocab / group] (real entries only) -> [tokens].
+
+    ``picked``: factor of (log Z - z_y) per token; ``spread``: factor of the sum over classes per token, or None;
+    ``weight``: class weights of the local entries, or None; ``total_weight``: their sum over the whole vocabulary.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        start: int,
+        group: dist.ProcessGroup,
+        picked: Tensor,
+        spread: Tensor | None,
+        weight: Tensor | None,
+        total_weight: float,
+    ) -> Tensor:
+        highest = logits.new_full(target.shape, float("-inf"))
+        if logits.shape[-1]:
+            highest = logits.amax(-1)
+        if group.size() > 1:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - highest.unsqueeze(-1)
+        here = (target >= start) & (target < start + logits.shape[-1])
+        index = (target - start).where(here, 0).unsqueeze(-1)
+        sums = [shifted.new_zeros(target.shape)] * 3
+        if logits.shape[-1]:
+            sums[1] = shifted.gather(-1, index).squeeze(-1).where(here, 0)
+            if spread is not None:
+                sums[2] = (shifted if weight is None else shifted * weight).sum(-1)
+            probabilities = shifted.exp_()
+            sums[0] = probabilities.sum(-1)
+        else:
+            probabilities = shifted
+        packed = torch.stack(sums if spread is not None else sums[:2])
+        if group.size() > 1:
+            dist.all_reduce(packed, group=group)
+        log_z = packed[0].log()
+        loss = picked * (log_z - packed[1])
+        if spread is not None:
+            loss = loss + spread * (total_weight * log_z - packed[2])
+        probabilities.div_(packed[0].unsqueeze(-1))
+        ctx.save_for_backward(probabilities, index, here, picked, spread, weight)
+        ctx.total_weight = total_weight
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        probabilities, index, here, picked, spread, weight = ctx.saved_tensors
+        picked = picked * grad
+        scale = picked if spread is None else picked + spread * grad * ctx.total_weight
+        result = probabilities * scale.unsqueeze(-1)
+        if probabilities.shape[-1]:
+            result.scatter_add_(-1, index, -picked.where(here, 0).unsqueeze(-1))
+        if spread is not None:
+            flat = (spread * grad).unsqueeze(-1)
+            result -= flat if weight is None else flat * weight
+        return result, None, None, None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup,
+    vocabulary: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` on logits whose classes are split over the group.
+
+    Args:
+        logits: [.., vocab / group], this rank's classes; entries past the real vocabulary are ignored. Half-precision
+            logits are reduced in float32.
+        target: [..], class indices in the whole vocabulary, the same on every rank.
+        group: the tensor group.
+        vocabulary: number of classes.
+        weight: [vocabulary], factor of each class, the same on every rank.
+        ignore_index: target whose tokens count for nothing.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: share of the target given evenly to all classes, in [0, 1].
+
+    Returns:
+        A scalar, or [..] for ``"none"``, in the dtype of ``logits``.
+
+    Raises:
+        ValueError: an unknown reduction, or shapes that do not belong together.
+        IndexError: a target that is neither a class nor ``ignore_index``.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction={reduction!r}` is not a reduction; use 'mean', 'sum' or 'none'.")
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
+            f"got {tuple(target.shape)}."
+        )
+    start, held = local_vocabulary(vocabulary, group)
+    dtype = logits.dtype
+    values = logits[..., :held].reshape(-1, held)
+    values = values.float() if dtype in (torch.bfloat16, torch.float16) else values
+    flat = target.reshape(-1)
+    kept = flat != ignore_index
+    _check_targets(flat, kept, vocabulary)
+    classes = flat.where(kept, 0)
+    factor = kept.to(values.dtype) if weight is None else weight.to(values.dtype)[classes].where(kept, 0)
+    spread, total = None, float(vocabulary)
+    local_weight = None
+    if label_smoothing > 0:
+        spread = kept.to(values.dtype) * (label_smoothing / vocabulary)
+        if weight is not None:
+            local_weight = weight.to(values.dtype)[start : start + held]
+            total = float(weight.sum())
+    picked = factor * (1 - label_smoothing)
+    loss = cast(Tensor, _TokenLoss.apply(values, classes, start, group, picked, spread, local_weight, total))
+    if reduction == "none":
+        return loss.view(target.shape).to(dtype)
+    summed = loss.sum()
+    return (summed if reduction == "sum" else summed / factor.sum()).to(dtype)
+
+
+def _check_targets(target: Tensor, kept: Tensor, vocabulary: int) -> None:
+    if target.device.type != "cpu":
+        return
+    wrong = kept & ((target < 0) | (target >= vocabulary))
+    if bool(wrong.any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds for {vocabulary} classes.")

@@ -1,0 +1,168 @@
+"""The matrix products of a sharded linear, with the weight's gradient as a separate product.
+
+Autograd computes both gradients of a linear in one node. Sharded layers need them apart: the gradient of the input has to
+be summed over the tensor group, and the product for the weight's gradient is the work that hides that sum. Column-parallel
+layers that read one tensor (query, key and value; gate and up) share its gradient's all-reduce as well:
+
+    forward    x --SharedInput--> x' --linear--> q, k, v
+    backward   dq, dk, dv --linear: only dq Wq + dk Wk + dv Wv--> dx' --SharedInput: start all-reduce(dx'),
+               compute dWq, dWk, dWv, wait--> dx
+
+`SharedInput` passes the weights through as well, so that the gradients it computes late reach them through autograd in
+the ordinary way, hooks included. Until then the linear's node stands in for them with a zero-stride tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.collectives import raw_all_gather, start_all_reduce, start_reduce_scatter
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of a linear's input. grad: [.., out], weight: [out, in] -> [.., in]."""
+    return grad.matmul(weight)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a linear's weight. grad: [.., out], x: [.., in] -> [out, in]."""
+    return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+
+
+class PendingProducts:
+    """Factors of the weight gradients that a shared input's backward will multiply, by position of the weight."""
+
+    def __init__(self, weights: int) -> None:
+        self._factors: list[tuple[Tensor, Tensor] | None] = [None] * weights
+
+    def put(self, index: int, grad: Tensor, x: Tensor) -> None:
+        """Keep the factors of one weight's gradient."""
+        self._factors[index] = (grad, x)
+
+    def take(self, index: int) -> Tensor | None:
+        """The product for one weight, or None if its linear took no part in the backward."""
+        factors, self._factors[index] = self._factors[index], None
+        return None if factors is None else weight_gradient(*factors)
+
+
+class _SharedInput(torch.autograd.Function):
+    """x, weights -> x', weights'; forward identity or all-gather, backward all-reduce or reduce-scatter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pending: PendingProducts, group: dist.ProcessGroup, dim: int | None, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pending, ctx.group, ctx.dim = pending, group, dim
+        ctx.set_materialize_grads(False)
+        gathered = x.view_as(x) if dim is None else raw_all_gather(x, dim, group)
+        return gathered, *(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *stand_ins: Tensor | None) -> tuple[Any, ...]:
+        work = None
+        if grad is not None and ctx.needs_input_grad[3]:
+            if ctx.dim is None:
+                grad, work = start_all_reduce(grad, ctx.group)
+            else:
+                grad, work = start_reduce_scatter(grad, ctx.dim, ctx.group)
+        products = [ctx.pending.take(index) for index in range(len(stand_ins))]
+        if work is not None:
+            work.wait()
+        return None, None, None, grad, *products
+
+
+class _ShardedProduct(torch.autograd.Function):
+    """x', weight', bias -> x' weight'^T + bias; the weight's gradient is left to `SharedInput`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pending: PendingProducts, index: int, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.pending, ctx.index = pending, index
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        stand_in, bias = None, None
+        if ctx.needs_input_grad[3]:
+            ctx.pending.put(ctx.index, grad, x)
+            stand_in = grad.new_zeros(()).expand(weight.shape)
+        if ctx.needs_input_grad[4]:
+            bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return None, None, input_gradient(grad, weight) if ctx.needs_input_grad[2] else None, stand_in, bias
+
+
+class _RowProduct(torch.autograd.Function):
+    """x, weight -> sum over the group of x weight^T, whole (all-reduce) or this rank's block (reduce-scatter)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, dim: int | None, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(x, weight)
+        partial = x.matmul(weight.t())
+        if dim is not None:
+            out, work = start_reduce_scatter(partial, dim, group)
+            if work is not None:
+                work.wait()
+            return out
+        if group.size() > 1:
+            dist.all_reduce(partial, group=group)
+        return partial
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if ctx.dim is not None:
+            grad = raw_all_gather(grad, ctx.dim, ctx.group)
+        return (
+            None,
+            None,
+            input_gradient(grad, weight) if ctx.needs_input_grad[2] else None,
+            weight_gradient(grad, x) if ctx.needs_input_grad[3] else None,
+        )
+
+
+def share_input(
+    x: Tensor, weights: Sequence[Tensor], pending: PendingProducts, group: dist.ProcessGroup, dim: int | None
+) -> tuple[Tensor, ...]:
+    """Bring ``x`` to column-sharded weights.
+
+    Args:
+        x: [.., in], replicated; with ``dim``, split along it over the group.
+        weights: local weights [out / group, in] that read ``x``.
+        pending: where the products of their gradients wait.
+        group: the tensor group.
+        dim: the dim along which ``x`` is split (sequence parallelism), or None.
+
+    Returns:
+        ``x`` whole on every rank, then the weights, in order.
+    """
+    return cast("tuple[Tensor, ...]", _SharedInput.apply(pending, group, dim, x, *weights))
+
+
+def sharded_product(x: Tensor, weight: Tensor, bias: Tensor | None, pending: PendingProducts, index: int) -> Tensor:
+    """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group]."""
+    return cast(Tensor, _ShardedProduct.apply(pending, index, x, weight, bias))
+
+
+def row_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int | None) -> Tensor:
+    """Sum of the ranks' products. x: [.., in / group], weight: [out, in / group] -> [.., out], split along ``dim``."""
+    return cast(Tensor, _RowProduct.apply(group, dim, x, weight))
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """The tensor in autocast's dtype where autocast is on for its device, as ``F.linear`` would take it."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

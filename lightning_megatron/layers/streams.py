@@ -1,0 +1,91 @@
+"""Random numbers inside sharded regions: one stream per tensor rank, replayed exactly by recomputation.
+
+Dropout on a replicated activation must draw the same mask on all ranks of the tensor group; dropout on a sharded one
+(attention probabilities of the local heads) must draw a different one on each. The second stream is derived from the
+first: on entering a region the device's generator is seeded from a digest of its own state, the region's name and the
+tensor rank; on leaving, the shared stream is put back, advanced by one draw if the region drew anything.
+
+    shared stream   --- s0 ---------------- s1 -------
+                         \\ digest, rank    /  one draw, only if the region drew
+    rank stream           r0 --- masks ---
+
+Nothing is remembered between regions, so activation checkpointing, which restores the shared stream before it
+recomputes, replays the regions as well, and a region without dropout leaves no trace in the shared stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RankStream:
+    """Switches a device's default generator to a stream of this tensor rank's own, and back.
+
+    Args:
+        name: the region's name; two regions that start from the same shared state get different streams.
+        rank: rank in the tensor group.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name = name
+        self.rank = rank
+        self._device: torch.device | None = None
+        self._shared: Tensor | None = None
+        self._start: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankStream:
+        return RankStream(self.name, self.rank)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the rank's own stream is in use."""
+        return self._shared is not None
+
+    def open(self, device: torch.device) -> None:
+        """Leave the shared stream of ``device``; nothing happens when it was left already."""
+        if self.is_open or device.type == "meta":
+            return
+        shared = _state(device)
+        digest = hashlib.blake2b(shared.numpy().tobytes(), digest_size=8, key=f"{self.rank}/{self.name}".encode()[-64:])
+        _seed(device, int.from_bytes(digest.digest(), "little") >> 1)
+        self._device, self._shared, self._start = device, shared, _state(device)
+
+    def close(self) -> None:
+        """Return to the shared stream."""
+        if self._device is None or self._shared is None or self._start is None:
+            return
+        drew = not torch.equal(_state(self._device), self._start)
+        _set_state(self._device, self._shared)
+        if drew:
+            torch.rand((), device=self._device)
+        self._device = self._shared = self._start = None
+
+    def forget(self) -> None:
+        """Drop an open region without touching the generator (its forward was cut short and restored elsewhere)."""
+        self._device = self._shared = self._start = None
+
+
+def _state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

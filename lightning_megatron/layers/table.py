@@ -1,0 +1,77 @@
+"""What became of each parameter when its module was sharded, as a table keyed by parameter name.
+
+Gradient buckets, the global norm, checkpoints and export all need to know which part of a parameter is here and whether
+its gradient is complete. They read this table; nothing is attached to the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_megatron.sharding import ShardSpec
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How one rank of the tensor group holds a parameter.
+
+    Attributes:
+        spec: the part of the logical parameter that is here.
+        sums_gradient: whether the gradient that autograd leaves is a partial sum, to be summed over the tensor group
+            once before it is used (norms and row-parallel biases under sequence parallelism, norms on local heads,
+            replicated key/value heads).
+    """
+
+    spec: ShardSpec
+    sums_gradient: bool = False
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank of the tensor group holds the whole parameter."""
+        return self.spec.is_whole
+
+    def describe(self) -> str:
+        """A short phrase for tables: ``split``, ``replicated`` or ``replicated, gradient summed``."""
+        if not self.replicated:
+            return "split"
+        return "replicated, gradient summed" if self.sums_gradient else "replicated"
+
+
+ShardTable = dict[str, ParameterSharding]
+"""Parameter name, relative to the module that was sharded -> its sharding."""
+
+
+def replicated_table(module: nn.Module, sums_gradient: bool = False) -> ShardTable:
+    """Table of a module whose parameters stay whole on every rank."""
+    return {
+        name: ParameterSharding(ShardSpec.whole(parameter.shape), sums_gradient)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def apply_specs(module: nn.Module, table: Mapping[str, ParameterSharding]) -> ShardTable:
+    """Cut the module's own parameters down to their local part, in place.
+
+    The parameter objects stay, so that tied modules, optimizers and lists of parameters go on referring to them. A
+    parameter that is already local, because a tied module was sharded before, is left as it is.
+
+    Raises:
+        ValueError: a parameter has neither its logical nor its local shape.
+    """
+    for name, sharding in table.items():
+        parameter, spec = module.get_parameter(name), sharding.spec
+        if tuple(parameter.shape) == spec.global_shape:
+            if not spec.is_whole:
+                with torch.no_grad():
+                    parameter.data = spec.slice_full(parameter.data)
+                    parameter.grad = None
+        elif tuple(parameter.shape) != spec.local_shape:
+            raise ValueError(
+                f"Parameter {name!r} has shape {tuple(parameter.shape)}, neither its logical shape {spec.global_shape} "
+                f"nor its local shape {spec.local_shape}; shard a tied parameter the same way everywhere."
+            )
+    return dict(table)
