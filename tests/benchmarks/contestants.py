@@ -1,0 +1,143 @@
+"""One round of each contestant: a few warm-up steps, a barrier, the measured steps, a barrier."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from tests.benchmarks.model import GPT, FirstHalf, SecondHalf, Size, Task, make_batches, optimizer_of, token_loss
+from tests.harness import RankInfo, ReusedProcesses
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """Result of one round.
+
+    Attributes:
+        seconds: wall time per step, from barrier to barrier.
+        loss: the last step's loss where this rank knows it, so that rounds can be seen to do the same work.
+    """
+
+    seconds: float
+    loss: float
+
+
+class Stopwatch(Callback):
+    """Times a Trainer's steps, everything between them included."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.begin, self.seconds = steps, 0.0, 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_UP:
+            distributed.barrier()
+            self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_UP + self.steps - 1:
+            distributed.barrier()
+            self.seconds = (time.perf_counter() - self.begin) / self.steps
+
+
+def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequences: int) -> Round:
+    """A whole Trainer with ``strategy``; ``sequences`` per step in this process's loader."""
+    watch = Stopwatch(steps)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=info.world_size,
+        strategy=strategy,
+        plugins=[ReusedProcesses(info)],
+        max_steps=WARM_UP + steps,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=info.directory,
+    )
+    torch.manual_seed(0)
+    batches: Any = DataLoader(make_batches(size, WARM_UP + steps, sequences), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Task(size), train_dataloaders=batches)
+    return Round(watch.seconds, float(trainer.callback_metrics["train_loss"]))
+
+
+def ours_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
+    """This package, two stages, 1F1B."""
+    strategy = MegatronStrategy(
+        pipeline_parallel_size=2,
+        micro_batch_size=size.micro_batch,
+        pipeline_schedule="1f1b",
+        pipeline_split=[size.layers // 2] * 2,
+    )
+    return trainer_round(info, size, steps, strategy, size.batch)
+
+
+def torch_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
+    """torch's own 1F1B over hand-cut stages, in a bare loop."""
+    _ensure_group(info)
+    torch.manual_seed(0)
+    whole = GPT(size)
+    module = FirstHalf(whole) if info.rank == 0 else SecondHalf(whole)
+    stage = PipelineStage(module, info.rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, size.micro_batches, loss_fn=token_loss)
+    optimizer, losses, begin = optimizer_of(module), [], 0.0
+    for index, (tokens, targets) in enumerate(make_batches(size, WARM_UP + steps, size.batch)):
+        if index == WARM_UP:
+            distributed.barrier()
+            begin = time.perf_counter()
+        optimizer.zero_grad()
+        losses = []
+        if info.rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets, losses=losses, return_outputs=False)
+        optimizer.step()
+    distributed.barrier()
+    seconds = (time.perf_counter() - begin) / steps
+    return Round(seconds, float(torch.stack(losses).detach().mean()) if losses else float("nan"))
+
+
+def ours_data(info: RankInfo, size: Size, steps: int) -> Round:
+    """This package, two replicas, one micro-batch each."""
+    strategy = MegatronStrategy(data_parallel_size=2, micro_batch_size=size.batch // 2)
+    return trainer_round(info, size, steps, strategy, size.batch // 2)
+
+
+def lightning_data(info: RankInfo, size: Size, steps: int) -> Round:
+    """Lightning's DDPStrategy, two replicas."""
+    return trainer_round(info, size, steps, DDPStrategy(process_group_backend="gloo"), size.batch // 2)
+
+
+PAIRS = {"pp2": (ours_pipeline, torch_pipeline), "dp2": (ours_data, lightning_data)}
+
+
+def duel(info: RankInfo, name: str, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
+    """Alternates the two contestants of ``name``; who goes first alternates too."""
+    ours, theirs = PAIRS[name]
+    results = []
+    for index in range(rounds):
+        if index % 2:
+            other = theirs(info, size, steps)
+            results.append((ours(info, size, steps), other))
+        else:
+            own = ours(info, size, steps)
+            results.append((own, theirs(info, size, steps)))
+    return results
+
+
+def _ensure_group(info: RankInfo) -> None:
+    if not distributed.is_initialized():
+        address = f"tcp://127.0.0.1:{info.port}"
+        distributed.init_process_group("gloo", init_method=address, rank=info.rank, world_size=info.world_size)
