@@ -264,14 +264,17 @@ class CorpusDataModule(L.LightningDataModule):
         recipe: Where the text comes from and how it is cut.
         cache: Folder that holds one subfolder per recipe.
         batch_size: Blocks per step and data-parallel replica.
-        validation_blocks: Upper limit for the blocks that a validation run reads.
+        replicas: Data-parallel replicas that share the blocks.
+        validation_blocks: Upper limit for the blocks that a validation run reads; what is left over when they are dealt
+            out to the replicas is left out, so that no block counts twice in the mean.
     """
 
-    def __init__(self, recipe: Recipe, cache: Path, batch_size: int, validation_blocks: int) -> None:
+    def __init__(self, recipe: Recipe, cache: Path, batch_size: int, replicas: int, validation_blocks: int) -> None:
         super().__init__()
         self.recipe = recipe
         self.folder = cache / recipe.key()
         self.batch_size = batch_size
+        self.replicas = replicas
         self.validation_blocks = validation_blocks
 
     def prepare_data(self) -> None:
@@ -284,8 +287,15 @@ class CorpusDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         blocks = load_from_disk(str(self.folder)).with_format("torch")
         self.train_blocks = blocks["train"]
-        self.held_out = blocks["validation"].select(range(min(self.validation_blocks, len(blocks["validation"]))))
+        held_out = min(self.validation_blocks, len(blocks["validation"]))
+        held_out = held_out // self.replicas * self.replicas or held_out
+        self.held_out = blocks["validation"].select(range(held_out))
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        if len(self.train_blocks) < self.batch_size * self.replicas:
+            raise ValueError(
+                f"The corpus makes {len(self.train_blocks)} training blocks, fewer than the {self.batch_size} of a batch "
+                f"times {self.replicas} replicas; use more text, a smaller `--batch` or a smaller `--sequence`."
+            )
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_blocks, batch_size=self.batch_size, shuffle=True, drop_last=True)

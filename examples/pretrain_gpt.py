@@ -144,6 +144,17 @@ class LanguageModel(L.LightningModule):
         return min((step + 1) / warm_up, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar, with the speed written out and without the logger's version number."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        if "tokens/s" in metrics:
+            metrics["tokens/s"] = f"{metrics['tokens/s']:,.0f}"
+        return metrics
+
+
 class TokensPerSecond(Callback):
     """Shows the training speed over the last steps in the progress bar; validation and checkpoints don't count."""
 
@@ -252,7 +263,7 @@ def make_data(args: argparse.Namespace, replicas: int) -> CorpusDataModule:
             f"`--batch {args.batch}` cannot be shared by {replicas} replicas; use a multiple of {replicas}."
         )
     recipe = Recipe(source=args.data, sequence=args.sequence, vocabulary=args.vocabulary, seed=args.seed)
-    return CorpusDataModule(recipe, args.cache, args.batch // replicas, args.validation_blocks)
+    return CorpusDataModule(recipe, args.cache, args.batch // replicas, replicas, args.validation_blocks)
 
 
 def make_module(args: argparse.Namespace) -> LanguageModel:
@@ -285,7 +296,7 @@ def make_trainer(args: argparse.Namespace, accelerator: str, pipeline: int, repl
         log_every_n_steps=10,
         logger=CSVLogger(args.output),
         callbacks=[
-            TQDMProgressBar(refresh_rate=5),
+            ProgressBar(refresh_rate=5),
             TokensPerSecond(args.batch * args.sequence),
             LearningRateMonitor(),
             ModelCheckpoint(checkpoints, monitor="validation_loss", save_last=True),
@@ -308,9 +319,17 @@ def report(trainer: L.Trainer, module: LanguageModel, data: CorpusDataModule, ar
     print(f"Checkpoint       {args.output / 'checkpoints' / 'last.ckpt'}")
 
 
+def silence_advice() -> None:
+    """Turn off warnings of Lightning's that do not apply here, each for the reason beside it."""
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # blocks are mapped memory, not computed
+    warnings.filterwarnings(
+        "ignore", message="Using `DistributedSampler` with"
+    )  # the blocks are a multiple of the replicas
+
+
 def main() -> None:
     args = parse_arguments()
-    warnings.filterwarnings("ignore", message=".*does not have many workers")  # blocks are mapped memory: none needed
+    silence_advice()
     L.seed_everything(args.seed, verbose=False)
     accelerator, pipeline, replicas = choose_layout(args)
     try:
@@ -318,7 +337,7 @@ def main() -> None:
     except ValueError as problem:
         raise SystemExit(f"error: {problem}") from None
     trainer = make_trainer(args, accelerator, pipeline, replicas)
-    say(f"Layout: {pipeline} pipeline stages x {replicas} replicas x {args.tensor} tensor ranks on {accelerator}")
+    say(f"Layout: pipeline {pipeline} x data {replicas} x tensor {args.tensor} on {accelerator}")
     trainer.fit(module, data, ckpt_path=args.resume)
     report(trainer, module, data, args)
 

@@ -30,7 +30,7 @@ def texts(tmp_path: Path) -> Path:
 
 def make_data(texts: Path, tmp_path: Path, **changes: object) -> CorpusDataModule:
     options = {"source": str(texts), "sequence": 16, "vocabulary": 300, "validation_fraction": 0.25, **changes}
-    data = CorpusDataModule(Recipe(**options), tmp_path / "cache", batch_size=2, validation_blocks=1000)
+    data = CorpusDataModule(Recipe(**options), tmp_path / "cache", batch_size=2, replicas=1, validation_blocks=1000)
     data.prepare_data()
     data.setup("fit")
     return data
@@ -117,6 +117,21 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 document\(s\); at least 2"):
         corpus.build_once(tmp_path / "cache" / "key", partial(corpus.make_blocks, recipe))
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_no_held_out_block_counts_twice_when_replicas_share_them(texts: Path, tmp_path: Path) -> None:
+    data = make_data(texts, tmp_path)
+    blocks = len(data.held_out)
+    data.replicas, data.validation_blocks = 2, blocks - 1 if blocks % 2 == 0 else blocks
+    data.setup("fit")
+    assert len(data.held_out) == data.validation_blocks - 1
+
+
+def test_a_corpus_smaller_than_a_batch_is_refused(texts: Path, tmp_path: Path) -> None:
+    data = make_data(texts, tmp_path)
+    data.batch_size = 1000
+    with pytest.raises(ValueError, match=r"fewer than the 1000 of a batch times 1 replicas; .* smaller `--batch`"):
+        data.setup("fit")
 
 
 def test_a_single_file_is_split_at_its_paragraphs(tmp_path: Path) -> None:

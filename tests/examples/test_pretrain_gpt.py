@@ -69,7 +69,7 @@ def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint(tex
     options = ("--data", str(texts), *TINY, "--lr=1e-2", "--prompt=The pipeline", "--sample-length=20")
     first = run_script(tmp_path, *options, "--steps=40")
     assert first.code == 0, first.output
-    assert "2 pipeline stages x 2 replicas" in first.output
+    assert "pipeline 2 x data 2 x tensor 1" in first.output
     assert first.output.count("Sample of the trained model:") == 1, "only rank 0 prints"
     assert re.search(r"^The pipeline.+", first.output, re.MULTILINE)
     assert re.search(r"loss=\d", first.output)
