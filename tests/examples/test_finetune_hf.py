@@ -1,0 +1,36 @@
+"""The fine-tuning example through the real launcher: it learns, and Hugging Face loads what it saved."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.examples.script import run_script
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A hundred short documents of different lengths."""
+    file = tmp_path / "notes.txt"
+    file.write_text("\n\n".join(f"Stage {i % 5} waits for stage {i % 5 + 1}." * (1 + i % 3) for i in range(100)))
+    return file
+
+
+@pytest.mark.launch
+def test_a_hugging_face_model_is_fine_tuned_over_two_stages_and_saved_for_transformers(
+    notes: Path, tmp_path: Path
+) -> None:
+    options = ("--data", str(notes), "--steps=40", "--batch=8", "--micro-batch=3", "--sequence=24", "--lr=5e-3")
+    run = run_script("finetune_hf.py", tmp_path, *options)
+    assert run.code == 0, run.output
+    before, after = map(float, re.search(r"([\d.]+) nats per token before, ([\d.]+) after", run.output).groups())
+    assert after < 0.8 * before
+
+    folder = tmp_path / "runs" / "finetune_hf" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokens = torch.tensor([tokenizer("Stage 3 waits for stage 4.")["input_ids"]])
+    assert float(model(input_ids=tokens, labels=tokens).loss) < 0.8 * before
