@@ -293,8 +293,8 @@ class CorpusDataModule(L.LightningDataModule):
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         if len(self.train_blocks) < self.batch_size * self.replicas:
             raise ValueError(
-                f"The corpus makes {len(self.train_blocks)} blocks to train on, fewer than the "
-                f"{self.batch_size} of a batch times {self.replicas} replicas; use more text, a smaller `--batch` or a smaller `--sequence`."
+                f"The corpus makes {len(self.train_blocks)} blocks to train on, fewer than the {self.batch_size} of a "
+                f"batch times {self.replicas} replicas; use more text, a smaller `--batch` or a smaller `--sequence`."
             )
 
     def train_dataloader(self) -> DataLoader:

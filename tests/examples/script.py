@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Run:
 
 
 def run_script(name: str, folder: Path, *options: str) -> Run:
-    """Run the example ``name`` in ``folder`` as a process group of its own, killed as a whole when it outlives the deadline."""
+    """Run the example ``name`` in ``folder`` as a process group, which is killed as a whole at the deadline."""
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLES / name), *options],
         cwd=folder,
@@ -47,6 +48,28 @@ def run_script(name: str, folder: Path, *options: str) -> Run:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"no end after {DEADLINE:.0f} s:\n{output}")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # no rank may outlive the command
+    wait_for_end(process.pid)
     return Run(process.returncode, output.replace("\r", "\n"))
+
+
+def wait_for_end(group: int, seconds: float = 15.0) -> None:
+    """No rank may outlive the command for longer than a failing run may take to end."""
+    deadline = time.monotonic() + seconds
+    while left := living(group):
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+            pytest.fail(f"processes {left} outlived the command by {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+def living(group: int) -> list[int]:
+    """Process numbers in a process group, those aside that have ended and wait to be collected."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member_of, *_ = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(member_of) == group and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
