@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tests.harness import run_trainers
+from tests.harness import JobFailed, run_trainers
 from tests.parity.row import Row
 from tests.parity.train import Trace, train
-from tests.parity.zoo.registry import ZOO
+from tests.parity.zoo.registry import MAY_REFUSE, ZOO
 
 
 @functools.lru_cache(maxsize=256)
@@ -33,8 +33,19 @@ def check(row: Row) -> None:
     Raises:
         AssertionError: listing every difference beyond the module's tolerance.
     """
-    differences = list(compare(run(row), reference(row.reference), ZOO[row.module].tolerance, row.sizes[1] == 1))
+    try:
+        traces = run(row)
+    except JobFailed as failure:
+        if row.module in MAY_REFUSE and row.sizes[0] > 1 and _clearly_refused(failure):
+            return
+        raise
+    differences = list(compare(traces, reference(row.reference), ZOO[row.module].tolerance, row.sizes[1] == 1))
     assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
+
+
+def _clearly_refused(failure: JobFailed) -> bool:
+    """Whether every rank ended by itself, naming the argument to change."""
+    return all("`pipeline_parallel_size=1`" in f"{each.error}{each.output}" for each in failure.outcomes)
 
 
 def compare(traces: Sequence[Trace], wanted: Trace, tolerance: float, whole_batches: bool) -> Iterator[str]:

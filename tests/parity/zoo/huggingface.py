@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from tests.parity.zoo.data import LENGTH, VOCABULARY
+from tests.parity.zoo.huggingface_more import CAUSAL
 from tests.parity.zoo.tasks import Task
 
 LAYERS = 4
@@ -161,6 +162,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
+    **CAUSAL,
 }
 
 
@@ -170,7 +172,6 @@ def build_model(name: str) -> nn.Module:
 
     config_class, model_class, options = CONFIGS[name]
     config = getattr(transformers, config_class)(**options)
-    config.use_cache = False
     return getattr(transformers, model_class)(config)
 
 

@@ -170,10 +170,11 @@ class LearnedPositions(nn.Module):
 
 
 class ParallelLists(nn.Module):
-    """Layers and their norms in two lists that are walked together."""
+    """Layers and norms in two lists that are walked together; ``outside`` keeps the residual out of the layers."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, outside: bool = False) -> None:
         super().__init__()
+        self.outside = outside
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN) for _ in range(layers)])
         self.layers = nn.ModuleList([Bare() for _ in range(layers)])
@@ -182,7 +183,7 @@ class ParallelLists(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + layer(norm(x))
+            x = x + layer(norm(x)) if self.outside else norm(layer(x))
         return self.head(x)
 
 

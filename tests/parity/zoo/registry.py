@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.parity.zoo import huggingface, language, tasks, vision, whole
+from tests.parity.zoo import huggingface, huggingface_more, language, loops, tasks, vision, whole
 
 STRICT = 1e-9
 FLOAT32 = 1e-5
@@ -43,6 +43,14 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "recurrent": partial(_task, tasks.TokenTask, language.Recurrent),
     "learned_positions": partial(_task, tasks.TokenTask, language.LearnedPositions),
     "parallel_lists": partial(_task, tasks.TokenTask, language.ParallelLists),
+    "outside_residual": partial(_task, tasks.TokenTask, partial(language.ParallelLists, outside=True)),
+    "reduced": partial(_task, tasks.TokenTask, loops.Walker),
+    "indexed": partial(_task, tasks.TokenTask, loops.Indexed),
+    "scaled": partial(_task, tasks.TokenTask, loops.Scaled),
+    "sequence_first": partial(_task, tasks.TokenTask, loops.SequenceFirst),
+    "dictionary": partial(_task, tasks.TokenTask, loops.Dictionary),
+    "encoder_decoder": partial(_task, tasks.TokenTask, loops.EncoderDecoder),
+    "dense_skips": partial(_task, tasks.TokenTask, loops.DenseSkips),
     "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),
     "checkpointed": partial(_task, tasks.TokenTask, language.Checkpointed),
     "two_heads": partial(_task, tasks.NestedTask, language.TwoHeads),
@@ -63,9 +71,15 @@ def _pretrained() -> dict[str, Specimen]:
         found[f"hf_{name}"] = Specimen(build, FLOAT32)
         if index % 3 == 0 and name != "t5":
             found[f"hf_{name}_logits"] = Specimen(partial(huggingface.PretrainedTask, name, labels=False), FLOAT32)
+    for name in huggingface_more.CLASSIFIERS:
+        found[f"hf_{name}"] = Specimen(partial(huggingface_more.Classifier, name), FLOAT32)
     return found
 
 
+# Values beside the hidden state cross the cut with a gradient: a pipeline may refuse these, but not get them wrong.
+MAY_REFUSE = frozenset(
+    {"outside_residual", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "hf_t5"}
+)
 ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
 
 
