@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typer
 
+from lightning_megatron.commands.plan import plan
+from lightning_megatron.commands.predict import predict
 from lightning_megatron.commands.timeline import timeline
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ def _several_commands() -> None:
 
 
 app.command("timeline")(timeline)
+app.command("plan")(plan)
+app.command("predict")(predict)
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.planner.constants import PRIORS, SPREAD, Constants
+from lightning_megatron.planner.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
 from lightning_megatron.planner.linear import solve
-from lightning_megatron.planner.prediction import predict
+from lightning_megatron.planner.makespan import closed_form
+from lightning_megatron.planner.prediction import Prediction, predict
 from lightning_megatron.planner.runs import Run, read_rows, run_from_row
 from lightning_megatron.planner.scoring import FamilyScore, Scored, measured_seconds, score_row, summaries
 
@@ -45,7 +46,7 @@ def read_samples(rows: Sequence[Mapping[str, str]]) -> list[Sample]:
     found = []
     for row in rows:
         run = run_from_row(row)
-        seconds = measured_seconds(row, run, predict(run.shape, run.recipe, run.cluster))
+        seconds = measured_seconds(row, run, _quick(run, DEFAULT_CONSTANTS))
         if seconds is not None:
             found.append((row, run, seconds))
     sizes: dict[str, int] = {}
@@ -57,9 +58,14 @@ def read_samples(rows: Sequence[Mapping[str, str]]) -> list[Sample]:
 def _errors(samples: Sequence[Sample], constants: Constants) -> list[float]:
     """Logarithm of predicted over measured time, row by row."""
     return [
-        math.log(predict(s.run.shape, s.run.recipe, s.run.cluster, constants=constants).iteration_seconds / s.seconds)
+        math.log(_quick(s.run, constants).iteration_seconds / s.seconds)
         for s in samples
     ]
+
+
+def _quick(run: Run, constants: Constants) -> Prediction:
+    """A prediction by the closed forms of the bubble, for a fit makes thousands."""
+    return predict(run.shape, run.recipe, run.cluster, constants=constants, makespan=closed_form)
 
 
 def _loss(samples: Sequence[Sample], errors: Sequence[float], logs: Sequence[float], names: Sequence[str]) -> float:

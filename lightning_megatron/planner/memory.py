@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning_megatron.planner.cluster import GIB, Cluster
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
-from lightning_megatron.planner.stages import split_layers
+from lightning_megatron.planner.stages import layers_of_ranks
 
 _RUNTIME = 3.0 * GIB
 """CUDA context, library workspaces and communicator buffers of one rank."""
@@ -79,11 +79,12 @@ def in_flight(recipe: Recipe, stage: int) -> float:
 
 def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     """Parameters that one rank of ``stage`` holds, split over its tensor group."""
-    layers = split_layers(shape.layers, recipe.pipeline, recipe.chunks)[stage]
+    layers = layers_of_ranks(shape, recipe)[stage]
     count = float(layers * shape.layer_parameters)
+    head = recipe.rank_of(recipe.virtual_stages - 1)
     if stage == 0:
         count += shape.embedding_parameters
-    if stage == recipe.pipeline - 1 and (recipe.pipeline > 1 or not shape.tied):
+    if stage == head and (head != 0 or not shape.tied):
         count += shape.vocab * shape.hidden
     return count / recipe.tensor
 
@@ -118,7 +119,7 @@ def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_sh
 
     The logits are gone when the first layer is recomputed, so the two never add up.
     """
-    layers = split_layers(shape.layers, recipe.pipeline, recipe.chunks)[stage]
+    layers = layers_of_ranks(shape, recipe)[stage]
     whole = layer_activation_bytes(shape, recipe)
     kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
     total = layers * kept * in_flight(recipe, stage)
@@ -127,7 +128,7 @@ def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_sh
 
 def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     """Bytes of 16-bit logits, their 32-bit copy and its gradient on the last stage."""
-    if stage != recipe.pipeline - 1:
+    if stage != recipe.rank_of(recipe.virtual_stages - 1):
         return 0.0
     each = 10.0 if recipe.software.fused_kernels else 12.0
     return each * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor

@@ -11,11 +11,11 @@ from lightning_megatron.planner.cluster import GIB, Cluster
 from lightning_megatron.planner.communication import Group, all_reduce_seconds, gather_seconds
 from lightning_megatron.planner.compute import optimizer_seconds
 from lightning_megatron.planner.constants import DEFAULT_CONSTANTS, Constants
-from lightning_megatron.planner.makespan import closed_form
+from lightning_megatron.planner.makespan import simulated
 from lightning_megatron.planner.memory import Memory, peak_memory, recompute_share, stage_parameters
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
-from lightning_megatron.planner.stages import StageSeconds, hidden_cost, stage_costs
+from lightning_megatron.planner.stages import StageSeconds, hidden_cost, rank_costs, stage_costs
 
 Makespan = Callable[[list[StageSeconds], Recipe], float]
 
@@ -121,7 +121,7 @@ def predict(
     cluster: Cluster,
     *,
     constants: Constants = DEFAULT_CONSTANTS,
-    makespan: Makespan = closed_form,
+    makespan: Makespan = simulated,
     remarks: tuple[str, ...] = (),
 ) -> Prediction:
     """Predict time, throughput and memory of one optimizer step.
@@ -139,7 +139,7 @@ def predict(
     """
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
-    breakdown = _breakdown(shape, layout, cluster, constants, costs, makespan(costs, layout))
+    breakdown = _breakdown(shape, layout, cluster, constants, rank_costs(costs, layout), makespan(costs, layout))
     memory = peak_memory(shape, layout, cluster, share)
     tokens = layout.global_batch * shape.seq
     seconds = breakdown.total

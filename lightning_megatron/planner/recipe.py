@@ -13,6 +13,8 @@ SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
 PRECISIONS = ("fp16", "bf16", "fp8")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+VEE_SCHEDULES = ("zb-v", "dualpipe-v")
+"""Schedules whose first rank holds the first and the last virtual stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Software:
         dropout: masks are kept for the backward.
         direct_gradients: weight gradients accumulate straight into the 32-bit buffer; otherwise a 16-bit gradient lies
             beside it.
+        post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
+            ranks may start their next step at different times.
     """
 
     name: str = "lightning"
@@ -42,6 +46,7 @@ class Software:
     block_recompute: bool = False
     dropout: bool = False
     direct_gradients: bool = True
+    post_validation: bool = False
 
 
 MEGATRON_2021 = Software(
@@ -108,11 +113,35 @@ class Recipe:
         _check_member("recompute", self.recompute, RECOMPUTES)
         _check_member("precision", self.precision, PRECISIONS)
         _check_member("schedule", self.schedule, SCHEDULES)
+        self._check_chunks()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
                 f"`global_batch={self.global_batch}` is less than data x micro_batch = {self.data} x {self.micro_batch}; "
                 "raise `global_batch` or lower `micro_batch`"
             )
+
+    def _check_chunks(self) -> None:
+        """Refuse a number of chunks that the schedule cannot have."""
+        if self.schedule in VEE_SCHEDULES and self.chunks != 2:
+            raise ValueError(f"`schedule={self.schedule}` has 2 chunks per rank, got `chunks={self.chunks}`; set it to 2")
+        if self.schedule not in (*VEE_SCHEDULES, "interleaved") and self.chunks != 1:
+            raise ValueError(
+                f"`schedule={self.schedule}` has 1 chunk per rank, got `chunks={self.chunks}`; use `schedule=interleaved`"
+            )
+
+    def rank_of(self, virtual_stage: int) -> int:
+        """Pipeline rank that holds a virtual stage: round and round, or there and back for the V schedules.
+
+        With 2 ranks and 2 chunks: interleaved 0, 1, 0, 1; zb-v 0, 1, 1, 0.
+        """
+        if self.schedule in VEE_SCHEDULES and virtual_stage >= self.pipeline:
+            return 2 * self.pipeline - 1 - virtual_stage
+        return virtual_stage % self.pipeline
+
+    @property
+    def virtual_stages(self) -> int:
+        """Pipeline ranks times chunks."""
+        return self.pipeline * self.chunks
 
     @property
     def world(self) -> int:

@@ -174,6 +174,8 @@ def _recipe(
     if schedule == "interleaved" and chunks == 1:
         chunks = next((v for v in (2, 3, 4, 5) if shape.layers // pipeline >= v and not shape.layers % (pipeline * v)), 2)
         remarks.append(f"interleaved without chunks given; taken as {chunks}")
+    if schedule.startswith("zb"):
+        software = replace(software, post_validation=True)
     text = cells.get("recompute", "").lower()
     recipe = Recipe(
         tensor=tensor,
@@ -181,7 +183,7 @@ def _recipe(
         data=data,
         context=context,
         global_batch=gbs,
-        chunks=chunks if schedule == "interleaved" else 1,
+        chunks={"interleaved": chunks, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1),
         schedule=schedule,
         sharding=sharding,
         recompute=_recompute(text, software, sharding),

@@ -17,12 +17,13 @@ from lightning_megatron.planner.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one stage for one micro-batch, all its chunks together.
+    """Seconds of one virtual stage, or of one rank's virtual stages together, for one micro-batch.
 
     Args:
         forward, input_gradient, weight_gradient: compute and exposed communication.
         communication: the part of these that is exposed tensor- and context-parallel communication.
-        transfer: exposed sends and receives, once per micro-batch.
+        transfer: sends and receives that keep the stage from computing.
+        flight: what remains of one transfer, during which others compute.
     """
 
     forward: float
@@ -30,15 +31,27 @@ class StageSeconds:
     weight_gradient: float
     communication: float
     transfer: float
+    flight: float
 
     @property
     def total(self) -> float:
         """Forward, backward and transfers."""
         return self.forward + self.input_gradient + self.weight_gradient + self.transfer
 
+    def plus(self, other: StageSeconds) -> StageSeconds:
+        """Both stages on one rank."""
+        return StageSeconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.communication + other.communication,
+            self.transfer + other.transfer,
+            max(self.flight, other.flight),
+        )
 
-def split_layers(layers: int, stages: int, chunks: int = 1) -> list[int]:
-    """Layers per pipeline rank, chunks added up.
+
+def split_layers(layers: int, virtual_stages: int) -> list[int]:
+    """Layers per virtual stage, first to last.
 
     Even where it divides; otherwise the embedding and the head count as a layer each where that divides (62 layers on
     32 stages: 1, 2, 2, ..., 1); otherwise the first virtual stages hold one more.
@@ -46,23 +59,30 @@ def split_layers(layers: int, stages: int, chunks: int = 1) -> list[int]:
     Raises:
         ValueError: fewer layers than virtual stages.
     """
-    slots = stages * chunks
-    counted = stages > 1 and (layers + 2) % slots == 0
-    if layers < slots and not counted:
-        raise ValueError(f"`layers={layers}` is less than pipeline x chunks = {stages} x {chunks}; lower one of these")
-    if layers % slots and counted:
-        per_slot = [(layers + 2) // slots] * slots
-        per_slot[0] -= 1
-        per_slot[-1] -= 1
-    else:
-        per_slot = [layers // slots + (1 if slot < layers % slots else 0) for slot in range(slots)]
-    return [sum(per_slot[stage::stages]) for stage in range(stages)]
+    counted = virtual_stages > 1 and (layers + 2) % virtual_stages == 0
+    if layers < virtual_stages and not counted:
+        raise ValueError(
+            f"`layers={layers}` is less than the {virtual_stages} virtual stages; lower `pipeline` or `chunks`"
+        )
+    if layers % virtual_stages and counted:
+        each = (layers + 2) // virtual_stages
+        return [each - 1, *[each] * (virtual_stages - 2), each - 1]
+    even, rest = divmod(layers, virtual_stages)
+    return [even + (1 if stage < rest else 0) for stage in range(virtual_stages)]
+
+
+def layers_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
+    """Layers per pipeline rank, chunks added up."""
+    found = [0] * recipe.pipeline
+    for stage, count in enumerate(split_layers(shape.layers, recipe.virtual_stages)):
+        found[recipe.rank_of(stage)] += count
+    return found
 
 
 def stage_costs(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, recompute_share: float
 ) -> list[StageSeconds]:
-    """Price every stage, first to last.
+    """Price every virtual stage, first to last.
 
     Args:
         shape, recipe, cluster, constants: what is run, how, and where.
@@ -73,22 +93,31 @@ def stage_costs(
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
     backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
-    per_stage = split_layers(shape.layers, recipe.pipeline, recipe.chunks)
-    transfer = transfer_seconds(shape, recipe, cluster, constants)
+    per_stage = split_layers(shape.layers, recipe.virtual_stages)
+    transfer, exposed = transfer_seconds(shape, recipe, cluster, constants)
     costs = []
     for stage, count in enumerate(per_stage):
-        last = stage == recipe.pipeline - 1
+        last = float(stage == recipe.virtual_stages - 1)
         costs.append(
             StageSeconds(
-                forward=count * (layer.forward + forward_transfer) + (head[0] if last else 0.0),
-                input_gradient=count * (layer.input_gradient + backward_transfer + repeated)
-                + (0.5 * head[1] if last else 0.0),
-                weight_gradient=count * layer.weight_gradient + (0.5 * head[1] if last else 0.0),
+                forward=count * (layer.forward + forward_transfer) + last * head[0],
+                input_gradient=count * (layer.input_gradient + backward_transfer + repeated) + last * 0.5 * head[1],
+                weight_gradient=count * layer.weight_gradient + last * 0.5 * head[1],
                 communication=count * (forward_transfer + backward_comm),
-                transfer=transfer,
+                transfer=2.0 * exposed * transfer,
+                flight=(1.0 - exposed) * transfer,
             )
         )
     return costs
+
+
+def rank_costs(costs: list[StageSeconds], recipe: Recipe) -> list[StageSeconds]:
+    """Costs per pipeline rank: those of its virtual stages added up."""
+    found = [StageSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)] * recipe.pipeline
+    for stage, cost in enumerate(costs):
+        rank = recipe.rank_of(stage)
+        found[rank] = found[rank].plus(cost)
+    return found
 
 
 def _repeated_seconds(recipe: Recipe, layer: LayerSeconds, transfer: float, share: float) -> float:
@@ -138,18 +167,19 @@ def hidden_cost(transfer: float, compute: float, constants: Constants) -> float:
     return max(0.0, transfer - compute) + constants.contention * min(transfer, compute)
 
 
-def transfer_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> float:
-    """Exposed seconds per micro-batch of a stage's sends and receives, all chunks together.
+def transfer_seconds(
+    shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants
+) -> tuple[float, float]:
+    """Seconds of one stage-to-stage transfer, and the share of it that keeps a stage from computing.
 
-    Each tensor rank sends its own 1/t of the boundary activation. A steady-state stage exchanges one activation and one
-    gradient per chunk and micro-batch.
+    Each tensor rank sends its own 1/t of the boundary activation; without sequence parallelism the receivers gather the
+    parts. Software that does not overlap transfers waits for all of it.
     """
     if recipe.pipeline == 1:
-        return 0.0
+        return 0.0, 0.0
     stride = recipe.tensor * recipe.context * recipe.data
     size = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / recipe.tensor
     once = send_seconds(size, stride, cluster, constants)
     if not recipe.sequence_parallel and recipe.tensor > 1:
         once += gather_seconds(size * recipe.tensor, Group(recipe.tensor), cluster, constants)
-    exposed = constants.contention if recipe.software.overlap_pipeline else 1.0
-    return 2.0 * recipe.chunks * once * exposed
+    return once, constants.contention if recipe.software.overlap_pipeline else 1.0
