@@ -1,0 +1,154 @@
+"""Refusals: what cannot work is said before any work starts, with the argument to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+
+from lightning_megatron.pipeline.schedule import schedule_shape
+from lightning_megatron.pipeline.stage import StageModule
+
+
+def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
+    """Refuse axis sizes that no number of devices could satisfy.
+
+    Raises:
+        ValueError: a size is not a positive integer, or tensor parallelism is asked for.
+    """
+    named = {"pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
+    if data != "auto":
+        named["data_parallel_size"] = data
+    for name, size in named.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            choices = "'auto' or an integer" if name == "data_parallel_size" else "an integer"
+            raise ValueError(f"`{name}={size!r}` must be {choices} of at least 1.")
+    if tensor > 1:
+        raise ValueError(
+            f"`tensor_parallel_size={tensor}` is not available yet; use `tensor_parallel_size=1` with "
+            "`pipeline_parallel_size` and `data_parallel_size`."
+        )
+
+
+def check_options(
+    *,
+    micro_batch_size: Any,
+    pipeline_schedule: Any,
+    pipeline_split: Any,
+    pipeline_parallel_size: int,
+    bucket_size_mb: Any,
+    micro_batch_loss_weight: Callable[..., Any] | None,
+) -> None:
+    """Refuse option values that are wrong whatever the module.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if micro_batch_size != "auto" and (
+        not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1
+    ):
+        raise ValueError(f"`micro_batch_size={micro_batch_size!r}` must be 'auto' or an integer of at least 1.")
+    shape = schedule_shape(pipeline_schedule)
+    if pipeline_split != "auto":
+        expected = pipeline_parallel_size * shape.chunks
+        valid = not isinstance(pipeline_split, str) and isinstance(pipeline_split, Sequence)
+        if not valid or len(pipeline_split) != expected or any(not isinstance(n, int) or n < 1 for n in pipeline_split):
+            raise ValueError(
+                f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, one per "
+                "pipeline stage."
+            )
+    if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
+        raise ValueError(f"`bucket_size_mb={bucket_size_mb!r}` must be a positive number of MiB.")
+    if micro_batch_loss_weight is not None and not callable(micro_batch_loss_weight):
+        raise ValueError("`micro_batch_loss_weight` must be a function of the micro-batch that returns a number.")
+
+
+def check_run(trainer: pl.Trainer, module: pl.LightningModule, stages: int, micro_batch_size: int | str) -> None:
+    """Refuse what a module or a callback does that this strategy cannot do.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the whole module, which no rank holds; remove it from "
+                "`Trainer(callbacks=...)`, or average exported checkpoints."
+            )
+    for thing in (*trainer.callbacks, *trainer.loggers):
+        if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(
+            "pytorch_lightning"
+        ):
+            raise MisconfigurationException(
+                f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
+            )
+    if stages > 1:
+        _check_pipeline(module, stages)
+    if stages > 1 or micro_batch_size != "auto":
+        _check_steps(module)
+
+
+def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
+    advice = "use `pipeline_parallel_size=1`."
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"manual optimization runs its own backward, which `pipeline_parallel_size={stages}` cannot schedule; set "
+            f"`self.automatic_optimization = True`, or {advice}"
+        )
+    for name, child in module.named_modules():
+        config = getattr(child, "config", None)
+        if getattr(config, "output_router_logits", False) is True:
+            raise MisconfigurationException(
+                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss collects values from "
+                f"the layers of all stages. Set it to False, or {advice}"
+            )
+
+
+def _check_steps(module: pl.LightningModule) -> None:
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; remove the "
+            "override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; take a "
+                "`batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
+    """Refuse optimizers that need the whole model at once when it is spread over stages.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if stages == 1:
+        return
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot schedule; "
+            "return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS takes inner products over all parameters, which lie on different stages; use another optimizer, or "
+                "`pipeline_parallel_size=1`."
+            )
+
+
+def already_cut(earlier: StageModule, stages: int) -> str:
+    """Message for a module that another layout's run has cut."""
+    before = len(set(earlier.partition.owners))
+    return (
+        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a run "
+        f"with {stages} stages needs a new module. Build it again and load the checkpoint."
+    )

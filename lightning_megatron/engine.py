@@ -1,0 +1,340 @@
+"""One step of training or evaluation, from a batch to its result, on this rank.
+
+The engine owns what a run needs (stage, executor, gradient buckets, exchange) and knows nothing of Lightning's hooks; the
+strategy calls it. Two ways lead through it: the *plain* way, with one stage and one micro-batch, leaves the backward to
+Lightning and only sums gradients over replicas; the *scheduled* way runs forwards and backwards by a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.buckets import GradientBuckets
+from lightning_megatron.data_parallel.norm import global_norm
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.module_state import ModuleState
+from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
+from lightning_megatron.pipeline.micro_batches import (
+    auto_micro_batch_size,
+    batch_size_of,
+    checksum,
+    map_tensors,
+    merge_outputs,
+    split_batch,
+    weighted_mean,
+)
+from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.schedule import Schedule, lower, make_schedule
+from lightning_megatron.pipeline.stage import StageModule
+from lightning_megatron.pipeline.trunk import find_trunk
+from lightning_megatron.replay import LogRecorder, StepExchange, StepResult
+from lightning_megatron.rng import SegmentHooks, SegmentStreams
+
+LossWeight = Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Choices of the user that the engine follows; see ``MegatronStrategy``."""
+
+    micro_batch_size: int | str
+    schedule: str | Callable[..., Any]
+    chunks: int | None
+    loss_weight: LossWeight | None
+    bucket_bytes: int
+    variable_shapes: bool
+
+
+class StepEngine:
+    """Runs steps of one module on one rank.
+
+    Args:
+        module: the user's module, already cut if there are several stages.
+        mesh: the grid.
+        device: this rank's device.
+        stage: this rank's part of the module; ``None`` with one stage.
+        streams: random streams per segment.
+        options: the user's choices.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stage: StageModule | None,
+        streams: SegmentStreams,
+        options: EngineOptions,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._device = device
+        self._stage = stage
+        self._streams = streams
+        self._options = options
+        self._exchange = StepExchange(mesh, device)
+        self._state = ModuleState(module) if stage is not None else None
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._executor: PipelineExecutor | None = None
+        self._segments: SegmentHooks | None = None
+        self.gradients: GradientBuckets | None = None
+        self.recorder: LogRecorder | None = None
+        self.shared_names: frozenset[str] = frozenset()
+
+    def prepare_gradients(self, shared_groups: Mapping[tuple[int, ...], Any]) -> None:
+        """Lay out gradient buckets; call once the parameters are final.
+
+        Args:
+            shared_groups: group of this rank for each set of stages that hold parameters together.
+        """
+        self.close()
+        parameters = dict(self._module.named_parameters())
+        layout = self._mesh.layout
+        data_group = self._mesh.group("data_parallel") if layout.data > 1 else None
+        shared = {}
+        if self._stage is not None:
+            holders = self._stage.partition.holders
+            shared = {n: shared_groups[tuple(sorted(holders[n]))] for n in parameters if len(holders[n]) > 1}
+        self.shared_names = frozenset(shared)
+        self.gradients = GradientBuckets(parameters, data_group, shared, self._options.bucket_bytes)
+
+    def close(self) -> None:
+        """Release hooks and buffers."""
+        if self.gradients is not None:
+            self.gradients.close()
+            self.gradients = None
+        if self._segments is not None:
+            self._segments.remove()
+            self._segments = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step of the user is running."""
+        return self.recorder is not None
+
+    def is_plain(self, batch: Any) -> bool:
+        """Whether this batch takes the plain way: one stage, one micro-batch."""
+        return self._stage is None and (
+            self._options.micro_batch_size == "auto" or batch_size_of(batch) <= int(self._options.micro_batch_size)
+        )
+
+    def train(
+        self, call: Callable[[Any], Any], batch: Any, *, accumulate: int, fresh: bool, reduce: bool
+    ) -> StepResult:
+        """Forward and backward of one batch by the schedule.
+
+        Args:
+            call: the user's ``training_step``, taking a micro-batch.
+            batch: the batch, equal on all stages of a replica.
+            accumulate: batches whose gradients are averaged.
+            fresh: whether this is the first of them.
+            reduce: whether this is the last.
+
+        Returns:
+            The step's result, equal on every rank.
+        """
+        assert self.gradients is not None
+        parts = self._split(batch)
+        weights, total = self._weights(parts, across_replicas=True)
+        scales = [weight / (total * accumulate) for weight in weights]
+        self.gradients.begin(fresh=fresh, reduce=reduce)
+        result = self._run(call, parts, scales, weights, "training_step")
+        self.gradients.withdraw()
+        return result
+
+    def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> StepResult:
+        """Forward of one batch through all stages; the result is equal on every rank of a pipeline."""
+        if self._stage is None:
+            with self.recording(name):
+                output = call(batch)
+                return self._exchange.share(self._result([output], [1.0], [0], name))
+        parts = self._split(batch)
+        weights, _ = self._weights(parts, across_replicas=False)
+        return self._run(call, parts, None, weights, name)
+
+    def record_plain(self, call: Callable[[Any], Any], batch: Any) -> tuple[Any, StepResult]:
+        """Forward of one batch the plain way: the output keeps its graph; logs are shared over replicas."""
+        with self.recording("training_step"):
+            output = call(batch)
+            assert self.recorder is not None
+            keys, rows = self.recorder.collect(self._device)
+        return output, self._exchange.share(StepResult(None, None, keys, rows))
+
+    def finish_gradients(self, *, averaged: bool) -> None:
+        """Wait for the sums over replicas and publish ``.grad``.
+
+        Args:
+            averaged: whether the loss was already divided by the number of replicas.
+        """
+        assert self.gradients is not None
+        self.gradients.finish(1 if averaged else self._mesh.layout.data)
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """2-norm of the gradients of ``parameters`` over the whole model, each counted once."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        counted = [p.grad for p in parameters if p.grad is not None and self._counts(names.get(id(p)))]
+        groups = [self._mesh.group("pipeline_parallel")] if self._mesh.layout.pipeline > 1 else []
+        return global_norm(counted, groups, self._device)
+
+    def _counts(self, name: str | None) -> bool:
+        return self._stage is None or name is None or self._stage.counted_here(name)
+
+    def _split(self, batch: Any) -> list[Any]:
+        size = batch_size_of(batch)
+        chosen = self._options.micro_batch_size
+        stages = self._mesh.layout.pipeline
+        return split_batch(batch, auto_micro_batch_size(size, stages) if chosen == "auto" else int(chosen))
+
+    def _weights(self, parts: list[Any], *, across_replicas: bool) -> tuple[list[float], float]:
+        """Weight of each micro-batch, and their total; the total covers all replicas so that losses divided by it add up."""
+        weight_of = self._options.loss_weight
+        weights = [float(weight_of(part) if weight_of is not None else batch_size_of(part)) for part in parts]
+        total = sum(weights)
+        replicas = self._mesh.layout.data
+        if not across_replicas:
+            return weights, total
+        if weight_of is None or replicas == 1:
+            return weights, total * replicas
+        shared = torch.tensor(total, dtype=torch.float64, device=self._device)
+        dist.all_reduce(shared, group=self._mesh.group("data_parallel"))
+        return weights, float(shared)
+
+    def _run(
+        self,
+        call: Callable[[Any], Any],
+        parts: list[Any],
+        scales: list[float] | None,
+        weights: list[float],
+        name: str,
+    ) -> StepResult:
+        schedule = self._schedule(len(parts), forward_only=scales is None)
+        with self.recording(name), self._streams.step():
+            recorder = self.recorder
+            assert recorder is not None
+            step = Step(schedule, _Recorded(call, recorder, weights), parts, scales)
+            if self._stage is None:
+                self._run_single(step)
+            else:
+                self._check_equal_batches(parts)
+                self._pipeline().run(step)
+            if not self._has_loss:
+                result = self._exchange.share(None)
+                assert self._state is not None
+                self._state.apply(result.state)
+                return result
+            outputs = [step.outputs[index] for index in range(len(parts))]
+            return self._exchange.share(self._result(outputs, weights, [_size(part) for part in parts], name))
+
+    @property
+    def _has_loss(self) -> bool:
+        return self._mesh.rank == self._mesh.loss_rank
+
+    def _result(self, outputs: list[Any], weights: list[float], sizes: list[int], name: str) -> StepResult:
+        assert self.recorder is not None
+        keys, rows = self.recorder.collect(self._device)
+        loss = None
+        if name == "training_step":
+            loss = weighted_mean([loss_of(output).detach() for output in outputs], weights)
+            outputs = [_without_loss(output) for output in outputs]
+        output = merge_outputs(outputs, weights, sizes, name) if outputs[0] is not None else None
+        state = self._state.changes() if self._state is not None else []
+        return StepResult(loss, output, keys, rows, state)
+
+    def _run_single(self, step: Step) -> None:
+        """One stage, several micro-batches: forward and backward of each in turn."""
+        if self._segments is None:
+            self._segments = self._make_segments()
+        for index, part in enumerate(step.micro_batches):
+            if self._segments is not None:
+                self._segments.begin(index)
+            output = step.call(part, index)
+            if step.loss_scales is not None:
+                assert self.gradients is not None
+                self.gradients.set_final(index == len(step.micro_batches) - 1)
+                loss = loss_of(output)
+                torch.autograd.backward(loss, torch.full_like(loss, step.loss_scales[index], requires_grad=False))
+            step.outputs[index] = map_tensors(output, torch.detach)
+
+    def _make_segments(self) -> SegmentHooks | None:
+        try:
+            trunk = find_trunk(self._module)
+        except ValueError:
+            return None
+        return SegmentHooks(trunk.layers(self._module), self._streams)
+
+    def _pipeline(self) -> PipelineExecutor:
+        if self._executor is None:
+            assert self._stage is not None
+            links = StageLinks(self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device)
+            self._executor = PipelineExecutor(self._stage, links, self._device, self._options.variable_shapes)
+        self._executor.gradients = self.gradients
+        return self._executor
+
+    def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+        key = (micro_batches, forward_only)
+        if key not in self._schedules:
+            options = self._options
+            chunks = {} if options.chunks is None else {"chunks": options.chunks}
+            schedule = make_schedule(
+                options.schedule, self._mesh.layout.pipeline, micro_batches, forward_only=forward_only, **chunks
+            )
+            self._schedules[key] = lower(schedule)
+        return self._schedules[key]
+
+    def _check_equal_batches(self, parts: list[Any]) -> None:
+        """Refuse to train on batches that differ between the stages of a replica."""
+        mine = torch.tensor([checksum(parts), float(len(parts))], dtype=torch.float64, device=self._device)
+        group = self._mesh.group("pipeline_parallel")
+        everyone = torch.empty(self._mesh.layout.pipeline * 2, dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        if not torch.equal(everyone.view(-1, 2), mine.expand(self._mesh.layout.pipeline, 2)):
+            raise RuntimeError(
+                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: seed the "
+                "sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
+                "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
+            )
+
+    @contextmanager
+    def recording(self, name: str) -> Iterator[None]:
+        """Record ``self.log`` calls while the user's step runs."""
+        self.recorder = LogRecorder(self._module)
+        if self._state is not None:
+            self._state.snapshot()
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(fastpath and self._stage is None)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            self.recorder = None
+
+
+class _Recorded:
+    """The user's step, telling the recorder which micro-batch its logs belong to."""
+
+    def __init__(self, call: Callable[[Any], Any], recorder: LogRecorder, weights: list[float]) -> None:
+        self._call = call
+        self._recorder = recorder
+        self._weights = weights
+
+    def __call__(self, part: Any, index: int) -> Any:
+        self._recorder.begin_micro_batch(self._weights[index])
+        return self._call(part)
+
+
+def _size(part: Any) -> int:
+    return batch_size_of(part)
+
+
+def _without_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {key: value for key, value in output.items() if key != "loss"} or None
+    return None

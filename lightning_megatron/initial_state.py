@@ -1,0 +1,152 @@
+"""Making ranks start alike: weights built on the meta device, replicas, tied copies, and random streams."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.rng import collect_rng_state, mix, restore_rng_state
+
+_CHUNK_BYTES = 256 * 1024 * 1024
+
+
+def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
+    """Give all ranks of a replica the random state of the one that computes the loss.
+
+    With a seed they agree already. Without one, they would shuffle and draw differently, and so load different batches.
+    """
+    ranks = mesh.layout.world_size // mesh.layout.data
+    if ranks == 1:
+        return
+    group = mesh.group("pipeline_parallel")
+    data = pickle.dumps(collect_rng_state(device))
+    length = torch.tensor([len(data)], device=device)
+    dist.broadcast(length, mesh.loss_rank, group=group)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if mesh.rank == mesh.loss_rank:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, mesh.loss_rank, group=group)
+    restore_rng_state(pickle.loads(buffer.cpu().numpy().tobytes()), device)
+
+
+def agree_on_base_seed(device: torch.device) -> int:
+    """One seed for the whole world, drawn on global rank 0."""
+    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64).to(device)
+    if dist.is_initialized():
+        dist.broadcast(seed, 0)
+    return int(seed.item())
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Any) -> None:
+    """Overwrite ``tensors`` with those of global rank ``source``, in a few flat messages."""
+    for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+        dist.broadcast(flat, source, group=group)
+        offset = 0
+        for tensor in chunk:
+            tensor.detach().copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+
+
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    chunks: list[list[Tensor]] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
+        bytes_ = tensor.numel() * tensor.element_size()
+        if not chunks or chunks[-1][0].dtype != tensor.dtype or size + bytes_ > _CHUNK_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(tensor)
+        size += bytes_
+    return chunks
+
+
+def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str, Any]) -> None:
+    """Make replicas equal, and copies of one parameter on several stages.
+
+    Args:
+        module: this rank's part of the module.
+        mesh: the grid.
+        shared: parameter name -> group of all ranks that hold it, for parameters on several stages.
+    """
+    parameters = dict(module.named_parameters())
+    if mesh.layout.data > 1:
+        own = [p for name, p in parameters.items() if name not in shared]
+        source = mesh.layout.rank(tensor=mesh.coordinates.tensor, pipeline=mesh.stage)
+        buffers = [buffer for buffer in module.buffers() if buffer is not None]
+        broadcast_tensors([*own, *buffers], source, mesh.group("data_parallel"))
+    by_group: dict[int, tuple[Any, list[Tensor]]] = {}
+    for name, group in shared.items():
+        by_group.setdefault(id(group), (group, []))[1].append(parameters[name])
+    for group, tensors in by_group.values():
+        broadcast_tensors(tensors, min(dist.get_process_group_ranks(group)), group)
+
+
+def materialize(module: nn.Module, device: torch.device, base_seed: int) -> None:
+    """Allocate and initialise what was built on the meta device; what is already real stays.
+
+    Each submodule is initialised by the code it brings (``_init_weights`` of an ancestor, ``reset_parameters`` or
+    ``_reset_parameters``), from a stream seeded by its name. So weights depend on the seed alone, not on which rank holds them.
+
+    Raises:
+        RuntimeError: a submodule with tensors on the meta device has no code to initialise them.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return
+    memo: dict[int, nn.Parameter] = {}
+    pending = [(name, child) for name, child in module.named_modules() if _holds_meta(child)]
+    for _, child in pending:
+        _allocate(child, device, memo)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        for name, child in pending:
+            torch.manual_seed(mix(base_seed, *name.encode()))
+            _initialize(module, name, child)
+
+
+def _holds_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def _allocate(module: nn.Module, device: torch.device, memo: dict[int, nn.Parameter]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            if id(parameter) not in memo:
+                empty = torch.empty_like(parameter, device=device)
+                memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = memo[id(parameter)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _initialize(root: nn.Module, name: str, module: nn.Module) -> None:
+    own = next((m for m in ("reset_parameters", "_reset_parameters") if callable(getattr(module, m, None))), None)
+    if own is not None:
+        getattr(module, own)()
+    inherited = _initializer_above(root, name)
+    if inherited is not None:
+        inherited(module)
+    if own is not None or inherited is not None:
+        return
+    raise RuntimeError(
+        f"`{name}` ({type(module).__name__}) was built on the meta device but cannot initialise itself; give it a "
+        "`reset_parameters()` method, or one of its parents an `_init_weights(module)`."
+    )
+
+
+def _initializer_above(root: nn.Module, name: str) -> Any:
+    """``_init_weights`` of the nearest module above ``name`` that has one."""
+    while name:
+        name = name.rpartition(".")[0]
+        initializer = getattr(root.get_submodule(name), "_init_weights", None)
+        if callable(initializer):
+            return initializer
+    return None

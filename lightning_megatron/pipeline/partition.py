@@ -1,0 +1,274 @@
+"""Deciding which stage owns what.
+
+Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the module's
+code uses it (:mod:`~lightning_megatron.pipeline.order`): before the trunk on the first stage, after it on the last,
+between the layers or at an unknown time on every stage. Whatever ends up on several stages has its gradients summed
+over them, so a cautious placement costs memory and never numbers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_megatron.pipeline.order import Phase, Uses, read_uses
+from lightning_megatron.pipeline.schedule import Schedule
+from lightning_megatron.pipeline.trunk import Trunk, find_trunk
+
+log = logging.getLogger(__name__)
+
+PLACES = ("first", "last", "all")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where every part of a module lives.
+
+    Attributes:
+        trunk: the distributed layers.
+        bounds: per virtual stage, the half-open range of layer indices it runs.
+        owners: per virtual stage, the stage (rank along the pipeline) it lives on.
+        units: dotted name of each module or direct parameter outside the trunk -> stages that keep it.
+        holders: parameter name -> stages that hold it; every alias of a tied parameter has the same entry.
+    """
+
+    trunk: Trunk
+    bounds: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    units: Mapping[str, frozenset[int]]
+    holders: Mapping[str, frozenset[int]] = field(repr=False)
+
+    def layers_of(self, stage: int) -> frozenset[int]:
+        """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
+        owned = [range(*bounds) for bounds, owner in zip(self.bounds, self.owners, strict=True) if owner == stage]
+        return frozenset(index for indices in owned for index in indices)
+
+    def shared_stage_sets(self) -> list[tuple[int, ...]]:
+        """Sets of stages that hold a parameter together, each once, sorted."""
+        return sorted({tuple(sorted(stages)) for stages in self.holders.values() if len(stages) > 1})
+
+
+def make_partition(
+    module: nn.Module,
+    schedule: Schedule,
+    *,
+    pipeline_layers: str = "auto",
+    pipeline_split: str | Sequence[int] = "auto",
+    placement: Mapping[str, str] | None = None,
+) -> Partition:
+    """Cut ``module`` for ``schedule``.
+
+    Args:
+        module: the whole module, real or on the meta device.
+        schedule: any schedule of the run; only its stages, chunks and placement matter.
+        pipeline_layers: dotted name of the trunk, or ``"auto"``.
+        pipeline_split: layers per virtual stage, or ``"auto"`` to balance forward FLOPs.
+        placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
+
+    Raises:
+        ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
+    """
+    trunk = find_trunk(module, pipeline_layers)
+    stages = schedule.virtual_stages
+    owners = tuple(schedule.owner(stage)[0] for stage in range(stages))
+    uses = read_uses(module, trunk)
+    units = _place_units(module, trunk, uses, owners, placement or {})
+    sizes = _split(module, trunk, uses, stages, pipeline_split)
+    starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    bounds = tuple(zip(starts[:-1], starts[1:], strict=True))
+    holders = _holders(module, trunk, bounds, owners, units)
+    return Partition(trunk, bounds, owners, units, holders)
+
+
+def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
+    """Dotted names of the parts outside the trunk that hold parameters: whole submodules, or direct parameters.
+
+    Containers without a forward of their own (``nn.ModuleDict``, ``nn.ModuleList``) are opened, because their children
+    may run at different times.
+    """
+    names: list[str] = []
+    _collect_units(module, "", trunk, names)
+    return names
+
+
+def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str]) -> None:
+    prefix = f"{name}." if name else ""
+    names.extend(f"{prefix}{parameter}" for parameter, value in module._parameters.items() if value is not None)
+    if name == trunk.name:
+        return
+    for child_name, child in module.named_children():
+        path = f"{prefix}{child_name}"
+        holds_trunk = path == trunk.name or trunk.name.startswith(f"{path}.")
+        opened = isinstance(child, (nn.ModuleDict, nn.ModuleList))
+        if holds_trunk or opened:
+            _collect_units(child, path, trunk, names)
+        elif any(True for _ in child.parameters()):
+            names.append(path)
+
+
+def _place_units(
+    module: nn.Module, trunk: Trunk, uses: Uses, owners: tuple[int, ...], overrides: Mapping[str, str]
+) -> dict[str, frozenset[int]]:
+    first, last, everywhere = owners[0], owners[-1], frozenset(owners)
+    places = {"first": frozenset({first}), "last": frozenset({last}), "all": everywhere}
+    units: dict[str, frozenset[int]] = {}
+    unknown: list[str] = []
+    for name in unit_names(module, trunk):
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        if not phases or Phase.DURING in phases:
+            units[name] = everywhere
+            unknown.append(name)
+        else:
+            units[name] = frozenset({first} if Phase.BEFORE in phases else set()) | (
+                places["last"] if Phase.AFTER in phases else frozenset()
+            )
+    _apply_overrides(units, places, overrides)
+    if unknown and len(everywhere) > 1:
+        log.info("kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown)
+    return units
+
+
+def _covers(unit: str, used: str) -> bool:
+    return used == unit or used.startswith(f"{unit}.") or unit.startswith(f"{used}.")
+
+
+def _apply_overrides(
+    units: dict[str, frozenset[int]], places: Mapping[str, frozenset[int]], overrides: Mapping[str, str]
+) -> None:
+    for pattern, place in overrides.items():
+        matched = [name for name in units if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"`pipeline_placement` names {pattern!r}, which matches none of the parts outside the trunk: "
+                f"{', '.join(units) or 'there are none'}."
+            )
+        if place not in places:
+            raise ValueError(f"`pipeline_placement[{pattern!r}]={place!r}` must be one of {', '.join(PLACES)}.")
+        for name in matched:
+            units[name] = places[place]
+
+
+def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str | Sequence[int]) -> list[int]:
+    layers = len(trunk.layer_names)
+    if layers < stages:
+        raise ValueError(
+            f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); use "
+            f"`pipeline_parallel_size` × chunks of at most {layers}, or add layers."
+        )
+    if split == "auto":
+        costs, before, after = _costs(module, trunk, uses)
+        return balance(costs, stages, before, after)
+    if isinstance(split, str):
+        raise ValueError(f"`pipeline_split={split!r}` must be 'auto' or a list of {stages} layer counts.")
+    sizes = list(split)
+    if len(sizes) != stages or sum(sizes) != layers or any(size < 1 for size in sizes):
+        raise ValueError(
+            f"`pipeline_split={sizes}` must be {stages} positive layer counts that add up to the {layers} layers of "
+            f"`{trunk.name}`."
+        )
+    return sizes
+
+
+def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], float, float]:
+    """Forward FLOPs per token in units of 2: matrix elements of each layer, of what runs before and of what runs after."""
+    costs = [float(_matrix_elements(layer)) for layer in trunk.layers(module)]
+    before = after = 0.0
+    for name in unit_names(module, trunk):
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        unit = _lookup(module, name)
+        if Phase.AFTER in phases:
+            after += _matrix_elements(unit, embeddings=True)
+        if phases == {Phase.BEFORE}:
+            before += _matrix_elements(unit)
+    if not any(costs):
+        costs = [1.0] * len(costs)
+    return costs, before, after
+
+
+def _lookup(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False) -> int:
+    """Elements of the weights that take part in matrix products; an embedding table only looks rows up."""
+    if isinstance(unit, nn.Parameter):
+        return 0
+    total = 0
+    for child in unit.modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and not embeddings:
+            continue
+        total += sum(p.numel() for p in child._parameters.values() if p is not None and p.dim() >= 2)
+    return total
+
+
+def balance(costs: Sequence[float], stages: int, before: float = 0.0, after: float = 0.0) -> list[int]:
+    """Contiguous split of ``costs`` into ``stages`` non-empty runs with the smallest maximum, then the most even.
+
+    Args:
+        costs: cost per layer.
+        stages: number of runs.
+        before: cost that the first run carries besides its layers.
+        after: cost that the last run carries besides its layers.
+
+    Returns:
+        Layers per stage.
+    """
+    n = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+
+    def load(stage: int, start: int, stop: int) -> float:
+        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return prefix[stop] - prefix[start] + extra
+
+    infinite = (float("inf"), float("inf"))
+    best = [(0.0, 0.0) if stop == 0 else infinite for stop in range(n + 1)]
+    cuts: list[list[int]] = []
+    for stage in range(stages):
+        row, cut = [infinite] * (n + 1), [0] * (n + 1)
+        for stop in range(stage + 1, n - (stages - 1 - stage) + 1):
+            for start in range(stage, stop):
+                if best[start] == infinite:
+                    continue
+                weight = load(stage, start, stop)
+                candidate = (max(best[start][0], weight), best[start][1] + weight * weight)
+                if candidate < row[stop]:
+                    row[stop], cut[stop] = candidate, start
+        best = row
+        cuts.append(cut)
+    sizes, stop = [], n
+    for cut in reversed(cuts):
+        sizes.append(stop - cut[stop])
+        stop = cut[stop]
+    return sizes[::-1]
+
+
+def _holders(
+    module: nn.Module,
+    trunk: Trunk,
+    bounds: tuple[tuple[int, int], ...],
+    owners: tuple[int, ...],
+    units: Mapping[str, frozenset[int]],
+) -> dict[str, frozenset[int]]:
+    places = dict(units)
+    for (start, stop), owner in zip(bounds, owners, strict=True):
+        places |= {trunk.layer_names[index]: frozenset({owner}) for index in range(start, stop)}
+    by_identity: dict[int, frozenset[int]] = {}
+    named = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        by_identity[id(parameter)] = by_identity.get(id(parameter), frozenset()) | _place_of(name, places)
+    return {name: by_identity[id(parameter)] for name, parameter in named}
+
+
+def _place_of(name: str, places: Mapping[str, frozenset[int]]) -> frozenset[int]:
+    while name:
+        if name in places:
+            return places[name]
+        name = name.rpartition(".")[0]
+    raise AssertionError("every parameter belongs to a layer or a unit")

@@ -1,0 +1,173 @@
+"""What remains, on one stage, of the parts that other stages own.
+
+A *hollow* module keeps its class, name, children and plain attributes, so code that reads them goes on working, but its
+parameters and buffers have become zero-stride tensors: the right shape, the bytes of one number. Called, it answers
+with zeros of the shapes its forward would return, found once per input shape by running that forward on fake tensors.
+
+Every such zero hangs in the autograd graph on one *sentinel*. A gradient that reaches a sentinel means that a loss
+depended on numbers another stage should have computed, and raises an error instead of training on zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.micro_batches import signature
+
+
+class Sentinel:
+    """Source of the zeros of one hollow part."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._sources: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zero-stride zeros of ``shape``; differentiable ones raise in backward."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        key = (dtype, device)
+        if key not in self._sources:
+            with torch.inference_mode(False):
+                source = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+            source.register_hook(self._refuse)
+            self._sources[key] = source
+        return self._sources[key].expand(shape)
+
+    def _refuse(self, grad: Tensor) -> None:
+        raise RuntimeError(
+            f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
+            "input of the layers, but also where this stage computes. Keep it on every stage with "
+            f'`MegatronStrategy(pipeline_placement={{"{self.name}": "all"}})` (its gradients are summed), or use '
+            "`pipeline_parallel_size=1`."
+        )
+
+
+class HollowModule:
+    """One module whose tensors live on another stage.
+
+    Args:
+        module: hollowed in place by the constructor.
+        name: its dotted name.
+        device: where its zeros live.
+        keep: ids of parameters that this stage holds under another name (tied), which keep their entry.
+    """
+
+    def __init__(self, module: nn.Module, name: str, device: torch.device, keep: frozenset[int] = frozenset()) -> None:
+        self.module = module
+        self._device = device
+        self.sentinel = Sentinel(name)
+        self.hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for child in module.modules():
+            self._hide_parameters(child, keep)
+            self._hide_buffers(child)
+
+    def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in keep:
+                continue
+            hide_parameter(module, name, self.sentinel, self._device)
+            self.hidden.append((module, name, meta_like(parameter)))
+
+    def _hide_buffers(self, module: nn.Module) -> None:
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                del module._buffers[name]
+                empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
+                module.__dict__[name] = empty
+                module._non_persistent_buffers_set.discard(name)
+
+
+def hide_parameter(module: nn.Module, name: str, sentinel: Sentinel, device: torch.device) -> None:
+    """Replace one parameter by a zero-stride plain attribute of the same name."""
+    parameter = module._parameters.pop(name)
+    assert parameter is not None
+    module.__dict__[name] = sentinel.zeros(parameter.shape, parameter.dtype, device)
+
+
+def meta_like(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape and dtype that takes no memory."""
+    empty = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def whole_view(hidden: list[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
+    """Show hidden parameters again, on the meta device, so that code which only counts or names them sees them all."""
+    shown = []
+    for module, name, parameter in hidden:
+        shown.append((module, name, module.__dict__.pop(name)))
+        module._parameters[name] = parameter
+    try:
+        yield
+    finally:
+        for module, name, zeros in shown:
+            del module._parameters[name]
+            module.__dict__[name] = zeros
+
+
+class OutputShapes:
+    """Shapes of what a forward returns, learned once per input signature and shared by equal layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def stand_in(
+        self, module: nn.Module, sentinel: Sentinel, forward: Callable[..., Any], args: Any, kwargs: Any, reuse: bool
+    ) -> Any:
+        """Zeros shaped like ``forward(*args, **kwargs)``.
+
+        With ``reuse``, a leaf shaped like the first tensor argument is that tensor, which saves filling a new one; the
+        caller vouches that a sentinel already stands behind it.
+        """
+        key = (type(module), module.training, signature(args), signature(kwargs))
+        if key not in self._known:
+            self._known[key] = _abstract_run(forward, args, kwargs)
+        leaves, spec = self._known[key]
+        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        first = next(tensors, None) if reuse else None
+        filled = [_fill(leaf, first, sentinel) for leaf in leaves]
+        return pytree.tree_unflatten(filled, spec)
+
+
+class _TensorShape:
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+
+def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
+    if not isinstance(leaf, _TensorShape):
+        return leaf
+    if first is not None and first.shape == leaf.shape and first.dtype == leaf.dtype:
+        return first
+    return sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone()
+
+
+def _abstract_run(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            convert = lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else _private(leaf)  # noqa: E731
+            fake_args, fake_kwargs = pytree.tree_map(convert, (args, kwargs))
+            output = forward(*fake_args, **fake_kwargs)
+    except Exception:
+        # Shapes that depend on data cannot be had abstractly: run once on zeros instead.
+        with torch.no_grad(), torch.random.fork_rng(enabled=True):
+            output = forward(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten(output)
+    return [_TensorShape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def _private(leaf: Any) -> Any:
+    """A copy, so that an abstract run cannot leave fake tensors in a shared object such as a key-value cache."""
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf

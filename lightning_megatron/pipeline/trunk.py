@@ -1,0 +1,101 @@
+"""Finding the trunk: the run of repeated layers at which a module is cut into stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The layers that the pipeline distributes, in the order they run.
+
+    Attributes:
+        name: dotted name of the container.
+        layer_names: dotted names of its layers.
+    """
+
+    name: str
+    layer_names: tuple[str, ...]
+
+    def layers(self, module: nn.Module) -> list[nn.Module]:
+        """The layer objects inside ``module``."""
+        return [module.get_submodule(name) for name in self.layer_names]
+
+
+def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
+    """Find the trunk of ``module``: its largest ``nn.ModuleList`` or ``nn.Sequential`` of repeated layers.
+
+    Args:
+        module: the whole module, real or on the meta device.
+        name: dotted name of the container, or ``"auto"``.
+
+    Raises:
+        ValueError: no container qualifies, or the named one does not; the message lists the candidates.
+    """
+    if name != "auto":
+        return _named_trunk(module, name)
+    candidates = list(_candidates(module))
+    if not candidates:
+        raise ValueError(
+            "no trunk found: the module has no nn.ModuleList or nn.Sequential of at least two layers of one class with "
+            f"parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a container with "
+            '`pipeline_layers="..."`, or use `pipeline_parallel_size=1`.'
+        )
+    best = max(candidates, key=lambda candidate: candidate[:2])
+    return _trunk(best[2], module.get_submodule(best[2]))
+
+
+def _named_trunk(module: nn.Module, name: str) -> Trunk:
+    try:
+        container = module.get_submodule(name)
+    except AttributeError:
+        raise ValueError(
+            f"`pipeline_layers={name!r}` names no submodule. {_list_containers(module)}"
+        ) from None
+    if not isinstance(container, (*_CONTAINERS, nn.ModuleDict)) or len(container) < 1:
+        raise ValueError(
+            f"`pipeline_layers={name!r}` is a {type(container).__name__}, not an nn.ModuleList, nn.Sequential or "
+            f"nn.ModuleDict of layers. {_list_containers(module)}"
+        )
+    return _trunk(name, container)
+
+
+def _trunk(name: str, container: nn.Module) -> Trunk:
+    layers = list(container._modules.values())
+    repeated = [child for child, count in Counter(map(id, layers)).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"the trunk `{name}` holds the same layer object more than once; a pipeline cannot cut shared layers. "
+            "Use one object per layer (their parameters may be tied) or `pipeline_parallel_size=1`."
+        )
+    return Trunk(name, tuple(f"{name}.{child}" if name else child for child in container._modules))
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[bool, int, str]]:
+    """Yield ``(has composite layers, parameters in repeated layers, name)`` of every container of repeated layers."""
+    for name, container in module.named_modules():
+        if not isinstance(container, _CONTAINERS) or len(container) < 2:
+            continue
+        sizes = [(type(child), sum(p.numel() for p in child.parameters())) for child in container.children()]
+        classes = Counter(kind for kind, size in sizes if size)
+        repeated = {kind for kind, count in classes.items() if count > 1}
+        if not repeated:
+            continue
+        total = sum(size for kind, size in sizes if kind in repeated)
+        composite = any(type(child) in repeated and any(True for _ in child.children()) for child in container.children())
+        yield composite, total, name
+
+
+def _list_containers(module: nn.Module) -> str:
+    found = [
+        f"`{name}` ({type(child).__name__} of {len(child)})"
+        for name, child in module.named_modules()
+        if isinstance(child, _CONTAINERS) and len(child)
+    ]
+    return f"Containers in the module: {', '.join(found)}." if found else "The module has no such container."

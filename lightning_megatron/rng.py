@@ -1,0 +1,138 @@
+"""Random streams that do not depend on the pipeline's layout.
+
+One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for the
+other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each layer, what
+runs after it) of every micro-batch draws from a stream of its own, seeded from the step's seed. The step's seed is one
+draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all stages of a replica, so
+shuffling and augmentation in the main process agree too.
+
+::
+
+    global stream   ──seed──┬─────────────────────────────seed──▶
+                            ├─ micro-batch 0: before │ layer 0 │ layer 1 │ ... │ after
+                            └─ micro-batch 1: before │ layer 0 │ layer 1 │ ... │ after
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_MASK = (1 << 63) - 1
+
+
+def mix(*values: int) -> int:
+    """Hash integers into a seed of 63 bits (splitmix64's finaliser, applied value by value)."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+class SegmentStreams:
+    """Switches the random generators from segment to segment of a step.
+
+    Python's and NumPy's generators are switched per micro-batch, torch's per segment.
+
+    Args:
+        device: device whose generator is switched besides the CPU's.
+        replica: data-parallel coordinate, so that replicas draw different numbers.
+    """
+
+    def __init__(self, device: torch.device, replica: int) -> None:
+        self._device = device
+        self._replica = replica
+        self._step_seed = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Draw the step's seed, and leave the global streams as they are right after that draw."""
+        self._step_seed = int(torch.randint(0, _MASK, (), dtype=torch.int64).item())
+        state = collect_rng_state(self._device)
+        try:
+            yield
+        finally:
+            restore_rng_state(state, self._device)
+
+    def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
+        """Start a stream.
+
+        Args:
+            micro_batch: which micro-batch of the step.
+            segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
+            call: how often this segment of this micro-batch has been entered before.
+        """
+        seed = mix(self._step_seed, self._replica, micro_batch, segment, call)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+        if segment == 0:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+class SegmentHooks:
+    """Enters the segment streams of an uncut trunk, so that one process draws the numbers that a pipeline draws.
+
+    Args:
+        layers: the trunk's layers.
+        streams: the streams.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], streams: SegmentStreams) -> None:
+        self._streams = streams
+        self._layers = len(layers)
+        self._micro_batch = 0
+        self._calls: dict[int, int] = {}
+        self._handles = [
+            layer.register_forward_pre_hook(functools.partial(self._enter, 1 + index)) for index, layer in enumerate(layers)
+        ]
+        self._handles.append(layers[-1].register_forward_hook(functools.partial(self._enter, 1 + self._layers)))
+
+    def begin(self, micro_batch: int) -> None:
+        """Start the segment before the trunk."""
+        self._micro_batch = micro_batch
+        self._calls = {}
+        self._streams.enter(micro_batch, 0)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, segment: int, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        call = self._calls.get(segment, 0)
+        self._calls[segment] = call + 1
+        self._streams.enter(self._micro_batch, segment, call)
+
+
+def collect_rng_state(device: torch.device) -> dict[str, Any]:
+    """State of Python's, NumPy's (if anyone imported it) and torch's global generators."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Inverse of :func:`collect_rng_state`."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,623 @@
+"""``MegatronStrategy``: Lightning's hooks mapped onto the engine. No mathematics lives here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_megatron import checks, lightning_state
+from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
+from lightning_megatron.failure import FailureWatch, RemoteFailure
+from lightning_megatron.initial_state import (
+    agree_on_base_seed,
+    agree_on_random_state,
+    agree_on_weights,
+    materialize,
+)
+from lightning_megatron.layout import Layout, resolve_layout
+from lightning_megatron.mesh import ParallelMesh, build_mesh
+from lightning_megatron.metrics import MetricRouter
+from lightning_megatron.pipeline.partition import make_partition
+from lightning_megatron.pipeline.schedule import Placement, make_schedule, schedule_shape
+from lightning_megatron.pipeline.stage import StageModule, stage_of
+from lightning_megatron.pipeline.standin import whole_view
+from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
+from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
+from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
+from lightning_megatron.rng import SegmentStreams
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class MegatronStrategy(ParallelStrategy):
+    """Trains an ordinary LightningModule with pipeline and data parallelism.
+
+    ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2 pipeline stages
+    × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and weights are those of one
+    process (schedule: SC21, arXiv 2104.04473).
+
+    Args:
+        pipeline_parallel_size: stages that share the layers.
+        data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
+        tensor_parallel_size: ranks that share each layer's matrices; only 1 for now.
+        micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one stage).
+        pipeline_schedule: ``"1f1b"``, ``"gpipe"``.
+        pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
+        pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
+        pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all); what is not
+            named is placed by reading the module's code.
+        micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by default its
+            number of samples. Return the number of unpadded tokens to make a token mean over padded batches exact.
+        variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
+        bucket_size_mb: size of a gradient bucket in MiB.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
+        timeout: of collectives.
+        accelerator: see Lightning.
+        parallel_devices: see Lightning.
+        cluster_environment: see Lightning.
+        checkpoint_io: see Lightning; by default :class:`~lightning_megatron.plugins.checkpoint.MegatronCheckpointIO`.
+        precision_plugin: see Lightning.
+
+    Raises:
+        ValueError: an argument is out of range, or sizes do not fit the number of devices.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int = 1,
+        *,
+        micro_batch_size: int | str = "auto",
+        pipeline_schedule: str | Callable[..., Any] = "1f1b",
+        pipeline_layers: str = "auto",
+        pipeline_split: str | Sequence[int] = "auto",
+        pipeline_placement: Mapping[str, str] | None = None,
+        micro_batch_loss_weight: LossWeight | None = None,
+        variable_shapes: bool = False,
+        bucket_size_mb: float = 25.0,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        checks.check_sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
+        checks.check_options(
+            micro_batch_size=micro_batch_size,
+            pipeline_schedule=pipeline_schedule,
+            pipeline_split=pipeline_split,
+            pipeline_parallel_size=pipeline_parallel_size,
+            bucket_size_mb=bucket_size_mb,
+            micro_batch_loss_weight=micro_batch_loss_weight,
+        )
+        self._stages = pipeline_parallel_size
+        self._replicas = data_parallel_size
+        self._tensor = tensor_parallel_size
+        self._pipeline_layers = pipeline_layers
+        self._pipeline_split = pipeline_split
+        self._pipeline_placement = pipeline_placement
+        self._options = EngineOptions(
+            micro_batch_size=micro_batch_size,
+            schedule=pipeline_schedule,
+            chunks=None,
+            loss_weight=micro_batch_loss_weight,
+            bucket_bytes=int(bucket_size_mb * 1024 * 1024),
+            variable_shapes=variable_shapes,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._layout: Layout | None = None
+        self._mesh: ParallelMesh | None = None
+        self._shared_groups: dict[tuple[int, ...], Any] = {}
+        self._engine: StepEngine | None = None
+        self._engine_module: pl.LightningModule | None = None
+        self._metrics: MetricRouter | None = None
+        self._watch: FailureWatch | None = None
+        self._runs = 0
+        self._reduce_gradients = True
+        self._scheduled = False
+        self._optimizer_names: list[lightning_state.GroupNames] = []
+
+    # ---- what Lightning asks before processes exist ----
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always: every stage needs Lightning's distributed sampler to load the same batches."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the process groups."""
+        return self._process_group_backend
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin in use; its clipping sees the gradients of all stages."""
+        if self._precision_plugin is None:
+            self.precision_plugin = MegatronPrecision()
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else megatron_precision(plugin)
+        if self._precision_plugin is not None:
+            self._precision_plugin.norm_of = self.gradient_norm  # type: ignore[attr-defined]
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The checkpoint plugin in use."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MegatronCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are read once this rank knows which tensors it holds."""
+        return True
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._layout = self._resolve_layout(self.num_nodes * self.num_processes)
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _resolve_layout(self, world_size: int) -> Layout:
+        placement = schedule_shape(self._options.schedule, self._options.chunks).placement
+        return resolve_layout(
+            world_size,
+            tensor=self._tensor,
+            data=self._replicas,
+            pipeline=self._stages,
+            last_stage_first=placement is Placement.LOOP,
+        )
+
+    # ---- processes ----
+
+    def setup_environment(self) -> None:
+        """Connect the processes and build the mesh."""
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        self._process_group_backend = backend
+        assert self.cluster_environment is not None
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None or self._mesh.device_mesh.size() != dist.get_world_size() or self._engine is None:
+            self._layout = self._resolve_layout(self.world_size)
+            self._mesh = build_mesh(self._layout, self.root_device.type)
+        self._start_watch()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.device_mesh
+
+    def _set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _start_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        assert self._layout is not None
+        self._runs += 1
+        store = dist.distributed_c10d._get_default_store()
+        self._watch = FailureWatch(store, self._layout, self.global_rank, self._runs)
+        if self.world_size > 1:
+            self._watch.start()
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Process groups and coordinates of this rank.
+
+        Raises:
+            RuntimeError: processes are not connected yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists only once the Trainer has started; use it in `configure_model` or later.")
+        return self._mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh as torch's ``DeviceMesh``, as in Lightning's ModelParallelStrategy."""
+        return self.mesh.device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers shard over data-parallel replicas: all stages of one replica load the same samples."""
+        return {"num_replicas": self.mesh.layout.data, "rank": self.mesh.coordinates.data}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed loader workers by replica instead of by rank, so that all stages of a replica augment alike."""
+        lightning_state.seed_workers(dataloader, self.mesh.coordinates.data)
+        return dataloader
+
+    # ---- the module ----
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cut the module, make the ranks alike, and set up gradients and optimizers."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        checks.check_run(trainer, module, self._stages, self._options.micro_batch_size)
+        lightning_state.insert_failure_callback(trainer, self._report)
+        if self._engine is None or self._engine_module is not module:
+            self._build_engine(module)
+        else:
+            self.model_to_device()
+        assert self._engine is not None
+        lightning_state.show_whole_summary(trainer, self._whole_view)
+        if self._metrics is not None:
+            self._metrics.attach(module)
+        module.__dict__["log"] = self._log
+        if trainer.state.fn == TrainerFn.FITTING:
+            if self._needs_gradients:
+                self._engine.prepare_gradients(self._shared_groups)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def _needs_gradients(self) -> bool:
+        layout = self.mesh.layout
+        return layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
+
+    def _build_engine(self, module: pl.LightningModule) -> None:
+        mesh = self.mesh
+        streams = SegmentStreams(self.root_device, mesh.coordinates.data)
+        agree_on_random_state(mesh, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        stage = self._cut(module, streams)
+        seed = agree_on_base_seed(self.root_device)
+        materialize(module, self.root_device, seed)
+        self.model_to_device()
+        shared: dict[str, Any] = {}
+        if stage is not None:
+            holders = stage.partition.holders
+            self._shared_groups = mesh.groups_over_stages(stage.partition.shared_stage_sets(), with_data=True)
+            names = dict(module.named_parameters())
+            shared = {n: self._shared_groups[tuple(sorted(holders[n]))] for n in names if len(holders[n]) > 1}
+        agree_on_weights(module, mesh, shared)
+        self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._options)
+        self._engine_module = module
+        self._metrics = (
+            MetricRouter(mesh, self.root_device, lambda: self._engine is not None and self._engine.in_step)
+            if mesh.layout.pipeline > 1
+            else None
+        )
+
+    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
+        earlier = stage_of(module)
+        mesh = self.mesh
+        if mesh.layout.pipeline == 1:
+            if earlier is not None:
+                raise RuntimeError(checks.already_cut(earlier, 1))
+            return None
+        schedule = make_schedule(self._options.schedule, mesh.layout.pipeline, 2 * mesh.layout.pipeline)
+        if earlier is not None:
+            if len(set(earlier.partition.owners)) != mesh.layout.pipeline or earlier.stage != mesh.stage:
+                raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
+            earlier.cursor.use_streams(streams)
+            return earlier
+        partition = make_partition(
+            module,
+            schedule,
+            pipeline_layers=self._pipeline_layers,
+            pipeline_split=self._pipeline_split,
+            placement=self._pipeline_placement,
+        )
+        return StageModule(module, partition, mesh.stage, self.root_device, streams)
+
+    def model_to_device(self) -> None:
+        """Move this rank's part of the module to its device."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build tensors on the CPU (or nowhere, with ``empty_init``): the stage moves to its device once it is cut."""
+        device = torch.device("meta" if empty_init else "cpu")
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def _whole_view(self) -> Generator[None, None, None]:
+        stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
+        with whole_view(stage.hidden if stage is not None else []):
+            yield
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""
+        assert self.lightning_module is not None
+        self._reset_optimizers_and_schedulers()
+        with self._whole_view():
+            super().setup_optimizers(trainer)
+            names = lightning_state.parameter_names(self.lightning_module)
+            checks.check_optimizers(self.optimizers, self._stages)
+        self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
+        assert self._engine is not None and self.lightning_module is not None
+        module, batch = self.lightning_module, args[0] if args else next(iter(kwargs.values()))
+        step = functools.partial(self._call_step, module.training_step, args, kwargs)
+        with self._naming_failures(), self.precision_plugin.train_step_context():
+            manual = not module.automatic_optimization
+            self._scheduled = not manual and not self._engine.is_plain(batch)
+            if not self._scheduled:
+                output, result = self._engine.record_plain(step, batch)
+                replay(module, result)
+                return output
+            accumulate = module.trainer.accumulate_grad_batches
+            fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
+            result = self._engine.train(step, batch, accumulate=accumulate, fresh=fresh, reduce=self._reduce_gradients)
+            replay(module, result)
+            return lightning_state.training_output(result)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``validation_step`` through all stages."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``test_step`` through all stages."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``predict_step``; every rank returns its replica's predictions, in order."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._engine is not None and self.lightning_module is not None
+        batch = args[0] if args else next(iter(kwargs.values()))
+        step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
+        with self._naming_failures(), context():
+            result: StepResult = self._engine.evaluate(step, batch, name)
+            replay(self.lightning_module, result)
+            return result.output
+
+    @staticmethod
+    def _call_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
+        if args:
+            return step(batch, *args[1:], **kwargs)
+        first = next(iter(kwargs))
+        return step(**{**kwargs, first: batch})
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
+        assert self.lightning_module is not None
+        if self._engine is not None and self._engine.recorder is not None:
+            self._engine.recorder.log(*args, **kwargs)
+        elif self.mesh.layout.data > 1:
+            log_everywhere(self.lightning_module, self.mesh.group("data_parallel"), args, kwargs)
+        else:
+            pl.LightningModule.log(self.lightning_module, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Publish the gradients of a scheduled step, or run autograd for a plain one."""
+        assert self._engine is not None and self.lightning_module is not None
+        module, precision, engine = self.lightning_module, self.precision_plugin, self._engine
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self._naming_failures():
+            if not self._scheduled:
+                if engine.gradients is not None:
+                    engine.gradients.begin(fresh=None, reduce=self._reduce_gradients)
+                    engine.gradients.set_final(True)
+                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if engine.gradients is not None:
+                engine.finish_gradients(averaged=self._scheduled)
+        return precision.post_backward(closure_loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate without summing over replicas."""
+        self._reduce_gradients = False
+        try:
+            yield
+        finally:
+            self._reduce_gradients = True
+
+    def gradient_norm(self, parameters: Any | None = None) -> Tensor:
+        """2-norm of the gradients over the whole model, every parameter counted once; collective over all ranks.
+
+        Args:
+            parameters: this rank's parameters to count; by default all of the optimizer's.
+
+        Returns:
+            Scalar, equal on every rank.
+        """
+        assert self._engine is not None
+        if parameters is None:
+            parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return self._engine.gradient_norm(parameters)
+
+    # ---- collectives Lightning uses ----
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over data-parallel replicas unless another group is given."""
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized() or group is ALREADY_REDUCED:
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.mesh.group("data_parallel"), reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree on a decision over the world."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes.item() == self.world_size) if all else bool(votes.item() > 0)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if _distributed_is_initialized():
+            with self._naming_failures():
+                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send ``obj`` from rank ``src`` to all."""
+        if not _distributed_is_initialized():
+            return obj
+        holder = [obj]
+        with self._naming_failures():
+            dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    # ---- checkpoints ----
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state."""
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
+        return lightning_state.gather_state_dict(self.lightning_module_state_dict(), self.mesh)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a whole or partial state."""
+        assert self.lightning_module is not None
+        with self._whole_view():
+            whole = set(self.lightning_module.state_dict())
+        lightning_state.load_module(self.lightning_module, checkpoint, whole, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of an optimizer by parameter name."""
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        index = next(i for i, candidate in enumerate(self.optimizers) if candidate is optimizer)
+        assert self.lightning_module is not None
+        return lightning_state.optimizer_state(optimizer, self._optimizer_names[index], self.lightning_module)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer states."""
+        assert self.lightning_module is not None
+        states = checkpoint["optimizer_states"]
+        for optimizer, names, state in zip(self.optimizers, self._optimizer_names, states, strict=True):
+            lightning_state.load_optimizer(optimizer, names, self.lightning_module, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save; every rank takes part. After a failure of some ranks only, nothing can be saved, and a message says so."""
+        assert self._watch is not None
+        if self._watch.reported and not self._watch.gather(seconds=5.0):
+            print(f"{self.mesh.layout.describe(self.global_rank)}: no checkpoint at {filepath}: not all ranks failed together")
+            return
+        if isinstance(self.checkpoint_io, MegatronCheckpointIO) or self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file."""
+        assert self.lightning_module is not None
+        path = self.broadcast(checkpoint_path)
+        checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if isinstance(self.checkpoint_io, MegatronCheckpointIO):
+            fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            lightning_state.read_tensors(self.checkpoint_io, path, checkpoint, self.lightning_module, fitting)
+        return checkpoint
+
+    # ---- ends ----
+
+    @contextmanager
+    def _naming_failures(self) -> Generator[None, None, None]:
+        """Report an exception raised here, or say which other rank it came from."""
+        try:
+            yield
+        except Exception as error:
+            remote = self._watch.remote(wait_s=3.0 if _looks_remote(error) else 0.0) if self._watch is not None else None
+            if remote is not None and not isinstance(error, RemoteFailure):
+                assert self._watch is not None
+                self._watch.stop()
+                raise RemoteFailure(str(remote)) from error
+            self._report(error)
+            raise
+
+    def _report(self, exception: BaseException) -> None:
+        if self._watch is not None and not isinstance(exception, RemoteFailure):
+            self._watch.report(exception)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, and stay long enough for them to hear."""
+        if self._watch is None:
+            return
+        remote = self._watch.remote(wait_s=2.0 if _looks_remote(exception) else 0.0)
+        self._report(exception)
+        if remote is not None and not isinstance(exception, RemoteFailure):
+            exception.add_note(str(remote))
+        self._watch.stop()
+        if self._watch.reported and self.world_size > 1 and remote is None:
+            self._watch.linger()
+
+    def teardown(self) -> None:
+        """Release what belongs to a run; the module stays cut, so that another ``fit`` or ``test`` can follow."""
+        assert self.cluster_environment is not None
+        if self._watch is not None:
+            self._watch.stop()
+        if self._engine is not None:
+            self._engine.close()
+        if self._metrics is not None:
+            self._metrics.detach()
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("log", None)
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="megatron")`` work."""
+        if "megatron" not in strategy_registry:
+            strategy_registry.register("megatron", cls, description="Megatron-style pipeline and data parallelism")
+
+
+def _looks_remote(error: BaseException) -> bool:
+    """Whether an exception may be the echo of another rank's failure: a broken or timed-out connection."""
+    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, RemoteFailure)
