@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.norm import global_norm
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import ParallelMesh, gather_rows
 from lightning_megatron.module_state import ModuleState
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
 from lightning_megatron.pipeline.micro_batches import (
@@ -292,10 +292,8 @@ class StepEngine:
     def _check_equal_batches(self, parts: list[Any]) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
         mine = torch.tensor([checksum(parts), float(len(parts))], dtype=torch.float64, device=self._device)
-        group = self._mesh.group("pipeline_parallel")
-        everyone = torch.empty(self._mesh.layout.pipeline * 2, dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine, group=group)
-        if not torch.equal(everyone.view(-1, 2), mine.expand(self._mesh.layout.pipeline, 2)):
+        everyone = gather_rows(mine, self._mesh.layout.pipeline, self._mesh.group("pipeline_parallel"))
+        if not bool((everyone == mine).all()):
             raise RuntimeError(
                 "the pipeline stages of one replica loaded different batches. Every stage must load the same one: seed the "
                 "sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "

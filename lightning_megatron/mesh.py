@@ -55,7 +55,9 @@ class ParallelMesh:
         """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
         return self.device_mesh[axis].get_group()
 
-    def groups_over_stages(self, stage_sets: Iterable[Sequence[int]], *, with_data: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    def groups_over_stages(
+        self, stage_sets: Iterable[Sequence[int]], *, with_data: bool
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Groups for parameters that several stages hold, e.g. a tied embedding on the first and the last.
 
         Every rank must call this with the same sets in the same order: creating a group is collective.
@@ -97,3 +99,19 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
         torch.cuda.current_device()
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     return ParallelMesh(layout, dist.get_rank(), device_mesh)
+
+
+def gather_rows(row: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows of all ranks of ``group``, in group order.
+
+    Args:
+        row: this rank's values, ``[n]``.
+        size: ranks in the group.
+        group: the group.
+
+    Returns:
+        ``[size, n]``, equal on every rank.
+    """
+    rows = torch.empty(size, row.numel(), dtype=row.dtype, device=row.device)
+    dist.all_gather(list(rows.unbind()), row, group=group)
+    return rows

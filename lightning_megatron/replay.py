@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import ParallelMesh, gather_rows
 from lightning_megatron.pipeline.micro_batches import map_tensors
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -215,9 +215,7 @@ class StepExchange:
             return
         loss = result.loss if result.loss is not None else torch.zeros((), dtype=torch.float64)
         mine = torch.cat([loss.reshape(1).to(self._device, torch.float64), result.rows.reshape(-1)])
-        everyone = torch.empty(self._replicas * mine.numel(), dtype=mine.dtype, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine, group=self._data_group)
-        everyone = everyone.view(self._replicas, -1)
+        everyone = gather_rows(mine, self._replicas, self._data_group)
         if result.loss is not None:
             result.loss = everyone[:, 0].mean().to(result.loss.dtype)
         gathered = everyone[:, 1:].view(self._replicas, -1, 3)
