@@ -93,7 +93,8 @@ def _print(found: Plan) -> None:
         f"{found.shape.parameters / 1e9:.1f}B parameters on {found.gpus} {found.cluster.gpu.name}, "
         f"global batch {found.global_batch} ({found.considered} layouts, {found.too_large} too large)"
     )
-    table = Table("", "layout", "schedule", "sharding", "recompute", "s/step", "tok/s/GPU", "MFU", "bubble", "GiB", title=title)
+    columns = ("", "layout", "schedule", "sharding", "recompute", "s/step", "tok/s/GPU", "MFU", "bubble", "GiB")
+    table = Table(*columns, title=title)
     for rank, item in enumerate(found.ranked, start=1):
         recipe = item.recipe
         sizes = f"t{recipe.tensor} p{recipe.pipeline} v{recipe.chunks} d{recipe.data} b{recipe.micro_batch}"

@@ -10,7 +10,14 @@ from typing import Annotated
 
 import typer
 
-from lightning_megatron.planner.report import PredictedRow, family_records, family_scores, predict_file, record, score_rows
+from lightning_megatron.planner.report import (
+    PredictedRow,
+    family_records,
+    family_scores,
+    predict_file,
+    record,
+    score_rows,
+)
 from lightning_megatron.planner.scoring import Scored
 
 

@@ -1,7 +1,7 @@
 """Foresight: what a run will cost in time and memory, before it is started. Pure Python, without torch.
 
-Read ``shape``, ``cluster`` and ``recipe`` (what is run, where, how), then ``compute``, ``communication``, ``stages`` and
-``makespan`` (where time goes), ``memory``, and ``prediction`` (all of it together); ``search`` ranks layouts.
+Read ``shape``, ``cluster`` and ``recipe`` (what is run, where, how), then ``compute``, ``communication``, ``stages``
+and ``makespan`` (where time goes), ``memory``, and ``prediction`` (all of it together); ``search`` ranks layouts.
 """
 
 from lightning_megatron.planner.cluster import CLUSTERS, Cluster, Gpu

@@ -5,9 +5,9 @@ constants to the rest, and predicts the family left out: no family predicts itse
 package come from the fit to all rows (``--print-constants``).
 
 The fit is a damped least-squares in the logarithm of each constant, on the logarithm of predicted over measured time.
-Rows far off (a run on a broken network, a typing error) weigh less the further they are; each family weighs as the square
-root of its rows; each constant is held near its physical expectation by a prior, so a constant that the runs say nothing
-about stays where physics puts it.
+Rows far off (a run on a broken network, a typing error) weigh less the further they are; each family weighs as the
+square root of its rows; each constant is held near its physical expectation by a prior, so a constant that the runs
+say nothing about stays where physics puts it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def read_samples(rows: Sequence[Mapping[str, str]]) -> list[Sample]:
 
 def _errors(samples: Sequence[Sample], constants: Constants) -> list[float]:
     """Logarithm of predicted over measured time, row by row."""
-    return [
-        math.log(_quick(s.run, constants).iteration_seconds / s.seconds)
-        for s in samples
-    ]
+    return [math.log(_quick(s.run, constants).iteration_seconds / s.seconds) for s in samples]
 
 
 def _quick(run: Run, constants: Constants) -> Prediction:
@@ -137,7 +134,10 @@ def _improve(
     """One damped step; None where it does not lower the loss."""
     weights = [s.weight / _SCALE**2 / (1 + (e / _SCALE) ** 2) for s, e in zip(samples, errors, strict=True)]
     count = len(names)
-    matrix = [[sum(w * a * b for w, a, b in zip(weights, slopes[i], slopes[j], strict=True)) for j in range(count)] for i in range(count)]
+    matrix = [
+        [sum(w * a * b for w, a, b in zip(weights, slopes[i], slopes[j], strict=True)) for j in range(count)]
+        for i in range(count)
+    ]
     right = [-sum(w * a * e for w, a, e in zip(weights, slopes[i], errors, strict=True)) for i in range(count)]
     for i, name in enumerate(names):
         matrix[i][i] += SPREAD[name] ** -2
@@ -177,7 +177,8 @@ def table(scores: Sequence[FamilyScore]) -> str:
         tau = "-" if score_.correlation is None else f"{score_.correlation:.2f}"
         error = "-" if score_.median_error is None else f"{score_.median_error:.1f}%"
         bias = "-" if score_.bias is None else f"{score_.bias:+.1f}%"
-        lines.append(f"| {score_.family} | {score_.rows} | {error} | {bias} | {tau} | {score_.fitting_right}/{score_.fitting_rows} |")
+        fitting = f"{score_.fitting_right}/{score_.fitting_rows}"
+        lines.append(f"| {score_.family} | {score_.rows} | {error} | {bias} | {tau} | {fitting} |")
     return "\n".join(lines)
 
 

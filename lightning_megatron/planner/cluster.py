@@ -60,16 +60,16 @@ class Cluster:
         gpus_per_node: accelerators joined by NVLink.
         nvlink: bytes/s that one GPU sends inside the node (one direction).
         network: bytes/s that one GPU sends to other nodes (one direction): the node's adapters over its GPUs.
-        nvlink_latency: seconds before a message between two GPUs of a node moves.
-        network_latency: seconds before a message between two nodes moves.
+        nvlink_latency: seconds per hop between two GPUs of a node.
+        network_latency: seconds per hop between two nodes.
     """
 
     gpu: Gpu
     gpus_per_node: int = 8
     nvlink: float = 300 * GB
     network: float = 25 * GB
-    nvlink_latency: float = 4e-6
-    network_latency: float = 12e-6
+    nvlink_latency: float = 2e-6
+    network_latency: float = 8e-6
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "nvlink", "network"):
@@ -93,14 +93,14 @@ class Cluster:
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read a cluster from YAML.
 
-        ``gpu`` is a known name, or a mapping of :class:`Gpu` fields (peaks in TFLOP/s, memory in GiB, bandwidth in GB/s);
-        ``nvlink`` and ``network`` are in GB/s per GPU and direction, latencies in microseconds. What is left out keeps
-        the value of the known GPU's usual cluster.
+        ``gpu`` is a known name, or a mapping of :class:`Gpu` fields (peaks in TFLOP/s, memory in GiB, bandwidth in
+        GB/s); ``nvlink`` and ``network`` are in GB/s per GPU and direction, latencies in microseconds. What is left
+        out keeps the value of the known GPU's usual cluster.
 
         Raises:
             ValueError: a field is unknown or a needed one is missing.
         """
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, Mapping):
@@ -155,7 +155,7 @@ CLUSTERS: dict[str, Cluster] = {
     "H200": Cluster(_H200, nvlink=450 * GB, network=50 * GB),
     "B200": Cluster(_B200, nvlink=900 * GB, network=50 * GB),
 }
-"""Datasheet values of NVIDIA's DGX of each GPU (V100: SuperPOD of 2019; A100: 8 x 200 Gb/s HDR; later: 8 x 400 Gb/s NDR)."""
+"""Datasheet values of NVIDIA's DGX of each GPU (V100: SuperPOD of 2019; A100: 8 x 200 Gb/s; later: 8 x 400 Gb/s)."""
 
 _ALIASES = {"A100": "A100-80", "V100": "V100-32", "GH200": "H100", "H800": "H100", "A800": "A100-80", "B100": "B200"}
 
@@ -165,15 +165,15 @@ def _canonical(name: str) -> str:
     text = re.sub(r"[\s_]+", "-", name.strip().upper())
     text = re.sub(r"NVIDIA-|TESLA-|-?(SXM\d?|NVL|PCIE|HBM\d?E?)", "", text)
     text = re.sub(r"(\d+)(GB|GIB|G)\b", r"\1", text)
-    text = re.sub(r"^(H100)-(80|94|96)$|^(H200)-141$|^(B200)-\d+$", lambda m: next(g for g in m.groups() if g and not g.isdigit()), text)
+    text = re.sub(r"^(H100|H200|B200)-\d+$", r"\1", text)
     return _ALIASES.get(text, text)
 
 
 def cluster_for(name: str, peak_tflops: float | None = None) -> tuple[Cluster, str | None]:
     """The cluster for a GPU name that may be unknown, and a remark where a stand-in was taken.
 
-    An unknown GPU with a known 16-bit (or 8-bit) peak is stood in for by the table's GPU of the nearest peak; this is how
-    published runs on a "GPU of the Ampere generation" are read.
+    An unknown GPU with a known 16-bit (or 8-bit) peak is stood in for by the table's GPU of the nearest peak, at the
+    stated peak if it is a 16-bit one; this is how published runs on a "GPU of the Ampere generation" are read.
 
     Args:
         name: GPU name as written.

@@ -55,26 +55,47 @@ def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float
     return min(inside, outside)
 
 
-def latency(group: Group, cluster: Cluster) -> float:
-    """Seconds before a collective's data flows: hops inside the node plus a tree over nodes."""
+def ring_latency(group: Group, cluster: Cluster) -> float:
+    """Seconds until a ring's first data has come around: one hop per member, each node left once.
+
+    All-gather and reduce-scatter have no shorter route, so their latency grows with the group.
+    """
+    nodes = group.nodes(cluster.gpus_per_node)
+    outside = nodes * cluster.network_latency if nodes > 1 else 0.0
+    return outside + (group.size - nodes) * cluster.nvlink_latency
+
+
+def tree_latency(group: Group, cluster: Cluster) -> float:
+    """Seconds until data has gone up and down a tree of nodes; a small all-reduce takes this route."""
     per_node = group.per_node(cluster.gpus_per_node)
     nodes = group.nodes(cluster.gpus_per_node)
-    inside = cluster.nvlink_latency * math.log2(2 * per_node) if per_node > 1 else 0.0
-    outside = cluster.network_latency * math.log2(2 * nodes) if nodes > 1 else 0.0
-    return inside + outside
+    return 2.0 * (per_node * cluster.nvlink_latency + math.log2(nodes) * cluster.network_latency)
 
 
-def gather_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Seconds of an all-gather or reduce-scatter whose whole tensor has ``size_bytes``."""
+def gather_seconds(
+    size_bytes: float, group: Group, cluster: Cluster, constants: Constants, pieces: float = 1.0
+) -> float:
+    """Seconds of an all-gather or reduce-scatter.
+
+    Args:
+        size_bytes: bytes of the whole tensor.
+        group: who takes part.
+        cluster, constants: the links.
+        pieces: messages that the tensor is sent in, each with the ring's latency.
+    """
     if group.size == 1:
         return 0.0
     volume = size_bytes * (group.size - 1) / group.size
-    return volume / bus_bandwidth(group, cluster, constants) + latency(group, cluster)
+    return volume / bus_bandwidth(group, cluster, constants) + pieces * ring_latency(group, cluster)
 
 
 def all_reduce_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Seconds of an all-reduce: a reduce-scatter and an all-gather of the same tensor."""
-    return 2.0 * gather_seconds(size_bytes, group, cluster, constants)
+    """Seconds of an all-reduce: the volume of a reduce-scatter and an all-gather, and the shorter route's latency."""
+    if group.size == 1:
+        return 0.0
+    volume = 2.0 * size_bytes * (group.size - 1) / group.size
+    route = min(2.0 * ring_latency(group, cluster), tree_latency(group, cluster))
+    return volume / bus_bandwidth(group, cluster, constants) + route
 
 
 def send_seconds(size_bytes: float, stride: int, cluster: Cluster, constants: Constants) -> float:

@@ -39,8 +39,10 @@ def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
     """
     drop = 2.5 if recipe.software.dropout else 0.0
     if recipe.software.fused_kernels:
-        return Passes(14.0 + drop, 5.0 if gated else 3.0, 2.0) if backward else Passes(10.0 + drop, 3.0 if gated else 2.0, 2.0)
-    return Passes(30.0 + drop, 8.0 if gated else 6.0, 8.0) if backward else Passes(20.0 + drop, 5.0 if gated else 4.0, 6.0)
+        hidden, inner, qkv = (14.0, (3.0, 5.0), 2.0) if backward else (10.0, (2.0, 3.0), 2.0)
+    else:
+        hidden, inner, qkv = (30.0, (6.0, 8.0), 8.0) if backward else (20.0, (4.0, 5.0), 6.0)
+    return Passes(hidden + drop, inner[gated], qkv)
 
 
 def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str) -> float:
@@ -58,7 +60,9 @@ def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants:
     return max(compute, traffic / (gpu.bandwidth * constants.memory))
 
 
-def product_and_gradients(rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str) -> tuple[float, float, float]:
+def product_and_gradients(
+    rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str
+) -> tuple[float, float, float]:
     """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
     return (
         gemm_seconds(rows, columns, inner, gpu, constants, precision),
@@ -134,7 +138,9 @@ def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, consta
     return forward, 2.5 * forward
 
 
-def _unfused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+def _unfused_attention_seconds(
+    shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants
+) -> tuple[float, float]:
     """Scores written to memory: two batched products, and passes of softmax and dropout over the score matrix."""
     batch = recipe.micro_batch * shape.heads / recipe.tensor
     rows = shape.seq / recipe.context
@@ -144,8 +150,10 @@ def _unfused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, cons
     return 2.0 * product + passes, 4.0 * product + 1.25 * passes
 
 
-def _batched_product_seconds(rows: float, columns: float, inner: int, batch: float, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of one of many equal products of a batch; a head size that is no multiple of 8 misses the tensor cores."""
+def _batched_product_seconds(
+    rows: float, columns: float, inner: int, batch: float, gpu: Gpu, constants: Constants
+) -> float:
+    """Seconds of one of many equal products of a batch; head sizes that are no multiple of 8 miss the tensor cores."""
     if inner % _ALIGNMENT:
         return 2.0 * rows * columns * inner / (gpu.peak_16 * constants.misaligned)
     together = gemm_seconds(rows * batch, columns, inner, gpu, constants, "bf16")

@@ -1,7 +1,7 @@
 """The few numbers that datasheets do not give: what share of a peak a training step reaches.
 
-They are physical (an efficiency, a latency, a count of passes over memory), shared by every model, paper and layout, and
-fitted on published runs by ``calibrate.py``. Nothing here belongs to one source of runs.
+They are physical (an efficiency, a latency, a count of passes over memory), shared by every model, paper and layout,
+and fitted on published runs by ``calibrate.py``. Nothing here belongs to one source of runs.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class Constants:
     """
 
     gemm_volta: float = 0.75
-    gemm_ampere: float = 0.85
-    gemm_hopper: float = 0.72
-    gemm_blackwell: float = 0.72
-    gemm_fp8: float = 0.60
-    tile_waste: float = 0.30
-    k_half: float = 100.0
-    memory: float = 0.75
-    attention_ampere: float = 0.55
-    attention_hopper: float = 0.45
-    misaligned: float = 0.04
-    nvlink: float = 0.75
-    network: float = 0.70
-    network_decay: float = 0.05
-    score_passes: float = 4.5
-    eager_passes: float = 1.0
-    contention: float = 0.15
-    tensor_hidden: float = 0.60
-    launch: float = 2.5e-4
-    step: float = 2e-2
-    jitter: float = 0.005
+    gemm_ampere: float = 0.794
+    gemm_hopper: float = 0.703
+    gemm_blackwell: float = 0.70
+    gemm_fp8: float = 0.593
+    tile_waste: float = 0.356
+    k_half: float = 122.0
+    memory: float = 0.689
+    attention_ampere: float = 0.551
+    attention_hopper: float = 0.432
+    misaligned: float = 0.0282
+    nvlink: float = 0.721
+    network: float = 0.706
+    network_decay: float = 0.0488
+    score_passes: float = 5.4
+    eager_passes: float = 1.11
+    contention: float = 0.156
+    tensor_hidden: float = 0.597
+    launch: float = 0.00025
+    step: float = 0.0232
+    jitter: float = 0.00706
 
     def gemm(self, generation: str, precision: str) -> float:
         """Share of the peak that very large products reach on a GPU generation at a precision."""
@@ -89,7 +89,7 @@ SPREAD: dict[str, float] = {
     "nvlink": 0.15,
     "network": 0.25,
     "network_decay": 0.7,
-    "score_passes": 0.4,
+    "score_passes": 0.15,
     "eager_passes": 0.3,
     "contention": 0.5,
     "tensor_hidden": 0.2,
@@ -97,9 +97,31 @@ SPREAD: dict[str, float] = {
     "step": 0.5,
     "jitter": 0.5,
 }
-"""How far, in its logarithm, a constant may reasonably be from its expectation; gemm_volta and gemm_blackwell are not in
-any fitted run and stay."""
+"""How far, in its logarithm, a constant may reasonably be from its expectation; gemm_volta and gemm_blackwell are not
+in any fitted run and stay."""
+
+PRIORS: dict[str, float] = {
+    "gemm_ampere": 0.85,
+    "gemm_hopper": 0.72,
+    "gemm_fp8": 0.60,
+    "tile_waste": 0.30,
+    "k_half": 100.0,
+    "memory": 0.75,
+    "attention_ampere": 0.55,
+    "attention_hopper": 0.45,
+    "misaligned": 0.04,
+    "nvlink": 0.75,
+    "network": 0.70,
+    "network_decay": 0.05,
+    "score_passes": 5.0,
+    "eager_passes": 1.0,
+    "contention": 0.15,
+    "tensor_hidden": 0.60,
+    "launch": 2.5e-4,
+    "step": 2e-2,
+    "jitter": 5e-3,
+}
+"""Physical expectation of every fitted constant, before any run was seen; sources in docs/planning.md."""
 
 DEFAULT_CONSTANTS = Constants()
-PRIORS: dict[str, float] = {name: value for name, value in Constants().as_dict().items() if name in SPREAD}
-"""Physical expectation of every fitted constant."""
+"""Constants fitted to all published runs; ``python -m lightning_megatron.planner.calibrate`` makes them."""

@@ -65,14 +65,15 @@ def _data(best: Prediction) -> str:
         return ""
     share = 100 * best.breakdown.data_communication / best.iteration_seconds
     state = "its optimizer state is sharded" if recipe.sharding != "none" else "every replica keeps all optimizer state"
-    return f"The remaining factor of {recipe.data} is data parallelism ({state}); what of it is exposed costs {share:.1f}%."
+    return f"A factor of {recipe.data} is data parallelism ({state}); what of it is exposed costs {share:.1f}%."
 
 
 def _memory(best: Prediction, shape: ModelShape) -> str:
     """On memory and recomputation."""
     used, capacity = best.memory.total / GIB, best.capacity / GIB
-    recompute = "activations are recomputed, without which it would not fit" if best.recomputed else "nothing is recomputed"
-    return f"{shape.parameters / 1e9:.1f}B parameters take {used:.0f} of {capacity:.0f} GiB on the fullest rank; {recompute}."
+    recompute = "layers are recomputed, or it would not fit" if best.recomputed else "nothing is recomputed"
+    size = f"{shape.parameters / 1e9:.1f}B parameters"
+    return f"{size} take {used:.0f} of {capacity:.0f} GiB on the fullest rank; {recompute}."
 
 
 def compare(best: Prediction, other: Prediction) -> str:

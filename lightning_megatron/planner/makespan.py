@@ -1,7 +1,7 @@
 """Length of a pipelined step from the costs of its virtual stages.
 
-A prediction runs the real schedule through the simulator. Closed forms of the bubble serve where thousands of layouts are
-compared, or one layout thousands of times.
+A prediction runs the real schedule through the simulator. Closed forms of the bubble serve where thousands of layouts
+are compared, or one layout thousands of times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def closed_form(costs: list[StageSeconds], recipe: Recipe) -> float:
 
     The slowest rank works without pause for all m micro-batches; before and after, one micro-batch crosses the other
     ranks: (m - 1) max T + sum T for GPipe and 1F1B, the crossing divided by v when interleaved. Zero-bubble schedules
-    put weight gradients W into the bubble: (p-1)(F + I - W) for ZB-H1, (p-1)(F + I - 2W) for ZB-H2, where I is the input
-    gradient (arXiv 2401.10241); the V schedules wait for one crossing of one chunk's forward.
+    put weight gradients W into the bubble: (p-1)(F + I - W) for ZB-H1, (p-1)(F + I - 2W) for ZB-H2, where I is the
+    input gradient (arXiv 2401.10241); the V schedules wait for one crossing of one chunk's forward.
     """
     ranks = rank_costs(costs, recipe)
     totals = [cost.total + 2.0 * cost.flight for cost in ranks]
@@ -57,7 +57,7 @@ def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
 
 
 def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
-    """Length of a step of ``micro_batches`` micro-batches: a rank's longest span where ranks run freely across steps."""
+    """Length of a step of ``micro_batches`` micro-batches; a rank's longest span where ranks run on across steps."""
     schedule = make_schedule(recipe.schedule, recipe.pipeline, micro_batches, chunks=recipe.chunks)
     times = Costs(
         forward=tuple(cost.forward + 0.5 * cost.transfer for cost in costs),

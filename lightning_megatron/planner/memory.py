@@ -92,9 +92,10 @@ def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
 def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
 
-    Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2`` the
-    gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4 more). ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers;
-    under a pipeline the gathered weights and whole gradients stay until the last micro-batch.
+    Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2``
+    the gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4 more). ``fsdp`` keeps 32-bit
+    weights, gradients and two moments, all divided, and gathers 16-bit layers; under a pipeline the gathered weights
+    and whole gradients stay until the last micro-batch.
     """
     count = stage_parameters(shape, recipe, stage)
     replicas = recipe.replicas
@@ -134,9 +135,7 @@ def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     return each * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
 
 
-def stage_memory(
-    shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int, recompute_share: float
-) -> Memory:
+def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int, recompute_share: float) -> Memory:
     """Peak bytes of one rank of ``stage``."""
     weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
     activations = activation_bytes(shape, recipe, stage, recompute_share)

@@ -55,7 +55,8 @@ def _throughput(points: Sequence[tuple[int, Prediction]]) -> str:
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in place)
     parts = [
         _frame("tokens/s against GPUs (dashed: no loss)"),
-        f'<line x1="{_across(0):.1f}" y1="{_up(0):.1f}" x2="{_across(1):.1f}" y2="{_up(per_gpu * most_gpus / top):.1f}" '
+        f'<line x1="{_across(0):.1f}" y1="{_up(0):.1f}" x2="{_across(1):.1f}" '
+        f'y2="{_up(per_gpu * most_gpus / top):.1f}" '
         'stroke="#999" stroke-dasharray="4"/>',
         f'<polyline points="{line}" fill="none" stroke="#4477aa" stroke-width="2"/>',
     ]

@@ -225,8 +225,8 @@ def _sharded_weights_seconds(
 ) -> float:
     """Exposed seconds of FSDP in one step: weights gathered for every forward and backward, gradients scattered."""
     group = Group(_shards(recipe, cluster) if recipe.sharding == "hsdp" else recipe.replicas, recipe.tensor)
-    gather = gather_seconds(2.0 * parameters, group, cluster, constants)
-    scatter = gather_seconds(float(min(recipe.bytes_per_gradient, 4)) * parameters, group, cluster, constants)
+    gather = gather_seconds(2.0 * parameters, group, cluster, constants, pieces=layers)
+    scatter = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants, pieces=layers)
     backward = stage.input_gradient + stage.weight_gradient
     window = 1.0 - 1.0 / (layers + 1.0)
     per_pass = hidden_cost(gather, window * stage.forward, constants)

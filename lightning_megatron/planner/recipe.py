@@ -1,8 +1,8 @@
 """How a model is to be run: the parallel sizes, the micro-batch, and what the software does with them.
 
-The four axis sizes alone (``lightning_megatron.layout``) do not fix a step's time or memory; a recipe adds the batch, the
-schedule, sharding, recomputation, precision, and a few traits of the software that do change both, such as whether the
-attention scores are ever written to memory.
+The four axis sizes alone (``lightning_megatron.layout``) do not fix a step's time or memory; a recipe adds the batch,
+the schedule, sharding, recomputation, precision, and a few traits of the software that do change both, such as
+whether the attention scores are ever written to memory.
 """
 
 from __future__ import annotations
@@ -116,17 +116,20 @@ class Recipe:
         self._check_chunks()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
-                f"`global_batch={self.global_batch}` is less than data x micro_batch = {self.data} x {self.micro_batch}; "
-                "raise `global_batch` or lower `micro_batch`"
+                f"`global_batch={self.global_batch}` is less than data x micro_batch = {self.data} x {self.micro_batch};"
+                " raise `global_batch` or lower `micro_batch`"
             )
 
     def _check_chunks(self) -> None:
         """Refuse a number of chunks that the schedule cannot have."""
         if self.schedule in VEE_SCHEDULES and self.chunks != 2:
-            raise ValueError(f"`schedule={self.schedule}` has 2 chunks per rank, got `chunks={self.chunks}`; set it to 2")
+            raise ValueError(
+                f"`schedule={self.schedule}` has 2 chunks per rank, got `chunks={self.chunks}`; set it to 2"
+            )
         if self.schedule not in (*VEE_SCHEDULES, "interleaved") and self.chunks != 1:
             raise ValueError(
-                f"`schedule={self.schedule}` has 1 chunk per rank, got `chunks={self.chunks}`; use `schedule=interleaved`"
+                f"`schedule={self.schedule}` has 1 chunk per rank, got `chunks={self.chunks}`; use"
+                " `schedule=interleaved`"
             )
 
     def rank_of(self, virtual_stage: int) -> int:

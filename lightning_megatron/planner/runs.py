@@ -19,7 +19,16 @@ from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE, PLAI
 from lightning_megatron.planner.shape import ModelShape
 
 MEASURED = frozenset(
-    {"iter_s", "tok_s_gpu", "tflops_gpu_reported", "mfu_reported", "hfu_reported", "mem_gb", "model_tflops_gpu_std", "mfu_std"}
+    {
+        "iter_s",
+        "tok_s_gpu",
+        "tflops_gpu_reported",
+        "mfu_reported",
+        "hfu_reported",
+        "mem_gb",
+        "model_tflops_gpu_std",
+        "mfu_std",
+    }
 )
 """Columns that hold results; read only to score a prediction after it was made."""
 
@@ -102,7 +111,15 @@ def _run_from_cells(cells: Mapping[str, str], name: str) -> Run:
         remarks.append(remark)
     shape = _shape(cells, remarks)
     recipe = _recipe(cells, cluster, precision, shape, remarks)
-    return Run(name, cells.get("family") or "unnamed", shape, recipe, cluster, cells.get("flops_convention", ""), tuple(remarks))
+    return Run(
+        name,
+        cells.get("family") or "unnamed",
+        shape,
+        recipe,
+        cluster,
+        cells.get("flops_convention", ""),
+        tuple(remarks),
+    )
 
 
 def _number(cells: Mapping[str, str], column: str) -> float | None:
@@ -155,7 +172,7 @@ def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
         ffn=_integer(cells, "ffn_hidden"),
         gated=gated,
         tied=not gated,
-        learned_positions=not gated,
+        positions=0 if gated else _needed(cells, "seq"),
     )
 
 
@@ -172,8 +189,11 @@ def _recipe(
     chunks = _integer(cells, "vpp") or 1
     schedule = _schedule(cells, pipeline, chunks)
     if schedule == "interleaved" and chunks == 1:
-        chunks = next((v for v in (2, 3, 4, 5) if shape.layers // pipeline >= v and not shape.layers % (pipeline * v)), 2)
+        chunks = next((v for v in (2, 3, 4, 5) if shape.layers % (pipeline * v) == 0), 2)
         remarks.append(f"interleaved without chunks given; taken as {chunks}")
+    if schedule == "interleaved" and shape.layers + 2 < pipeline * chunks:
+        remarks.append(f"{chunks} chunks on {pipeline} stages are more than the layers; taken as 1")
+        schedule, chunks = "1f1b", 1
     if schedule.startswith("zb"):
         software = replace(software, post_validation=True)
     text = cells.get("recompute", "").lower()
@@ -241,7 +261,8 @@ def _precision(text: str) -> str:
 
 
 def _gradient_bytes(precision: str, software: Software) -> int:
-    """Gradient bytes: 4 where 32-bit accumulation is stated or plain bf16 runs need it, 2 where software reduces 16 bits.
+    """Gradient bytes: 4 where 32-bit accumulation is stated or plain bf16 runs need it, 2 where software reduces 16
+    bits.
 
     fp16 gradients were reduced as they are; FSDP reduces in 16 bits, and so do NVIDIA's recipes for its distributed
     optimizer.

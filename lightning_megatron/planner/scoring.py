@@ -149,4 +149,9 @@ def summaries(scored: Sequence[Scored]) -> list[FamilyScore]:
     overall = summarize("all", scored)
     within = [score.correlation for score in found if score.correlation is not None]
     mean = sum(within) / len(within) if within else None
-    return [*found, FamilyScore("all", overall.rows, overall.median_error, overall.bias, mean, overall.fitting_right, overall.fitting_rows)]
+    return [
+        *found,
+        FamilyScore(
+            "all", overall.rows, overall.median_error, overall.bias, mean, overall.fitting_right, overall.fitting_rows
+        ),
+    ]

@@ -133,9 +133,7 @@ def plan(
     return Plan(shape, cluster, gpus, global_batch, ranked, considered, too_large, text)
 
 
-def candidates(
-    shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, limits: Limits
-) -> Iterator[Recipe]:
+def candidates(shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, limits: Limits) -> Iterator[Recipe]:
     """All recipes that divide the GPUs, the heads, the layers and the batch, without recomputation."""
     largest = limits.largest_tensor or cluster.gpus_per_node
     for tensor in _divisors(gpus, limits.tensor):

@@ -19,7 +19,20 @@ _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _FFN_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _SEQ_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _UNGATED_FAMILIES = frozenset(
-    {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "gpt_bigcode", "codegen", "starcoder2"}
+    {
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "opt",
+        "bloom",
+        "falcon",
+        "mpt",
+        "phi",
+        "gpt_bigcode",
+        "codegen",
+        "starcoder2",
+    }
 )
 
 
@@ -38,7 +51,7 @@ class ModelShape:
         gated: the MLP has a gate besides its up projection (SwiGLU, GeGLU).
         tied: embedding and output head are one matrix.
         head_dim: size of one head; None means h/a.
-        learned_positions: a table of s position embeddings is trained.
+        positions: entries of a trained table of positions, 0 where there is none.
 
     Raises:
         ValueError: a size is not positive, or heads and kv_heads do not divide.
@@ -54,7 +67,7 @@ class ModelShape:
     gated: bool = False
     tied: bool = True
     head_dim: int | None = None
-    learned_positions: bool = False
+    positions: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "ffn", "head_dim"):
@@ -102,13 +115,14 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding and, where trained, the position table."""
-        return self.vocab * self.hidden + (self.seq * self.hidden if self.learned_positions else 0)
+        return (self.vocab + self.positions) * self.hidden
 
     @property
     def parameters(self) -> int:
         """All trained parameters, tied matrices counted once."""
         head = 0 if self.tied else self.vocab * self.hidden
-        return self.layers * self.layer_parameters + self.embedding_parameters + head
+        final_norm = self.hidden * (1 if self.gated else 2)
+        return self.layers * self.layer_parameters + self.embedding_parameters + head + final_norm
 
     @property
     def model_flops_per_token(self) -> float:
@@ -163,7 +177,7 @@ class ModelShape:
             gated=_is_gated(values, family),
             tied=bool(values.get("tie_word_embeddings", family in ("gpt2", "bloom", "opt", "falcon", "mpt"))),
             head_dim=_optional(values, ("head_dim",)),
-            learned_positions=family in ("gpt2", "opt", "gpt_neo", "gpt_bigcode"),
+            positions=_positions(values, family),
         )
 
 
@@ -200,6 +214,13 @@ def _kv_heads(values: Mapping[str, Any], family: str) -> int | None:
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         return 1
     return _optional(values, _KV_KEYS)
+
+
+def _positions(values: Mapping[str, Any], family: str) -> int:
+    """Entries of the trained position table of the families that have one; OPT keeps two more than it uses."""
+    if family not in ("gpt2", "opt", "gpt_neo", "gpt_bigcode"):
+        return 0
+    return (_optional(values, _SEQ_KEYS) or 0) + (2 if family == "opt" else 0)
 
 
 def _is_gated(values: Mapping[str, Any], family: str) -> bool:

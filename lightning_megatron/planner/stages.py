@@ -15,6 +15,7 @@ from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
 
+
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Seconds of one virtual stage, or of one rank's virtual stages together, for one micro-batch.
@@ -140,9 +141,7 @@ def layer_communication(
     return forward, backward
 
 
-def _tensor_seconds(
-    shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants
-) -> tuple[float, float]:
+def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
     """Exposed seconds of a layer's tensor-parallel collectives: two all-reduces (or gather and scatter) each way."""
     if recipe.tensor == 1:
         return 0.0, 0.0
@@ -167,9 +166,7 @@ def hidden_cost(transfer: float, compute: float, constants: Constants) -> float:
     return max(0.0, transfer - compute) + constants.contention * min(transfer, compute)
 
 
-def transfer_seconds(
-    shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants
-) -> tuple[float, float]:
+def transfer_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
     """Seconds of one stage-to-stage transfer, and the share of it that keeps a stage from computing.
 
     Each tensor rank sends its own 1/t of the boundary activation; without sequence parallelism the receivers gather the
