@@ -60,12 +60,18 @@ class ColumnEntry(_Settings):
         group: the tensor group.
         gather_dim: dim along which the input is split (sequence parallelism), or None when it is replicated.
         stream: stream for dropout between here and the row-parallel layer, if any.
+        reduces: whether gathering and summing happen here; False where both are done further up.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, gather_dim: int | None = None, stream: RankStream | None = None
+        self,
+        group: dist.ProcessGroup,
+        gather_dim: int | None = None,
+        stream: RankStream | None = None,
+        reduces: bool = True,
     ) -> None:
         self.group = group
+        self.reduces = reduces
         self.gather_dim = gather_dim
         self.stream = stream
         self.members: list[ColumnParallelLinear] = []
@@ -95,11 +101,16 @@ class ColumnEntry(_Settings):
         """Let go of the tensor brought in."""
         self._source, self._shared, self._waiting = None, (), set()
 
+    def _dim(self, x: Tensor) -> int | None:
+        """Gather dim of ``x``; tokens that were flattened to [tokens, hidden] are gathered along the first."""
+        return self.gather_dim if self.gather_dim is None or x.dim() > 2 else 0
+
     def _gathered(self, x: Tensor) -> Tensor:
         if self.gather_dim is None:
             return x
         if self._source is None or self._source() is not x or len(self._shared) != 1:
-            self._shared, self._source = (raw_all_gather(x, self.gather_dim, self.group),), weakref.ref(x)
+            self._shared = (raw_all_gather(x, self._dim(x) or 0, self.group),)
+            self._source = weakref.ref(x)
         return self._shared[0]
 
     def _bring_in(self, x: Tensor, index: int) -> None:
@@ -107,7 +118,8 @@ class ColumnEntry(_Settings):
             return
         weights = [autocast_input(member.local_weight()) for member in self.members]
         self._pending = PendingProducts(len(weights))
-        self._shared = share_input(autocast_input(x), weights, self._pending, self.group, self.gather_dim)
+        group = self.group if self.reduces else None
+        self._shared = share_input(autocast_input(x), weights, self._pending, group, self._dim(x))
         self._source, self._waiting = weakref.ref(x), set(range(len(weights)))
 
     def _open_stream(self, member: nn.Module, x: Tensor) -> None:
@@ -364,7 +376,8 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     if sharding.split_input:
         x = split_to_group(x, -1, sharding.group)
     weight = layer.weight.t() if layer.transposed else layer.weight
-    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, sharding.scatter_dim)
+    dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
+    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim)
     return out if layer.bias is None else out + autocast_input(layer.bias)
 
 

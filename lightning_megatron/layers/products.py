@@ -55,7 +55,7 @@ class _SharedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: PendingProducts, group: dist.ProcessGroup, dim: int | None, x: Tensor, *weights: Tensor
+        ctx: Any, pending: PendingProducts, group: dist.ProcessGroup | None, dim: int | None, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.group, ctx.dim = pending, group, dim
         ctx.set_materialize_grads(False)
@@ -66,7 +66,7 @@ class _SharedInput(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *stand_ins: Tensor | None) -> tuple[Any, ...]:
         work = None
-        if grad is not None and ctx.needs_input_grad[3]:
+        if grad is not None and ctx.group is not None and ctx.needs_input_grad[3]:
             if ctx.dim is None:
                 grad, work = start_all_reduce(grad, ctx.group)
             else:
@@ -133,7 +133,7 @@ class _RowProduct(torch.autograd.Function):
 
 
 def share_input(
-    x: Tensor, weights: Sequence[Tensor], pending: PendingProducts, group: dist.ProcessGroup, dim: int | None
+    x: Tensor, weights: Sequence[Tensor], pending: PendingProducts, group: dist.ProcessGroup | None, dim: int | None
 ) -> tuple[Tensor, ...]:
     """Bring ``x`` to column-sharded weights.
 
@@ -141,7 +141,7 @@ def share_input(
         x: [.., in], replicated; with ``dim``, split along it over the group.
         weights: local weights [out / group, in] that read ``x``.
         pending: where the products of their gradients wait.
-        group: the tensor group.
+        group: the tensor group, or None where the gradient is summed further up.
         dim: the dim along which ``x`` is split (sequence parallelism), or None.
 
     Returns:

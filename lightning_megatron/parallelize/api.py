@@ -1,0 +1,94 @@
+"""`parallelize`: split the layers of an existing module over a tensor group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron.collectives import resolve_group
+from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.parallelize.apply import Builder
+from lightning_megatron.parallelize.blueprint import Blueprint, draw_up
+from lightning_megatron.parallelize.report import ParallelReport, whole_table
+from lightning_megatron.parallelize.sequence import SequencePlan, plan_sequence
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    plan: str | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    *,
+    example: Any = None,
+    synchronize: bool = True,
+) -> ParallelReport:
+    """Split a module's layers over the tensor group, in place. A collective over that group.
+
+    Args:
+        module: any module, unsharded, the same on every rank up to the values of its parameters.
+        mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
+        plan: ``"auto"``, or a dict of pattern -> style, both as in Hugging Face's ``base_model_tp_plan``.
+        sequence_parallel: whether activations between the split regions are split along the sequence.
+        example: an input on which the module can be run once to read it: a tensor, a tuple of arguments or a dict of
+            keyword arguments. Guessed by default.
+        synchronize: whether parameters and buffers are first copied from tensor rank 0, so that ranks that drew
+            different initial values agree.
+
+    Returns:
+        What was done: a table of every parameter, and `ParallelReport.explain`.
+
+    Raises:
+        ValueError: the plan does not fit the module or the size of the group; the message says what to change.
+    """
+    group = resolve_group(mesh)
+    size = group.size()
+    if size == 1:
+        return ParallelReport("none", 1, False, whole_table(module))
+    if synchronize:
+        broadcast_state(module, group)
+    blueprint = draw_up(module, size, plan, example)
+    sequence = plan_sequence(module, blueprint) if sequence_parallel else None
+    report = ParallelReport(blueprint.source, size, sequence_parallel, whole_table(module))
+    builder = Builder(module, group, blueprint, sequence)
+    blueprint.trace = None  # releases the tiny run's tensors before memory is needed
+    builder.build()
+    _fill(module, report, builder, sequence)
+    report.notes += _remarks(blueprint)
+    return report
+
+
+def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Copy parameters and buffers of the group's first rank to the others; meta tensors are skipped."""
+    source = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
+            if not tensor.is_meta:
+                data = tensor.data.contiguous()
+                dist.broadcast(data, src=source, group=group)
+                if data.data_ptr() != tensor.data_ptr():
+                    tensor.data.copy_(data)
+
+
+def _fill(module: nn.Module, report: ParallelReport, builder: Builder, sequence: SequencePlan | None) -> None:
+    """Table of all parameters: tied names share an entry, sequence-sharded ones have partial gradients."""
+    by_identity: dict[int, ParameterSharding] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        entry = builder.table.get(name)
+        if entry is None and sequence is not None and sequence.covers(name) and report.parameters[name].replicated:
+            entry = ParameterSharding(report.parameters[name].spec, True)
+        if entry is not None and id(parameter) not in by_identity:
+            by_identity[id(parameter)] = entry
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        report.parameters[name] = by_identity.get(id(parameter), report.parameters[name])
+    report.rows += builder.rows
+
+
+def _remarks(blueprint: Blueprint) -> list[str]:
+    if blueprint.untraced:
+        return [f"The plan was not tried on an example ({blueprint.untraced})."]
+    return []

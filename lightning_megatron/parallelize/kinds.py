@@ -1,0 +1,85 @@
+"""What a module is, as far as splitting it is concerned."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_megatron.layers.attention import ParallelMultiheadAttention
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+DROP_IN = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelMultiheadAttention)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether this is GPT-2's ``Conv1D``: a linear whose weight is stored as [in, out]."""
+    if getattr(module, "transposed", None) is True:
+        return isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return "Conv1D" in names and not isinstance(module, nn.Conv1d) and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is a linear layer: ``nn.Linear``, a subclass, or ``Conv1D``."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer."""
+    if is_transposed(module):
+        rows, columns = module.get_parameter("weight").shape
+        return rows, columns
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether this is ``nn.MultiheadAttention``, which is split as one."""
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def local_class(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
+    """Class of the parallel twin: ``base``, or a class of both when the module is a subclass with behaviour of its own."""
+    return _local_class(type(module), base)
+
+
+@lru_cache(maxsize=None)
+def _local_class(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(cls, base):
+        return cls
+    plain = {nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear}
+    if cls in plain:
+        return base
+    bases = (cls, base) if _calls_super(cls, base) else (base, cls)
+    return type(f"{base.__name__}Of{cls.__name__}", bases, {"__module__": cls.__module__})
+
+
+def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether ``cls`` leaves the product (or look-up) to its torch base class, which the twin then takes the place of."""
+    torch_base = next((b for b in (nn.Linear, nn.Embedding, nn.MultiheadAttention) if issubclass(base, b)), nn.Module)
+    if not issubclass(cls, torch_base):
+        return False
+    forward = cls.forward
+    if forward is torch_base.forward:
+        return True
+    code = inspect.unwrap(forward).__code__
+    return "super" in code.co_names
+
+
+def behaves_like_linear(module: nn.Module) -> bool:
+    """Whether calling the module is ``x W^T + b``; tried on a tiny input when its class has a forward of its own."""
+    if type(module).forward in (nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
+        return True
+    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
+    if weight.is_meta:
+        return True
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, linear_sizes(module)[0], dtype=weight.dtype, device=weight.device).expand(2, 1, -1)
+        want = F.linear(x, weight.t() if is_transposed(module) else weight, bias)
+        got = module(x)
+    return isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,190 @@
+"""Pairs of column- and row-parallel layers, read off a trace.
+
+A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that layer's
+input is computed completely: query, key and value before the output projection; up (and gate) before down. Splitting the
+outputs of the first and the input of the second then needs one sum at the end, whatever parameter-free code lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes, head_sizes
+from lightning_megatron.parallelize.kinds import is_linear, linear_sizes
+from lightning_megatron.parallelize.styles import Style
+from lightning_megatron.parallelize.trace import Trace
+
+
+@dataclass
+class Region:
+    """Column-parallel layers and the row-parallel layer that ends them.
+
+    Attributes:
+        columns: names of the layers split by output, in execution order.
+        row: name of the layer split by input.
+        scope: name of the innermost module that holds them all.
+        gathered: whether the columns' outputs are gathered and the row's input is split again, because the code between
+            needs whole tensors.
+        tables: embeddings of per-head biases (relative positions) that the region reads; split by head.
+        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums.
+        cuts: how each column layer is cut.
+        attributes: (module name, attribute) -> local value.
+        arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
+            or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
+        sizes: attention sizes, if it is an attention.
+        note: what was decided and why, for people.
+    """
+
+    columns: list[str]
+    row: str
+    scope: str
+    gathered: bool = False
+    tables: list[str] = field(default_factory=list)
+    inner: list[str] = field(default_factory=list)
+    cuts: dict[str, ColumnCut] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    arguments: dict[int | str, str] = field(default_factory=dict)
+    sizes: HeadSizes | None = None
+    note: str = ""
+
+    @property
+    def members(self) -> list[str]:
+        """Columns and row."""
+        return [*self.columns, self.row]
+
+
+def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> list[Region]:
+    """All regions of a module, each layer in at most one, in execution order.
+
+    Args:
+        module: the traced module.
+        trace: its trace.
+        excluded: names of layers that are not to be split (heads of the vocabulary).
+    """
+    regions: list[Region] = []
+    taken: set[str] = set(excluded)
+    for row in trace.sources:
+        if row in taken or not is_linear(trace.calls[row].module):
+            continue
+        region = _region_before(module, trace, row, taken)
+        if region is not None:
+            regions.append(region)
+            taken.update(region.members)
+    return regions
+
+
+def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> list[Region]:
+    """Regions of a plan that names columns and rows.
+
+    Raises:
+        ValueError: a column's split output reaches no row.
+    """
+    rows = [name for name, style in styles.items() if style.is_row]
+    columns = [name for name, style in styles.items() if style.is_column]
+    regions, matched = [], set()
+    for row in rows:
+        if trace is not None and row in trace.sources:
+            members = [c for c in trace.sources if c in trace.sources[row] and c in columns]
+        else:
+            members = _nearest_columns(row, rows, columns)
+        if not members:
+            continue
+        matched.update(members)
+        region = describe(module, members, row, trace)
+        if styles[row] is Style.ROWWISE_SPLIT_INPUT:
+            region.gathered, region.inner, region.tables = True, [], []
+        regions.append(region)
+    _check_matched(styles, columns, matched, regions)
+    return regions
+
+
+def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | None) -> Region:
+    """The region of these layers, with what a trace says lies between them."""
+    region = Region(columns, row, common_parent([*columns, row]))
+    region.cuts = {name: ColumnCut.blocks(linear_sizes(module.get_submodule(name))[1]) for name in columns}
+    owner = module.get_submodule(parent(columns[0]))
+    region.sizes = head_sizes(owner, [linear_sizes(module.get_submodule(c))[1] for c in columns])
+    if trace is not None and row in trace.sources:
+        while region.scope not in trace.calls:
+            region.scope = parent(region.scope)
+        region.tables = [s for s in trace.sources[row] if isinstance(trace.calls[s].module, nn.Embedding)]
+        own = {id(p) for name in [*region.members, *region.tables] for p in module.get_submodule(name).parameters()}
+        names = {id(p): name for name, p in module.named_parameters()}
+        region.inner = sorted(names[i] for i in trace.between[row] - own if i in names)
+    return region
+
+
+def _region_before(module: nn.Module, trace: Trace, row: str, taken: set[str]) -> Region | None:
+    sources = trace.sources[row]
+    columns = [s for s in trace.sources if s in sources and is_linear(trace.calls[s].module)]
+    tables = [s for s in sources if isinstance(trace.calls[s].module, nn.Embedding)]
+    if not columns or len(columns) + len(tables) != len(sources) or taken.intersection(columns):
+        return None
+    if any(trace.readers(column) != {row} for column in columns) or trace.counts[row] != 1:
+        return None
+    region = describe(module, columns, row, trace)
+    if tables and (region.sizes is None or not all(_per_head(trace, t, region.sizes) for t in tables)):
+        return None
+    return region
+
+
+def _per_head(trace: Trace, table: str, sizes: HeadSizes) -> bool:
+    embedding = trace.calls[table].module
+    return isinstance(embedding, nn.Embedding) and embedding.embedding_dim == sizes.heads
+
+
+def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set[str], regions: list[Region]) -> None:
+    """Every split output ends in a row-parallel layer, and both sides agree on whether it is gathered."""
+    for name in columns:
+        if name not in matched and styles[name] is not Style.COLWISE_GATHER_OUTPUT:
+            raise ValueError(
+                f"The plan splits the output of {name!r} ({styles[name].value}) but gives no row-parallel layer that "
+                "reads it; make that layer 'rowwise', or this one 'colwise_gather_output'."
+            )
+    for region in regions:
+        for name in region.columns:
+            gathers = styles[name] is Style.COLWISE_GATHER_OUTPUT
+            if gathers != region.gathered:
+                wanted = "rowwise_split_input" if gathers else "colwise_gather_output or rowwise for the other"
+                raise ValueError(
+                    f"The plan gives {name!r} {styles[name].value} and {region.row!r} {styles[region.row].value}, which "
+                    f"do not fit together; use {wanted}."
+                )
+
+
+def _nearest_columns(row: str, rows: list[str], columns: list[str]) -> list[str]:
+    """Without a trace: the columns under the closest common parent that has any."""
+    scope = parent(row)
+    while True:
+        inside = [c for c in columns if c.startswith(f"{scope}.") or not scope]
+        others = [r for r in rows if r != row and (r.startswith(f"{scope}.") or not scope)]
+        if inside and not others:
+            return inside
+        if inside or not scope:
+            before = columns_between(inside, others)
+            return before
+        scope = parent(scope)
+
+
+def columns_between(columns: list[str], other_rows: list[str]) -> list[str]:
+    """Columns that do not lie closer to another row."""
+    return [c for c in columns if all(len(common_parent([c, r])) <= len(common_parent(columns)) for r in other_rows)]
+
+
+def parent(name: str) -> str:
+    """Name of the module that holds ``name``; empty at the top."""
+    return name.rpartition(".")[0]
+
+
+def common_parent(names: list[str]) -> str:
+    """Name of the innermost module that holds all of them."""
+    split = [parent(name).split(".") if parent(name) else [] for name in names]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,103 @@
+"""What `parallelize` did, for code and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_megatron.layers.table import ParameterSharding, ShardTable
+from lightning_megatron.parallelize.patterns import generalize
+from lightning_megatron.sharding import ShardSpec
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One line of the plan.
+
+    Attributes:
+        name: dotted name of the module.
+        style: how it is split.
+        global_shape: logical shape of its weight.
+        local_shape: shape of its weight here.
+        forward: collectives it starts forward.
+        backward: collectives it starts backward.
+        note: adaptations, or why something is gathered.
+    """
+
+    name: str
+    style: str
+    global_shape: tuple[int, ...] | None
+    local_shape: tuple[int, ...] | None
+    forward: str = ""
+    backward: str = ""
+    note: str = ""
+
+
+@dataclass
+class ParallelReport:
+    """The plan that was applied to a module.
+
+    Attributes:
+        source: where it came from (``"argument"``, ``"hugging face"``, ``"drop-in layers"``, ``"rules"``, ``"none"``).
+        tensor_parallel_size: size of the tensor group.
+        sequence_parallel: whether activations between regions are split along the sequence.
+        parameters: every parameter by its name in the module (names of tied parameters included): its `ShardSpec`,
+            and whether its gradient is a partial sum that has to be summed over the tensor group once.
+        rows: the plan, module by module.
+        notes: remarks about the whole.
+    """
+
+    source: str
+    tensor_parallel_size: int
+    sequence_parallel: bool = False
+    parameters: ShardTable = field(default_factory=dict)
+    rows: list[ModuleRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def spec(self, name: str) -> ShardSpec:
+        """The part of a parameter that is here."""
+        return self.parameters[name].spec
+
+    @property
+    def partial_gradients(self) -> list[str]:
+        """Names of parameters whose gradients are to be summed over the tensor group before they are used."""
+        return [name for name, sharding in self.parameters.items() if sharding.sums_gradient]
+
+    def explain(self, every_layer: bool = False) -> str:
+        """The plan as a table.
+
+        Args:
+            every_layer: whether to list numbered layers one by one instead of once with ``*``.
+        """
+        head = f"tensor parallel plan ({self.source}), {self.tensor_parallel_size} ranks"
+        head += ", sequence parallel" if self.sequence_parallel else ""
+        lines = [("module", "style", "global", "local", "forward", "backward", "note")]
+        seen: dict[tuple[str, ...], int] = {}
+        for row in self.rows:
+            name = row.name if every_layer else generalize(row.name)
+            line = (name, row.style, _shape(row.global_shape), _shape(row.local_shape), row.forward, row.backward, row.note)
+            seen[line] = seen.get(line, 0) + 1
+        lines += [
+            (*line[:1], *line[1:-1], "; ".join(filter(None, (line[-1], f"x{count}" if count > 1 else ""))))
+            for line, count in seen.items()
+        ]
+        return "\n".join([head, *_columns(lines), *self.notes])
+
+
+def whole_table(module: nn.Module) -> ShardTable:
+    """Every parameter of a module, tied names included, as replicated."""
+    return {
+        name: ParameterSharding(ShardSpec.whole(parameter.shape))
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "" if shape is None else "x".join(map(str, shape))
+
+
+def _columns(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

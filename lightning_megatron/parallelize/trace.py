@@ -1,0 +1,189 @@
+"""Reads a module in execution order: which linear layers feed which, with what, inside which calls.
+
+The module runs once on a tiny input. Every call is recorded; autograd's graph of the outputs then tells, for each linear
+layer, the linear layers whose outputs its input was computed from, with nothing but parameter-free code, norms and the
+like in between. That, and not the order of registration or any name, is what pairs column- with row-parallel layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.parallelize.kinds import is_attention, is_linear
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: dotted name of the module in the traced root.
+        module: the module.
+        args: positional arguments, tensors detached and copied.
+        kwargs: keyword arguments, likewise.
+        tensors: the original tensors among the arguments, in order.
+        output: what it returned.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    output: Any = None
+
+
+@dataclass
+class Trace:
+    """One forward of a module.
+
+    Attributes:
+        calls: first call of every module, by name, in the order in which the calls began.
+        counts: number of calls per module.
+        sources: per linear layer, names of the layers whose outputs its input was computed from.
+        between: per linear layer, ids of further parameters met on the way (norms on heads, biases).
+    """
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    between: dict[str, set[int]] = field(default_factory=dict)
+
+    def readers(self, name: str) -> set[str]:
+        """Layers whose input was computed from the output of ``name``."""
+        return {reader for reader, sources in self.sources.items() if name in sources}
+
+    def input_of(self, name: str) -> Tensor:
+        """The tensor a layer read first."""
+        return self.calls[name].tensors[0]
+
+
+def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
+    """Record what happens in ``module`` while ``run`` calls it (in evaluation mode, gradients on).
+
+    Args:
+        module: the module; left as it was.
+        run: calls it on a tiny input.
+    """
+    result, nodes = Trace(), _Nodes()
+    names = {id(m): name for name, m in module.named_modules()}
+    with _prepared(module), torch.enable_grad():
+        handles = []
+        for m in module.modules():
+            handles.append(m.register_forward_pre_hook(_before(result, names, nodes), with_kwargs=True))
+            handles.append(m.register_forward_hook(_after(result, names, nodes), with_kwargs=True))
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+    for name, call in result.calls.items():
+        if is_tagged(call.module) and call.tensors:
+            result.sources[name], result.between[name] = nodes.reach(name)
+    return result
+
+
+def is_tagged(module: nn.Module) -> bool:
+    """Whether the module is a node of the graph of layers."""
+    return is_linear(module) or is_attention(module) or isinstance(module, nn.Embedding)
+
+
+def _before(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = names[id(module)]
+        result.counts[name] = result.counts.get(name, 0) + 1
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name not in result.calls:
+            kept = tree_map(_copy, (args, dict(kwargs)))
+            result.calls[name] = Call(name, module, kept[0], kept[1], tensors)
+        if is_tagged(module):
+            nodes.reads(name, tensors)
+
+    return hook
+
+
+def _after(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = names[id(module)]
+        if result.counts[name] == 1:
+            result.calls[name].output = output
+        if is_tagged(module):
+            nodes.writes(name, output)
+
+    return hook
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+class _Nodes:
+    """Autograd nodes of layer outputs, and a search back from layer inputs to the nearest of them."""
+
+    def __init__(self) -> None:
+        self._owner: dict[Any, str] = {}
+        self._inputs: dict[str, list[Any]] = {}
+
+    def reads(self, name: str, tensors: list[Tensor]) -> None:
+        edges = [x.grad_fn for x in tensors if x.grad_fn is not None]
+        self._inputs.setdefault(name, []).extend(edges)
+
+    def writes(self, name: str, output: Any) -> None:
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                self._owner[x.grad_fn] = name
+
+    def reach(self, name: str) -> tuple[set[str], set[int]]:
+        sources: set[str] = set()
+        parameters: set[int] = set()
+        seen, stack = set(), list(self._inputs.get(name, ()))
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self._owner:
+                sources.add(self._owner[node])
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                parameters.add(id(variable))
+            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+        return sources, parameters
+
+
+@contextlib.contextmanager
+def _prepared(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode and gradients for every parameter, restored afterwards; random numbers are not consumed."""
+    modes = {m: m.training for m in module.modules()}
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    with torch.random.fork_rng(devices=[]), quiet_fast_paths():
+        try:
+            for m in modes:
+                m.training = False
+            for p in frozen:
+                p.requires_grad_(True)
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
+            for m, mode in modes.items():
+                m.training = mode
+
+
+@contextlib.contextmanager
+def quiet_fast_paths() -> Iterator[None]:
+    """Keep torch's fused encoder kernels, which call no submodules, out of the way."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
