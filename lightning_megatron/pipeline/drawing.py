@@ -234,7 +234,7 @@ def _axis(timeline: Timeline, left: int, bottom: int, scale: float) -> list[str]
 def _legend(left: int, y: int) -> list[str]:
     parts = []
     for number, (kind, name) in enumerate(_LEGEND):
-        x = left + 90 * number + (110 if number == 2 else 0)
+        x = left + 90 * number + (140 if number == 2 else 0)
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
     return parts
