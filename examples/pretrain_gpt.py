@@ -6,7 +6,7 @@ any strategy), and the only line that speaks of parallelism is the ``MegatronStr
 
     python examples/pretrain_gpt.py                                  # Python's standard library, 2 stages x 2 replicas
     python examples/pretrain_gpt.py --data my_texts/ --layers 8 --hidden 256 --steps 2000
-    python examples/pretrain_gpt.py --resume last --steps 1200       # go on from the newest checkpoint
+    python examples/pretrain_gpt.py --resume last --steps 1000       # go on from the newest checkpoint
 
 It ends by printing the loss on held-out documents beside the unigram entropy of the same tokens (what a model that
 ignores context could reach at best), a sample of generated text, and where the checkpoint is.
@@ -233,7 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--batch", type=int, default=16, help="sequences per step, over all replicas")
     training.add_argument("--micro-batch", type=int, default=4, help="sequences that a stage computes at once")
-    training.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    training.add_argument("--steps", type=int, default=500, help="optimizer steps")
     training.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     training.add_argument("--precision", default="32-true", help="the Trainer's precision")
     training.add_argument("--seed", type=int, default=1, help="for weights, order of blocks and held-out documents")
