@@ -73,7 +73,7 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     _all_gather_single(out, x, group)
-    return out.movedim(0, dim)
+    return _moved_back(out, dim)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
@@ -89,7 +89,7 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     work = _reduce_scatter_single(out, x, group)
-    return out.movedim(0, dim), work
+    return (out if dim == 0 else out.movedim(0, dim)), work
 
 
 def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -97,7 +97,12 @@ def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     out, work = start_reduce_scatter(x, dim, group)
     if work is not None:
         work.wait()
-    return out
+    return out.contiguous()
+
+
+def _moved_back(x: Tensor, dim: int) -> Tensor:
+    """First dim moved to ``dim``, in memory of its own, so that the caller may change it in place."""
+    return x if dim == 0 else x.movedim(0, dim).contiguous()
 
 
 def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

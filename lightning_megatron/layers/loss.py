@@ -132,7 +132,7 @@ def vocab_parallel_cross_entropy(
         )
     start, held = local_vocabulary(vocabulary, group)
     dtype = logits.dtype
-    values = logits[..., :held].reshape(-1, held)
+    values = logits[..., :held].reshape(target.numel(), held)
     values = values.float() if dtype in (torch.bfloat16, torch.float16) else values
     flat = target.reshape(-1)
     kept = flat != ignore_index

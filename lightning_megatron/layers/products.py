@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.collectives import raw_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_megatron.collectives import raw_all_gather, raw_reduce_scatter, start_all_reduce, start_reduce_scatter
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -110,10 +110,7 @@ class _RowProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         partial = x.matmul(weight.t())
         if dim is not None:
-            out, work = start_reduce_scatter(partial, dim, group)
-            if work is not None:
-                work.wait()
-            return out
+            return raw_reduce_scatter(partial, dim, group)
         if group.size() > 1:
             dist.all_reduce(partial, group=group)
         return partial

@@ -74,10 +74,12 @@ class Builder:
         ends = "all-reduce" if self.sequence is None else "reduce-scatter"
         back = " ".join(filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else "")))
         self._record(region.row, self.blueprint.styles[region.row], table, ends, back, region.note)
-        for name in region.tables:
+        for name in region.tables if not region.gathered else ():
             self._head_table(name)
-        for name in region.inner:
-            self.table[name] = ParameterSharding(ShardSpec.whole(self.module.get_parameter(name).shape), True)
+        whole = [f"{name}.weight" for name in region.tables] if region.gathered else []
+        for name in [*region.inner, *whole]:
+            spec = ShardSpec.whole(self.module.get_parameter(name).shape)
+            self.table[name] = ParameterSharding(spec, sums_gradient=not region.gathered)
         self._adapt(region)
         scope = self.module.get_submodule(region.scope)
         scope.register_forward_hook(_end_of_region(entry, stream), always_call=True)

@@ -232,7 +232,7 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
             "and 'rowwise_split_input'."
         )
     gathered = {n: ColumnCut.blocks(linear_sizes(module.get_submodule(n))[1]) for n in region.columns}
-    return replace(region, gathered=True, cuts=gathered, inner=[], tables=[], note=f"gathered: {reason}")
+    return replace(region, gathered=True, cuts=gathered, note=f"gathered: {reason}")
 
 
 def _check_sizes(module: nn.Module, region: Region, parts: int) -> None:
@@ -257,8 +257,6 @@ def _like(decided: Region, region: Region) -> Region:
         cuts={columns[name]: cut for name, cut in decided.cuts.items()},
         attributes={(owners[name], attribute): value for (name, attribute), value in decided.attributes.items()},
         arguments=decided.arguments,
-        inner=[] if decided.gathered else region.inner,
-        tables=[] if decided.gathered else region.tables,
         note=decided.note,
     )
 

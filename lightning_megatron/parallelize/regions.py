@@ -28,8 +28,9 @@ class Region:
         scope: name of the innermost module that holds them all.
         gathered: whether the columns' outputs are gathered and the row's input is split again, because the code between
             needs whole tensors.
-        tables: embeddings of per-head biases (relative positions) that the region reads; split by head.
-        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums.
+        tables: embeddings of per-head biases (relative positions) that the region reads; split by head unless gathered.
+        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums
+            unless gathered.
         cuts: how each column layer is cut.
         attributes: (module name, attribute) -> local value.
         arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
@@ -94,8 +95,7 @@ def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: T
             continue
         matched.update(members)
         region = describe(module, members, row, trace)
-        if styles[row] is Style.ROWWISE_SPLIT_INPUT:
-            region.gathered, region.inner, region.tables = True, [], []
+        region.gathered = styles[row] is Style.ROWWISE_SPLIT_INPUT
         regions.append(region)
     _check_matched(styles, columns, matched, regions)
     return regions
