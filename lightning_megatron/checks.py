@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
+from lightning_megatron.lightning_state import callbacks_of
 from lightning_megatron.pipeline.schedule import schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
 
@@ -39,6 +40,7 @@ def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
 def check_options(
     *,
     micro_batch_size: Any,
+    evaluation_micro_batch_size: Any,
     pipeline_schedule: Any,
     pipeline_split: Any,
     pipeline_parallel_size: int,
@@ -50,17 +52,18 @@ def check_options(
     Raises:
         ValueError: with the option's name and value.
     """
-    if micro_batch_size != "auto" and (
-        not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1
-    ):
-        raise ValueError(f"`micro_batch_size={micro_batch_size!r}` must be 'auto' or an integer of at least 1.")
+    sizes = {"micro_batch_size": micro_batch_size, "evaluation_micro_batch_size": evaluation_micro_batch_size}
+    for name, size in sizes.items():
+        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"`{name}={size!r}` must be 'auto' or an integer of at least 1.")
     shape = schedule_shape(pipeline_schedule)
     if pipeline_split != "auto":
         expected = pipeline_parallel_size * shape.chunks
         valid = not isinstance(pipeline_split, str) and isinstance(pipeline_split, Sequence)
         if not valid or len(pipeline_split) != expected or any(not isinstance(n, int) or n < 1 for n in pipeline_split):
             raise ValueError(
-                f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, one per "
+                f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, "
+                f"one per "
                 "pipeline stage."
             )
     if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
@@ -75,13 +78,14 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, stages: int, micr
     Raises:
         MisconfigurationException: with what to change.
     """
-    for callback in trainer.callbacks:
+    callbacks = callbacks_of(trainer)
+    for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise MisconfigurationException(
                 f"{type(callback).__name__} copies the whole module, which no rank holds; remove it from "
                 "`Trainer(callbacks=...)`, or average exported checkpoints."
             )
-    for thing in (*trainer.callbacks, *trainer.loggers):
+    for thing in (*callbacks, *trainer.loggers):
         if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(
             "pytorch_lightning"
         ):
@@ -105,7 +109,8 @@ def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
         config = getattr(child, "config", None)
         if getattr(config, "output_router_logits", False) is True:
             raise MisconfigurationException(
-                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss collects values from "
+                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss "
+                f"collects values from "
                 f"the layers of all stages. Set it to False, or {advice}"
             )
 
@@ -113,13 +118,15 @@ def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
 def _check_steps(module: pl.LightningModule) -> None:
     if is_overridden("backward", module):
         raise MisconfigurationException(
-            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; remove the "
+            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; "
+            "remove the "
             "override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise MisconfigurationException(
-                f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; take a "
+                f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
+                f"take a "
                 "`batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
             )
 
@@ -134,13 +141,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
         return
     if len(optimizers) > 1:
         raise MisconfigurationException(
-            f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot schedule; "
+            f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot "
+            f"schedule; "
             "return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
-                "LBFGS takes inner products over all parameters, which lie on different stages; use another optimizer, or "
+                "LBFGS takes inner products over all parameters, which lie on different stages; use another "
+                "optimizer, or "
                 "`pipeline_parallel_size=1`."
             )
 
@@ -149,6 +158,7 @@ def already_cut(earlier: StageModule, stages: int) -> str:
     """Message for a module that another layout's run has cut."""
     before = len(set(earlier.partition.owners))
     return (
-        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a run "
+        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; "
+        f"a run "
         f"with {stages} stages needs a new module. Build it again and load the checkpoint."
     )

@@ -1,6 +1,7 @@
 """One step of training or evaluation, from a batch to its result, on this rank.
 
-The engine owns what a run needs (stage, executor, gradient buckets, exchange) and knows nothing of Lightning's hooks; the
+The engine owns what a run needs (stage, executor, gradient buckets, exchange) and knows nothing of Lightning's
+hooks; the
 strategy calls it. Two ways lead through it: the *plain* way, with one stage and one micro-batch, leaves the backward to
 Lightning and only sums gradients over replicas; the *scheduled* way runs forwards and backwards by a schedule.
 """
@@ -46,6 +47,7 @@ class EngineOptions:
     """Choices of the user that the engine follows; see ``MegatronStrategy``."""
 
     micro_batch_size: int | str
+    evaluation_micro_batch_size: int | str
     schedule: str | Callable[..., Any]
     chunks: int | None
     loss_weight: LossWeight | None
@@ -142,7 +144,7 @@ class StepEngine:
             The step's result, equal on every rank.
         """
         assert self.gradients is not None
-        parts = self._split(batch)
+        parts = self._split(batch, self._options.micro_batch_size)
         weights, total = self._weights(parts, across_replicas=True)
         scales = [weight / (total * accumulate) for weight in weights]
         self.gradients.begin(fresh=fresh, reduce=reduce)
@@ -156,7 +158,8 @@ class StepEngine:
             with self.recording(name):
                 output = call(batch)
                 return self._exchange.share(self._result([output], [1.0], [0], name))
-        parts = self._split(batch)
+        chosen = self._options.evaluation_micro_batch_size
+        parts = [batch] if chosen == "auto" else self._split(batch, chosen)
         weights, _ = self._weights(parts, across_replicas=False)
         return self._run(call, parts, None, weights, name)
 
@@ -187,15 +190,18 @@ class StepEngine:
     def _counts(self, name: str | None) -> bool:
         return self._stage is None or name is None or self._stage.counted_here(name)
 
-    def _split(self, batch: Any) -> list[Any]:
+    def _split(self, batch: Any, chosen: int | str) -> list[Any]:
         size = batch_size_of(batch)
-        chosen = self._options.micro_batch_size
         stages = self._mesh.layout.pipeline
         return split_batch(batch, auto_micro_batch_size(size, stages) if chosen == "auto" else int(chosen))
 
     def _weights(self, parts: list[Any], *, across_replicas: bool) -> tuple[list[float], float]:
-        """Weight of each micro-batch, and their total; the total covers all replicas so that losses divided by it add up."""
+        """Weight of each micro-batch, and their total; the total covers all replicas so that losses divided by it
+        add up.
+        """
         weight_of = self._options.loss_weight
+        if len(parts) == 1 and not across_replicas:
+            return [1.0], 1.0
         weights = [float(weight_of(part) if weight_of is not None else batch_size_of(part)) for part in parts]
         total = sum(weights)
         replicas = self._mesh.layout.data
@@ -231,7 +237,7 @@ class StepEngine:
                 self._state.apply(result.state)
                 return result
             outputs = [step.outputs[index] for index in range(len(parts))]
-            return self._exchange.share(self._result(outputs, weights, [_size(part) for part in parts], name))
+            return self._exchange.share(self._result(outputs, weights, _sizes(parts), name))
 
     @property
     def _has_loss(self) -> bool:
@@ -282,9 +288,12 @@ class StepEngine:
         key = (micro_batches, forward_only)
         if key not in self._schedules:
             options = self._options
-            chunks = {} if options.chunks is None else {"chunks": options.chunks}
             schedule = make_schedule(
-                options.schedule, self._mesh.layout.pipeline, micro_batches, forward_only=forward_only, **chunks
+                options.schedule,
+                self._mesh.layout.pipeline,
+                micro_batches,
+                chunks=options.chunks,
+                forward_only=forward_only,
             )
             self._schedules[key] = lower(schedule)
         return self._schedules[key]
@@ -295,7 +304,8 @@ class StepEngine:
         everyone = gather_rows(mine, self._mesh.layout.pipeline, self._mesh.group("pipeline_parallel"))
         if not bool((everyone == mine).all()):
             raise RuntimeError(
-                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: seed the "
+                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
+                "seed the "
                 "sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
                 "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
             )
@@ -328,8 +338,8 @@ class _Recorded:
         return self._call(part)
 
 
-def _size(part: Any) -> int:
-    return batch_size_of(part)
+def _sizes(parts: list[Any]) -> list[int]:
+    return [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
 
 
 def _without_loss(output: Any) -> Any:

@@ -1,7 +1,8 @@
 """When one rank fails, every rank ends, and says which one it was.
 
 A failed rank cannot join the collectives that the others wait in, so the news travels beside them, through the
-key-value store that the processes met at. A thread on every rank looks there once in a while. Whoever waits for the dead
+key-value store that the processes met at. A thread on every rank looks there once in a while. Whoever waits for the
+dead
 usually wakes by itself, because the connection closes; whoever does not is ended after a grace period.
 
 ::
@@ -60,7 +61,7 @@ class FailureWatch:
     """
 
     def __init__(
-        self, store: Any, layout: Layout, rank: int, run: int, poll_s: float = 0.5, grace_s: float = 8.0
+        self, store: Any, layout: Layout, rank: int, run: int, poll_s: float = 0.5, grace_s: float = 5.0
     ) -> None:
         base = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"lightning_megatron/{run}", base)
@@ -121,7 +122,9 @@ class FailureWatch:
             time.sleep(0.05)
 
     def gather(self, seconds: float) -> bool:
-        """Whether every rank calls this within ``seconds``; after a failure, decides if collectives are still possible."""
+        """Whether every rank calls this within ``seconds``; after a failure, decides if collectives are still
+        possible.
+        """
         deadline = time.monotonic() + seconds
         try:
             with self._lock:
@@ -167,7 +170,5 @@ class FailureWatch:
         """Give the main thread a while to end by itself, then end the process."""
         if self._stopped.wait(self._grace_s):
             return
-        print(
-            f"\n{self._layout.describe(self._rank)} ends because {reason}", file=sys.stderr, flush=True
-        )
+        print(f"\n{self._layout.describe(self._rank)} ends because {reason}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -92,7 +92,8 @@ def materialize(module: nn.Module, device: torch.device, base_seed: int) -> None
     """Allocate and initialise what was built on the meta device; what is already real stays.
 
     Each submodule is initialised by the code it brings (``_init_weights`` of an ancestor, ``reset_parameters`` or
-    ``_reset_parameters``), from a stream seeded by its name. So weights depend on the seed alone, not on which rank holds them.
+    ``_reset_parameters``), from a stream seeded by its name. So weights depend on the seed alone, not on which rank
+    holds them.
 
     Raises:
         RuntimeError: a submodule with tensors on the meta device has no code to initialise them.

@@ -1,4 +1,6 @@
-"""Translations between what Lightning handles (whole modules, optimizers by index) and what a rank holds (parts, by name)."""
+"""Translations between what Lightning handles (whole modules, optimizers by index) and what a rank holds (parts,
+by name).
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,22 @@ class _FailureCallback(Callback):
         self._report(exception)
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """The Trainer's list of callbacks itself, not a copy."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
 def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException], None]) -> None:
     """Put the failure callback in front, once."""
-    if not any(isinstance(callback, _FailureCallback) for callback in trainer.callbacks):
-        trainer.callbacks.insert(0, _FailureCallback(report))
+    callbacks = callbacks_of(trainer)
+    if not any(isinstance(callback, _FailureCallback) for callback in callbacks):
+        callbacks.insert(0, _FailureCallback(report))
 
 
 def show_whole_summary(trainer: pl.Trainer, whole_view: Callable[[], Any]) -> None:
     """Let ModelSummary count the whole model instead of this stage."""
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ModelSummary) and not isinstance(callback.__dict__.get("on_fit_start"), _WholeSummary):
             callback.on_fit_start = _WholeSummary(callback.on_fit_start, whole_view)  # type: ignore[method-assign]
 
@@ -106,7 +115,8 @@ def load_optimizer(optimizer: Optimizer, names: GroupNames, module: nn.Module, s
     groups = saved["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"the checkpoint's optimizer has {len(groups)} parameter groups, this run's has {len(optimizer.param_groups)}; "
+            f"the checkpoint's optimizer has {len(groups)} parameter groups, this run's has "
+            f"{len(optimizer.param_groups)}; "
             "return the same groups from `configure_optimizers`, or load the weights only."
         )
     order = [name for group in names for name in group]
@@ -120,7 +130,8 @@ def load_optimizer(optimizer: Optimizer, names: GroupNames, module: nn.Module, s
             if entries is not None:
                 state[number] = entries
     merged = [
-        {**group, "params": numbered["params"]} for group, numbered in zip(groups, template["param_groups"], strict=True)
+        {**group, "params": numbered["params"]}
+        for group, numbered in zip(groups, template["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": merged})
 
@@ -142,7 +153,8 @@ def read_tensors(
         if name in shapes:
             if shapes[name] != value.shape:
                 raise ValueError(
-                    f"`{name}` has shape {tuple(value.shape)} in the module but {tuple(shapes[name])} in {path}; build the module "
+                    f"`{name}` has shape {tuple(value.shape)} in the module but {tuple(shapes[name])} in {path}; "
+                    f"build the module "
                     "as it was when the checkpoint was saved."
                 )
             wanted[name] = torch.empty_like(value, requires_grad=False)

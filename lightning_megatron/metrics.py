@@ -1,6 +1,7 @@
 """torchmetrics objects under a pipeline: updated where the step ends, read everywhere.
 
-Only the last stage updates a metric. Its states are summed over the replicas of that stage, and ``compute()`` called outside a
+Only the last stage updates a metric. Its states are summed over the replicas of that stage, and ``compute()`` called
+outside a
 step hands the value to the other stages.
 """
 
@@ -60,12 +61,12 @@ class MetricRouter:
             self._attached.append((metric, metric.compute, metric.dist_sync_fn))
             if metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self._gather
-            metric.compute = _BroadcastCompute(self, metric, metric.compute)
+            metric.compute = _BroadcastCompute(self, metric, metric.compute)  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
         for metric, compute, sync in self._attached:
-            metric.compute = compute
+            metric.compute = compute  # type: ignore[method-assign]
             metric.dist_sync_fn = sync
         self._attached = []
 

@@ -1,7 +1,9 @@
 """Plain attributes that a step changes on the module, carried from the last stage to the others.
 
-A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a counter,
-a running value. Only the last stage gets that far in the step, while the hooks that read the attributes run on every rank.
+A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``,
+a counter,
+a running value. Only the last stage gets that far in the step, while the hooks that read the attributes run on every
+rank.
 After each step the last stage therefore sends what changed.
 """
 
@@ -74,7 +76,9 @@ def _followed(value: Any, depth: int) -> bool:
 
 
 def _fingerprint(value: Any) -> Any:
-    """Comparable trace of a value: equal before and after exactly if nothing was assigned, added or written in place."""
+    """Comparable trace of a value: equal before and after exactly if nothing was assigned, added or written in
+    place.
+    """
     if isinstance(value, _PLAIN):
         return ("plain", value if value == value else "nan")
     if isinstance(value, Tensor):

@@ -1,7 +1,9 @@
 """Recording what the user logs inside a step, and replaying it once on every rank.
 
-Inside a step only the last stage reaches ``self.log``, once per micro-batch and only for its replica. Lightning's loggers,
-progress bars and callbacks want one call per key and step on every rank, with one value. So calls made inside a step are
+Inside a step only the last stage reaches ``self.log``, once per micro-batch and only for its replica. Lightning's
+loggers,
+progress bars and callbacks want one call per key and step on every rank, with one value. So calls made inside a step
+are
 recorded, aggregated over micro-batches and replicas, broadcast along the pipeline and replayed through the public
 ``self.log``::
 
@@ -122,7 +124,8 @@ class LogRecorder:
             if module is value:
                 return name
         raise ValueError(
-            f"`self.log` was given a {type(value).__name__} that is not an attribute of the LightningModule; assign it to "
+            f"`self.log` was given a {type(value).__name__} that is not an attribute of the LightningModule; assign "
+            f"it to "
             "`self` so that every rank can find it."
         )
 
@@ -300,20 +303,27 @@ def replay(module: pl.LightningModule, result: StepResult) -> None:
 def _metric_with_cache(module: pl.LightningModule, name: str, value: Tensor) -> Metric:
     metric = module.get_submodule(name)
     assert isinstance(metric, Metric)
-    metric._forward_cache = value if not bool(torch.isnan(value)) else metric._forward_cache
+    if not bool(torch.isnan(value)):
+        metric._forward_cache = value  # type: ignore[assignment]
     if not metric._update_count:
         metric._update_count = 1
     return metric
 
 
 def log_everywhere(module: pl.LightningModule, data_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """``self.log`` outside of a step, made equal over replicas unless the user restricts it to rank zero."""
+    """``self.log`` outside of a step, made equal over replicas unless the user restricts it to rank zero.
+
+    Args:
+        module: the user's module.
+        data_group: the replicas' group, or ``ALREADY_REDUCED`` with one replica.
+        args: positional arguments of ``self.log``.
+        kwargs: its keyword arguments.
+    """
     bound = _LOG_SIGNATURE.bind(module, *args, **kwargs)
     bound.apply_defaults()
     options = dict(bound.arguments)
-    if not options["rank_zero_only"] and not isinstance(options["value"], Metric) and _operation(
-        options["reduce_fx"]
-    ) != "sum":
-        options["sync_dist"] = True
-        options["sync_dist_group"] = options["sync_dist_group"] or data_group
+    shared = not options["rank_zero_only"] and not isinstance(options["value"], Metric)
+    if shared and not options["sync_dist"]:
+        summed = _operation(options["reduce_fx"]) == "sum"
+        options |= {"sync_dist": True, "sync_dist_group": ALREADY_REDUCED if summed else data_group}
     pl.LightningModule.log(**options)

@@ -3,7 +3,8 @@
 One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for the
 other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each layer, what
 runs after it) of every micro-batch draws from a stream of its own, seeded from the step's seed. The step's seed is one
-draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all stages of a replica, so
+draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all stages of a
+replica, so
 shuffling and augmentation in the main process agree too.
 
 ::
@@ -95,7 +96,8 @@ class SegmentHooks:
         self._micro_batch = 0
         self._calls: dict[int, int] = {}
         self._handles = [
-            layer.register_forward_pre_hook(functools.partial(self._enter, 1 + index)) for index, layer in enumerate(layers)
+            layer.register_forward_pre_hook(functools.partial(self._enter, 1 + index))
+            for index, layer in enumerate(layers)
         ]
         self._handles.append(layers[-1].register_forward_hook(functools.partial(self._enter, 1 + self._layers)))
 

@@ -10,38 +10,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_megatron import checks, lightning_state
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
-from lightning_megatron.failure import FailureWatch, RemoteFailure
+from lightning_megatron.grid_strategy import GridStrategy
 from lightning_megatron.initial_state import (
     agree_on_base_seed,
     agree_on_random_state,
     agree_on_weights,
     materialize,
 )
-from lightning_megatron.layout import Layout, resolve_layout
-from lightning_megatron.mesh import ParallelMesh, build_mesh
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.pipeline.partition import make_partition
 from lightning_megatron.pipeline.schedule import Placement, make_schedule, schedule_shape
@@ -55,24 +40,32 @@ from lightning_megatron.rng import SegmentStreams
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(GridStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
-    ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2 pipeline stages
-    × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and weights are those of one
+    ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
+    pipeline stages
+    × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and weights are those
+    of one
     process (schedule: SC21, arXiv 2104.04473).
 
     Args:
         pipeline_parallel_size: stages that share the layers.
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
         tensor_parallel_size: ranks that share each layer's matrices; only 1 for now.
-        micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one stage).
+        micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
+            stage).
+        evaluation_micro_batch_size: samples per micro-batch in validation, test and prediction; ``"auto"`` runs each
+            batch
+            whole, so that the step is called once per batch, as in one process.
         pipeline_schedule: ``"1f1b"``, ``"gpipe"``.
         pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
         pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
-        pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all); what is not
+        pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
+            what is not
             named is placed by reading the module's code.
-        micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by default its
+        micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
+            default its
             number of samples. Return the number of unpadded tokens to make a token mean over padded batches exact.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         bucket_size_mb: size of a gradient bucket in MiB.
@@ -95,6 +88,7 @@ class MegatronStrategy(ParallelStrategy):
         tensor_parallel_size: int = 1,
         *,
         micro_batch_size: int | str = "auto",
+        evaluation_micro_batch_size: int | str = "auto",
         pipeline_schedule: str | Callable[..., Any] = "1f1b",
         pipeline_layers: str = "auto",
         pipeline_split: str | Sequence[int] = "auto",
@@ -113,6 +107,7 @@ class MegatronStrategy(ParallelStrategy):
         checks.check_sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
         checks.check_options(
             micro_batch_size=micro_batch_size,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             pipeline_schedule=pipeline_schedule,
             pipeline_split=pipeline_split,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -120,63 +115,42 @@ class MegatronStrategy(ParallelStrategy):
             micro_batch_loss_weight=micro_batch_loss_weight,
         )
         self._stages = pipeline_parallel_size
-        self._replicas = data_parallel_size
-        self._tensor = tensor_parallel_size
         self._pipeline_layers = pipeline_layers
         self._pipeline_split = pipeline_split
         self._pipeline_placement = pipeline_placement
         self._options = EngineOptions(
             micro_batch_size=micro_batch_size,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             schedule=pipeline_schedule,
             chunks=None,
             loss_weight=micro_batch_loss_weight,
             bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
         )
+        placement = schedule_shape(pipeline_schedule).placement
+        sizes = {
+            "tensor": tensor_parallel_size,
+            "data": data_parallel_size,
+            "pipeline": pipeline_parallel_size,
+            "last_stage_first": placement is Placement.LOOP,
+        }
         super().__init__(
+            sizes,
+            process_group_backend,
+            timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._layout: Layout | None = None
-        self._mesh: ParallelMesh | None = None
         self._shared_groups: dict[tuple[int, ...], Any] = {}
         self._engine: StepEngine | None = None
         self._engine_module: pl.LightningModule | None = None
         self._metrics: MetricRouter | None = None
-        self._watch: FailureWatch | None = None
-        self._runs = 0
         self._reduce_gradients = True
         self._scheduled = False
         self._optimizer_names: list[lightning_state.GroupNames] = []
-
-    # ---- what Lightning asks before processes exist ----
-
-    @property
-    def is_distributed(self) -> bool:
-        """Always: every stage needs Lightning's distributed sampler to load the same batches."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the process groups."""
-        return self._process_group_backend
 
     @property
     def precision_plugin(self) -> Precision:
@@ -207,84 +181,6 @@ class MegatronStrategy(ParallelStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Checkpoints are read once this rank knows which tensors it holds."""
         return True
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._layout = self._resolve_layout(self.num_nodes * self.num_processes)
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _resolve_layout(self, world_size: int) -> Layout:
-        placement = schedule_shape(self._options.schedule, self._options.chunks).placement
-        return resolve_layout(
-            world_size,
-            tensor=self._tensor,
-            data=self._replicas,
-            pipeline=self._stages,
-            last_stage_first=placement is Placement.LOOP,
-        )
-
-    # ---- processes ----
-
-    def setup_environment(self) -> None:
-        """Connect the processes and build the mesh."""
-        super().setup_environment()
-        reset_seed()
-        self._set_world_ranks()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        self._process_group_backend = backend
-        assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        if self._mesh is None or self._mesh.device_mesh.size() != dist.get_world_size() or self._engine is None:
-            self._layout = self._resolve_layout(self.world_size)
-            self._mesh = build_mesh(self._layout, self.root_device.type)
-        self._start_watch()
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.device_mesh
-
-    def _set_world_ranks(self) -> None:
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def _start_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        assert self._layout is not None
-        self._runs += 1
-        store = dist.distributed_c10d._get_default_store()
-        self._watch = FailureWatch(store, self._layout, self.global_rank, self._runs)
-        if self.world_size > 1:
-            self._watch.start()
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """Process groups and coordinates of this rank.
-
-        Raises:
-            RuntimeError: processes are not connected yet.
-        """
-        if self._mesh is None:
-            raise RuntimeError("the mesh exists only once the Trainer has started; use it in `configure_model` or later.")
-        return self._mesh
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh as torch's ``DeviceMesh``, as in Lightning's ModelParallelStrategy."""
-        return self.mesh.device_mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers shard over data-parallel replicas: all stages of one replica load the same samples."""
-        return {"num_replicas": self.mesh.layout.data, "rank": self.mesh.coordinates.data}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Seed loader workers by replica instead of by rank, so that all stages of a replica augment alike."""
-        lightning_state.seed_workers(dataloader, self.mesh.coordinates.data)
-        return dataloader
-
-    # ---- the module ----
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the module, make the ranks alike, and set up gradients and optimizers."""
@@ -389,8 +285,6 @@ class MegatronStrategy(ParallelStrategy):
             checks.check_optimizers(self.optimizers, self._stages)
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
-    # ---- steps ----
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
         assert self._engine is not None and self.lightning_module is not None
@@ -442,10 +336,9 @@ class MegatronStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._engine is not None and self._engine.recorder is not None:
             self._engine.recorder.log(*args, **kwargs)
-        elif self.mesh.layout.data > 1:
-            log_everywhere(self.lightning_module, self.mesh.group("data_parallel"), args, kwargs)
-        else:
-            pl.LightningModule.log(self.lightning_module, *args, **kwargs)
+            return
+        replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
+        log_everywhere(self.lightning_module, replicas, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""
@@ -482,39 +375,10 @@ class MegatronStrategy(ParallelStrategy):
         """
         assert self._engine is not None
         if parameters is None:
-            parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+            parameters = [
+                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
         return self._engine.gradient_norm(parameters)
-
-    # ---- collectives Lightning uses ----
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over data-parallel replicas unless another group is given."""
-        if not isinstance(tensor, Tensor) or not _distributed_is_initialized() or group is ALREADY_REDUCED:
-            return tensor
-        return _sync_ddp_if_available(tensor, group or self.mesh.group("data_parallel"), reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree on a decision over the world."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes.item() == self.world_size) if all else bool(votes.item() > 0)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if _distributed_is_initialized():
-            with self._naming_failures():
-                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send ``obj`` from rank ``src`` to all."""
-        if not _distributed_is_initialized():
-            return obj
-        holder = [obj]
-        with self._naming_failures():
-            dist.broadcast_object_list(holder, src)
-        return holder[0]
-
-    # ---- checkpoints ----
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state."""
@@ -548,10 +412,15 @@ class MegatronStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save; every rank takes part. After a failure of some ranks only, nothing can be saved, and a message says so."""
+        """Save; every rank takes part. After a failure of some ranks only, nothing can be saved, and a message
+        says so.
+        """
         assert self._watch is not None
         if self._watch.reported and not self._watch.gather(seconds=5.0):
-            print(f"{self.mesh.layout.describe(self.global_rank)}: no checkpoint at {filepath}: not all ranks failed together")
+            print(
+                f"{self.mesh.layout.describe(self.global_rank)}: no checkpoint at {filepath}: not all ranks failed "
+                f"together"
+            )
             return
         if isinstance(self.checkpoint_io, MegatronCheckpointIO) or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -565,38 +434,6 @@ class MegatronStrategy(ParallelStrategy):
             fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
             lightning_state.read_tensors(self.checkpoint_io, path, checkpoint, self.lightning_module, fitting)
         return checkpoint
-
-    # ---- ends ----
-
-    @contextmanager
-    def _naming_failures(self) -> Generator[None, None, None]:
-        """Report an exception raised here, or say which other rank it came from."""
-        try:
-            yield
-        except Exception as error:
-            remote = self._watch.remote(wait_s=3.0 if _looks_remote(error) else 0.0) if self._watch is not None else None
-            if remote is not None and not isinstance(error, RemoteFailure):
-                assert self._watch is not None
-                self._watch.stop()
-                raise RemoteFailure(str(remote)) from error
-            self._report(error)
-            raise
-
-    def _report(self, exception: BaseException) -> None:
-        if self._watch is not None and not isinstance(exception, RemoteFailure):
-            self._watch.report(exception)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, and stay long enough for them to hear."""
-        if self._watch is None:
-            return
-        remote = self._watch.remote(wait_s=2.0 if _looks_remote(exception) else 0.0)
-        self._report(exception)
-        if remote is not None and not isinstance(exception, RemoteFailure):
-            exception.add_note(str(remote))
-        self._watch.stop()
-        if self._watch.reported and self.world_size > 1 and remote is None:
-            self._watch.linger()
 
     def teardown(self) -> None:
         """Release what belongs to a run; the module stays cut, so that another ``fit`` or ``test`` can follow."""
@@ -616,8 +453,3 @@ class MegatronStrategy(ParallelStrategy):
         """Make ``Trainer(strategy="megatron")`` work."""
         if "megatron" not in strategy_registry:
             strategy_registry.register("megatron", cls, description="Megatron-style pipeline and data parallelism")
-
-
-def _looks_remote(error: BaseException) -> bool:
-    """Whether an exception may be the echo of another rank's failure: a broken or timed-out connection."""
-    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, RemoteFailure)

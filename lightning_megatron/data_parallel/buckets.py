@@ -1,7 +1,9 @@
 """Gradient buckets: where gradients collect, and how they are summed over replicas while backward still runs.
 
-Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A parameter's
-``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all micro-batches. In the last
+Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A
+parameter's
+``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all micro-batches. In the
+last
 micro-batch a bucket's all-reduce starts the moment its last gradient has arrived::
 
     backward of the last micro-batch   layer 3 │ layer 2 │ layer 1 │ layer 0
@@ -79,7 +81,8 @@ class GradientBuckets:
         """Prepare for the backward(s) of one batch: every ``.grad`` becomes a view into its bucket.
 
         Args:
-            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None`` decides
+            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None``
+                decides
                 per parameter by whether it has a ``.grad``, as autograd would.
             reduce: whether the sum over replicas follows at the end of this batch.
         """
@@ -182,7 +185,8 @@ class GradientBuckets:
             return
         if bucket.launched:
             raise RuntimeError(
-                f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several parts of the "
+                f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several "
+                f"parts of the "
                 "module under reentrant activation checkpointing; use `torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False)`."
             )
@@ -236,8 +240,9 @@ def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     """View of ``flat`` with the parameter's shape and, if dense, its strides, which autograd wants of ``.grad``."""
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
-    if torch._prims_common.is_non_overlapping_and_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride())
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view(parameter.shape)
 
 

@@ -1,6 +1,7 @@
 """Runs this rank's list of instructions; knows no schedule by name.
 
-One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. Each instruction kind has one method. What a forward
+One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. Each instruction kind has one method. What a
+forward
 leaves for its backward is held in a table keyed by (chunk, micro-batch) and dropped the moment the backward has run, so
 the activations in flight are exactly those that the schedule's checker counts.
 """
@@ -14,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatron.pipeline.cursor import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.micro_batches import map_tensors, shape_signature
 from lightning_megatron.pipeline.p2p import StageLinks, Transfer
 from lightning_megatron.pipeline.schedule import Instruction, Kind, Schedule
-from lightning_megatron.pipeline.stage import Boundary, Leaf, StageModule, StageRun
+from lightning_megatron.pipeline.stage import StageModule
 
 
 class GradientSink(Protocol):
@@ -265,7 +267,8 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise RuntimeError(
-            f"`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; it "
+            f"`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every "
+            f"micro-batch; it "
             f"returned {type(output).__name__}. A step cannot be skipped in distributed training."
         )
     return loss

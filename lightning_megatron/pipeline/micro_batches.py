@@ -1,6 +1,7 @@
 """Cutting a batch into micro-batches, and putting step outputs together again.
 
-The batch is the user's own object: a tensor, a tuple, a dict, a Hugging Face ``BatchEncoding``, or a nest of them. It is cut
+The batch is the user's own object: a tensor, a tuple, a dict, a Hugging Face ``BatchEncoding``, or a nest of them.
+It is cut
 along dimension 0 of its tensors and rebuilt as the same kind of object, so ``training_step`` cannot tell a micro-batch
 from a small batch.
 """
@@ -19,12 +20,16 @@ _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples in ``batch``: dimension 0 of the first tensor that has one, depth first.
+    """Number of samples in ``batch``: dimension 0 of the first tensor that has one, depth first, or else the length
+    of its
+    first list of plain values (texts).
 
     Raises:
-        ValueError: the batch holds no tensor with a dimension.
+        ValueError: the batch holds neither.
     """
     size = _first_size(batch)
+    if size is None:
+        size = _first_length(batch)
     if size is None:
         raise ValueError(
             f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut into "
@@ -38,6 +43,16 @@ def _first_size(batch: Any) -> int | None:
         return batch.shape[0] if batch.dim() else None
     for child in _children(batch):
         size = _first_size(child)
+        if size is not None:
+            return size
+    return None
+
+
+def _first_length(batch: Any) -> int | None:
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, _SCALARS) for item in batch):
+        return len(batch)
+    for child in _children(batch):
+        size = _first_length(child)
         if size is not None:
             return size
     return None
@@ -102,7 +117,7 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
             return value[start:stop]
         items = [_slice(item, size, start, stop) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 0) and value.shape[0] == size:
+    if _is_array(value) and value.shape[0] == size:
         return value[start:stop]
     raise ValueError(
         f"the batch holds an object of type {type(value).__name__}, which cannot be cut into micro-batches of "
@@ -126,17 +141,25 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is a NumPy array with a dimension to cut; NumPy itself need not be installed."""
+    return type(value).__module__ == "numpy" and bool(getattr(value, "ndim", None))
+
+
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return items
     try:
-        return type(original)(items)
+        rebuild: Callable[[dict[Any, Any]], Any] = type(original)
+        return rebuild(items)
     except TypeError:
         return items
 
 
 def signature(value: Any) -> Any:
-    """Hashable description of the shapes, dtypes and plain values in a nest; equal on every rank that holds ``value``."""
+    """Hashable description of the shapes, dtypes and plain values in a nest; equal on every rank that holds
+    ``value``.
+    """
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, _SCALARS):
@@ -177,7 +200,8 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Seque
     """Put the outputs of a step's micro-batches together as one output of the whole batch.
 
     Tensors whose dimension 0 is the micro-batch size are concatenated; scalar floating-point tensors and floats become
-    the weighted mean; lists of that length are joined; equal plain values stay. Mappings, sequences and dataclasses merge item by item.
+    the weighted mean; lists of that length are joined; equal plain values stay. Mappings, sequences and dataclasses
+    merge item by item.
 
     Args:
         outputs: one output per micro-batch.
@@ -205,12 +229,13 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Seque
         return dataclasses.replace(first, **{n: merge([getattr(o, n) for o in outputs]) for n in names})
     if isinstance(first, (list, tuple)):
         return _merge_sequences(outputs, weights, sizes, where)
-    if type(first).__module__ == "numpy" and getattr(first, "ndim", 0):
+    if _is_array(first):
         import numpy
 
         return numpy.concatenate(outputs)
     raise ValueError(
-        f"`{where}` returned a {type(first).__name__} for each of {len(outputs)} micro-batches, which cannot be merged into "
+        f"`{where}` returned a {type(first).__name__} for each of {len(outputs)} micro-batches, which cannot be "
+        f"merged into "
         f"one output; return tensors, lists or dicts, or set `micro_batch_size={sum(sizes)}`."
     )
 
@@ -231,7 +256,8 @@ def _merge_tensors(outputs: Sequence[Tensor], weights: Sequence[float], sizes: S
         return torch.cat(list(outputs))
     shapes = [tuple(output.shape) for output in outputs]
     raise ValueError(
-        f"`{where}` returned tensors of shapes {shapes} for micro-batches of {list(sizes)} samples, which cannot be merged; "
+        f"`{where}` returned tensors of shapes {shapes} for micro-batches of {list(sizes)} samples, which cannot be "
+        f"merged; "
         f"make dimension 0 the batch, or set `micro_batch_size={sum(sizes)}`."
     )
 

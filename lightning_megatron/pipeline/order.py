@@ -1,6 +1,7 @@
 """Reading, from the module's own code, which submodules run before the trunk and which after it.
 
-Registration order does not say when a submodule runs (OPT registers its final norm before its layers), and no batch exists
+Registration order does not say when a submodule runs (OPT registers its final norm before its layers), and no batch
+exists
 when the stages are built. So the source of ``training_step`` and of every ``forward`` it leads to is read as a syntax
 tree, in the order Python would evaluate it. What cannot be read is reported as unknown, and the partition then keeps it
 on every stage: a wrong guess could cost numbers, an unknown costs only memory.
@@ -27,7 +28,19 @@ from torch import nn
 from lightning_megatron.pipeline.trunk import Trunk
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_INERT_CALLS = {"len", "enumerate", "zip", "list", "tuple", "range", "isinstance", "reversed", "iter", "hasattr", "print"}
+_INERT_CALLS = {
+    "len",
+    "enumerate",
+    "zip",
+    "list",
+    "tuple",
+    "range",
+    "isinstance",
+    "reversed",
+    "iter",
+    "hasattr",
+    "print",
+}
 _INERT_ATTRIBUTES = {"dtype", "device", "shape", "size", "ndim", "num_embeddings", "embedding_dim", "in_features",
                      "out_features", "training", "config"}  # fmt: skip
 
@@ -233,7 +246,11 @@ class _Reader:
 
     def visit_Name(self, node: ast.Name) -> None:
         value = self.scope.get(node.id)
-        if isinstance(value, nn.Module) and value is not self.container and id(value) not in self.ancestors | self.layers:
+        if (
+            isinstance(value, nn.Module)
+            and value is not self.container
+            and id(value) not in self.ancestors | self.layers
+        ):
             self._use_anywhere(value)
 
     def _use(self, target: Any) -> None:
@@ -288,8 +305,9 @@ class _Reader:
         if not isinstance(base, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             return None
         if isinstance(node.slice, ast.Constant):
+            children: Any = base
             try:
-                return base[node.slice.value]
+                return children[node.slice.value]
             except (KeyError, IndexError, TypeError):
                 return base
         return base

@@ -1,6 +1,7 @@
 """Deciding which stage owns what.
 
-Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the module's
+Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the
+module's
 code uses it (:mod:`~lightning_megatron.pipeline.order`): before the trunk on the first stage, after it on the last,
 between the layers or at an unknown time on every stage. Whatever ends up on several stages has its gradients summed
 over them, so a cautious placement costs memory and never numbers.
@@ -9,6 +10,7 @@ over them, so a cautious placement costs memory and never numbers.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +81,7 @@ def make_partition(
     units = _place_units(module, trunk, uses, owners, placement or {})
     sizes = _split(module, trunk, uses, stages, pipeline_split)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
-    bounds = tuple(zip(starts[:-1], starts[1:], strict=True))
+    bounds = tuple(itertools.pairwise(starts))
     holders = _holders(module, trunk, bounds, owners, units)
     return Partition(trunk, bounds, owners, units, holders)
 
@@ -128,7 +130,9 @@ def _place_units(
             )
     _apply_overrides(units, places, overrides)
     if unknown and len(everywhere) > 1:
-        log.info("kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown)
+        log.info(
+            "kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown
+        )
     return units
 
 
@@ -156,7 +160,8 @@ def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str 
     layers = len(trunk.layer_names)
     if layers < stages:
         raise ValueError(
-            f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); use "
+            f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); "
+            f"use "
             f"`pipeline_parallel_size` × chunks of at most {layers}, or add layers."
         )
     if split == "auto":
@@ -174,7 +179,9 @@ def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str 
 
 
 def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], float, float]:
-    """Forward FLOPs per token in units of 2: matrix elements of each layer, of what runs before and of what runs after."""
+    """Forward FLOPs per token in units of 2: matrix elements of each layer, of what runs before and of what runs
+    after.
+    """
     costs = [float(_matrix_elements(layer)) for layer in trunk.layers(module)]
     before = after = 0.0
     for name in unit_names(module, trunk):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Trunk:
 
 
 def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
-    """Find the trunk of ``module``: its largest ``nn.ModuleList`` or ``nn.Sequential`` of repeated layers.
+    """Find the trunk of ``module``: its largest ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` of
+    repeated layers.
 
     Args:
         module: the whole module, real or on the meta device.
@@ -44,7 +45,8 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
     if not candidates:
         raise ValueError(
             "no trunk found: the module has no nn.ModuleList or nn.Sequential of at least two layers of one class with "
-            f"parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a container with "
+            f"parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a "
+            f"container with "
             '`pipeline_layers="..."`, or use `pipeline_parallel_size=1`.'
         )
     best = max(candidates, key=lambda candidate: candidate[:2])
@@ -55,10 +57,8 @@ def _named_trunk(module: nn.Module, name: str) -> Trunk:
     try:
         container = module.get_submodule(name)
     except AttributeError:
-        raise ValueError(
-            f"`pipeline_layers={name!r}` names no submodule. {_list_containers(module)}"
-        ) from None
-    if not isinstance(container, (*_CONTAINERS, nn.ModuleDict)) or len(container) < 1:
+        raise ValueError(f"`pipeline_layers={name!r}` names no submodule. {_list_containers(module)}") from None
+    if not isinstance(container, _CONTAINERS) or len(container) < 1:
         raise ValueError(
             f"`pipeline_layers={name!r}` is a {type(container).__name__}, not an nn.ModuleList, nn.Sequential or "
             f"nn.ModuleDict of layers. {_list_containers(module)}"
@@ -80,15 +80,19 @@ def _trunk(name: str, container: nn.Module) -> Trunk:
 def _candidates(module: nn.Module) -> Iterator[tuple[bool, int, str]]:
     """Yield ``(has composite layers, parameters in repeated layers, name)`` of every container of repeated layers."""
     for name, container in module.named_modules():
-        if not isinstance(container, _CONTAINERS) or len(container) < 2:
+        if not isinstance(container, _CONTAINERS):
             continue
-        sizes = [(type(child), sum(p.numel() for p in child.parameters())) for child in container.children()]
+        layers = list(container._modules.values())
+        sizes = [(type(layer), sum(p.numel() for p in layer.parameters())) for layer in layers if layer is not None]
         classes = Counter(kind for kind, size in sizes if size)
-        repeated = {kind for kind, count in classes.items() if count > 1}
+        alone = 1 if isinstance(container, nn.ModuleList) and len(layers) == 1 else 2
+        repeated = {kind for kind, count in classes.items() if count >= alone}
         if not repeated:
             continue
         total = sum(size for kind, size in sizes if kind in repeated)
-        composite = any(type(child) in repeated and any(True for _ in child.children()) for child in container.children())
+        composite = any(
+            type(layer) in repeated and any(True for _ in layer.children()) for layer in container.children()
+        )
         yield composite, total, name
 
 

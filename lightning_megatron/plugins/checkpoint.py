@@ -7,7 +7,8 @@
         meta.pt       loops, callbacks, schedulers, hyperparameters, optimizer groups
         COMPLETE      written last
 
-A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is whole. One
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is
+whole. One
 without its marker is refused.
 """
 
@@ -37,7 +38,8 @@ class MegatronCheckpointIO(CheckpointIO):
     """Saves and loads checkpoint directories; every rank takes part.
 
     Args:
-        weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects (custom
+        weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects
+            (custom
             hyperparameter types), which runs code from the file: only for checkpoints you trust.
     """
 
@@ -99,7 +101,8 @@ class MegatronCheckpointIO(CheckpointIO):
                 if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
                     raise
                 raise RuntimeError(
-                    f"{path / _META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you trust the file, "
+                    f"{path / _META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you "
+                    f"trust the file, "
                     "pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`."
                 ) from error
 
@@ -128,7 +131,9 @@ class MegatronCheckpointIO(CheckpointIO):
         dcp.load(dict(into), checkpoint_id=Path(path) / _TENSORS, no_dist=not _distributed())
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint directory, link or file; the marker goes first, so a half-deleted one is not taken for whole."""
+        """Delete a checkpoint directory, link or file; the marker goes first, so a half-deleted one is not taken
+        for whole.
+        """
         path = Path(path)
         if path.is_symlink() or path.is_file():
             path.unlink()
@@ -145,10 +150,9 @@ def _separate(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
     tensors = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     meta = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     meta["state_dict_extra"] = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, Tensor)}
-    groups, scalars = [], []
+    groups = []
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         groups.append(state["param_groups"])
-        scalars.append({})
         for parameter, entries in state["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):

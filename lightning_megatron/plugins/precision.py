@@ -58,6 +58,7 @@ def megatron_precision(plugin: Precision | None) -> Precision:
     if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
         return MegatronHalfPrecision("bf16-true")
     raise ValueError(
-        f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; use "
+        f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; "
+        f"use "
         "'32-true', '64-true' or 'bf16-true'."
     )

@@ -1,0 +1,301 @@
+"""Following the user's step through the layers, call by call.
+
+The step is not rewritten. It runs as it is, on one micro-batch, over a module whose layers have been wrapped::
+
+    def training_step(self, batch):          layers  0   1 │ 2   3 │ 4   5
+        x = self.embed(batch)                        └───────────────────── this stage runs 2 and 3
+        for layer in self.layers:            0, 1    skipped: stand-in output
+            x = layer(x, mask)               2       its first argument is replaced by what stage 0 sent
+        return loss(self.head(x), batch)     4       its first argument is sent on, and the step ends here
+
+A :class:`StageCursor` follows the layer calls of one run and does the replacing, skipping and ending.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.standin import OutputShapes, Sentinel
+from lightning_megatron.rng import SegmentStreams
+
+
+class StageDone(BaseException):
+    """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a boundary: its place among the flattened call arguments, and what the receiver must allocate."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Boundary:
+    """What crosses between two stages in one micro-batch: the tensors and their description."""
+
+    leaves: tuple[Leaf, ...] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class StageRun:
+    """What one forward of one virtual stage leaves behind until its backward.
+
+    Attributes:
+        received: inputs of the stage, detached leaves of its autograd graph.
+        sent: outputs of the stage, still attached to the graph; empty on the last.
+        output: what the user's step returned; last stage only.
+    """
+
+    micro_batch: int
+    received: Boundary
+    sent: Boundary
+    output: Any = None
+
+
+class StageCursor:
+    """Follows the layer calls of one run of the user's step on one virtual stage.
+
+    Raises:
+        RuntimeError: the layers are called twice, out of order, or not at all.
+    """
+
+    def __init__(self, layers: int, trunk: str, streams: SegmentStreams) -> None:
+        self._layers = layers
+        self._trunk = trunk
+        self._streams = streams
+        self._side_indices: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self.shapes = OutputShapes()
+        self.stage_module: Any = None
+        self.running = False
+        self._next = 0
+
+    def use_streams(self, streams: SegmentStreams) -> None:
+        """Draw from other streams from now on: a later run's."""
+        self._streams = streams
+
+    def begin(self, bounds: tuple[int, int], micro_batch: int, received: Boundary, training: bool) -> None:
+        """Prepare for one run of the layers ``bounds`` on ``received``."""
+        self.first, self.stop = bounds
+        self.training = training
+        self.micro_batch = micro_batch
+        self.received = received
+        self.sent = Boundary()
+        self._aliases: dict[int, tuple[Any, Tensor]] = {}
+        self._next = 0
+        self.running = True
+        self._enter_stream(0)
+
+    def end(self) -> None:
+        """Finish a run: nothing of the micro-batch stays referenced here."""
+        self.running = False
+        self.received = self.sent = Boundary()
+        self._aliases = {}
+
+    def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
+        """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
+        self.first, self.stop = bounds
+        self.micro_batch = run.micro_batch
+        self.received = run.received
+
+    @property
+    def discovered(self) -> bool:
+        """Whether the boundary at the end of the present run has been seen with gradients enabled."""
+        return self.stop >= self._layers or (self.stop, self.training) in self._side_indices
+
+    def check_finished(self) -> None:
+        """Complain about a step that returned without having called every layer."""
+        if self._next < self.stop or self.stop < self._layers:
+            called = f"{self._next} of the {self._layers}" if self._next else "never the"
+            raise RuntimeError(
+                f"the step called {called} layers of `{self._trunk}`; under a pipeline every layer must be called "
+                f"exactly once, "
+                f"and layer {self._next} was not called. If these are not the module's layers, name them with "
+                "`pipeline_layers=...`; otherwise use `pipeline_parallel_size=1`."
+            )
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
+        if _in_backward():
+            return self._recompute(index, call, args, kwargs)
+        self._check_order(index)
+        self._next += 1
+        if index < self.first:
+            return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=index > 0)
+        if index == self.stop:
+            self._capture(call, args, kwargs)
+        args, kwargs = self._substitute(index, call, args, kwargs)
+        self._enter_stream(1 + index)
+        output = call.forward(*args, **kwargs)
+        if index == self._layers - 1:
+            self._enter_stream(1 + self._layers)
+        return output
+
+    def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for a part outside the trunk that another stage owns."""
+        if self.running and not _in_backward() and (self.first == 0 or self._next > self.first):
+            raise RuntimeError(self._misplaced(call.sentinel.name))
+        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=False)
+
+    def _misplaced(self, part: str) -> str:
+        option = f'pipeline_placement={{"{part}": "all"}}'
+        keep = f"keep it on every stage with `MegatronStrategy({option})`"
+        if self._next == 0:
+            return f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}."
+        return (
+            f"`{part}` was called when layer {self._next} of `{self._trunk}` was expected, and it is not on this "
+            f"stage. If the step "
+            f"leaves layers out, it cannot run under a pipeline (use `pipeline_parallel_size=1`); if `{part}` "
+            f"belongs there, {keep}."
+        )
+
+    def _check_order(self, index: int) -> None:
+        if not self.running:
+            raise RuntimeError(
+                f"the layers of `{self._trunk}` were called outside of a training, validation, test or predict "
+                f"step. They are "
+                "spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` for this."
+            )
+        if index == self._next:
+            return
+        if index < self._next:
+            last = self._next - 1
+            what = f"layer {index} of `{self._trunk}` was called again after layer {last}: the layers are called twice"
+        else:
+            what = (
+                f"layer {index} of `{self._trunk}` was called, but layer {self._next} comes next: a layer was left out"
+            )
+        raise RuntimeError(
+            f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second "
+            f"forward, no "
+            "generation, no layer dropping) or use `pipeline_parallel_size=1`."
+        )
+
+    def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        main = call.main_leaves(args, kwargs)
+        side = self._side_of(leaves, main)
+        tensors = [self._original(leaves[index]) for index in (*main, *side)]
+        self.sent = Boundary(
+            tuple(
+                Leaf(index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for index, tensor in zip((*main, *side), tensors, strict=True)
+            ),
+            tensors,
+        )
+        raise StageDone
+
+    def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
+        """Arguments besides the hidden state that depend on parameters: seen where gradients are on, then
+        remembered.
+        """
+        key = (self.stop, self.training)
+        if torch.is_grad_enabled():
+            self._side_indices[key] = tuple(
+                index
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and leaf.requires_grad and index not in main
+            )
+        return self._side_indices.get(key, ())
+
+    def _original(self, tensor: Tensor) -> Tensor:
+        alias = self._aliases.get(id(tensor))
+        return alias[1] if alias is not None else tensor
+
+    def _substitute(
+        self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.first == 0 or (index > self.first and not self._aliases):
+            return args, kwargs
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if index == self.first:
+            main = call.main_leaves(args, kwargs)
+            for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
+                if leaf.index not in main:
+                    self._aliases[id(leaves[leaf.index])] = (leaves[leaf.index], tensor)
+                leaves[leaf.index] = tensor
+        else:
+            leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
+        return new_args, new_kwargs
+
+    def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index == self.first and self.first > 0:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
+                leaves[leaf.index] = tensor
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self._enter_stream(1 + index)
+        return call.forward(*args, **kwargs)
+
+    def _enter_stream(self, segment: int) -> None:
+        self._streams.enter(self.micro_batch, segment)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class LayerCall:
+    """Installed as ``forward`` on every trunk layer; asks the cursor what to do with each call."""
+
+    def __init__(self, cursor: StageCursor, index: int, name: str, module: nn.Module) -> None:
+        self.cursor = cursor
+        self.index = index
+        self.module = module
+        self.sentinel = Sentinel(name)
+        self.forward = module.forward
+        self._main = _first_parameter(self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_layer(self.index, self, args, kwargs)
+
+    def main_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Indices, among the flattened arguments, of the tensors in the first argument (the hidden state)."""
+        if args:
+            main, offset = args[0], 0
+        else:
+            name = self._main if self._main in kwargs else next(iter(kwargs))
+            main, offset = kwargs[name], 0
+            for key, value in kwargs.items():
+                if key == name:
+                    break
+                offset += len(pytree.tree_leaves(value))
+        leaves = pytree.tree_leaves(main)
+        found = tuple(offset + i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        if not found:
+            raise RuntimeError(
+                f"layer `{self.sentinel.name}` was called with a {type(main).__name__} as its first argument; a "
+                f"pipeline "
+                "sends the first argument of a layer to the next stage, so it must be a tensor or a nest of tensors."
+            )
+        return found
+
+
+def _first_parameter(forward: Callable[..., Any]) -> str:
+    parameters = list(inspect.signature(forward).parameters)
+    return parameters[0] if parameters else ""
+
+
+class PartCall:
+    """Installed as ``forward`` on every hollow part outside the trunk."""
+
+    def __init__(self, cursor: StageCursor, module: nn.Module, sentinel: Sentinel) -> None:
+        self.cursor = cursor
+        self.module = module
+        self.sentinel = sentinel
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_part(self, args, kwargs)
