@@ -6,6 +6,7 @@ Clusters that are not in the table come from a YAML file of the same field names
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 GB = 1e9
 GIB = 2.0**30
+MIB = 2.0**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Gpu:
         generation: ``volta``, ``ampere``, ``hopper`` or ``blackwell``; efficiency constants are kept per generation.
         peak_16: dense 16-bit peak in FLOP/s.
         peak_8: dense 8-bit floating-point peak in FLOP/s, 0 where there is none.
-        memory: device memory in bytes.
+        memory: device memory in bytes, as the driver reports it.
         bandwidth: device memory bandwidth in bytes/s.
         processors: streaming multiprocessors, which set how a matrix product is tiled.
     """
@@ -140,12 +142,12 @@ def _gpu_from_mapping(values: Mapping[str, Any]) -> Gpu:
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 
-_V100 = Gpu("V100-32", "volta", 125e12, 0.0, 32 * GIB, 900 * GB, 80)
-_A100_40 = Gpu("A100-40", "ampere", 312e12, 0.0, 40 * GIB, 1555 * GB, 108)
-_A100_80 = Gpu("A100-80", "ampere", 312e12, 0.0, 80 * GIB, 2039 * GB, 108)
-_H100 = Gpu("H100", "hopper", 989e12, 1979e12, 80 * GIB, 3350 * GB, 132)
-_H200 = Gpu("H200", "hopper", 989e12, 1979e12, 141 * GB, 4800 * GB, 132)
-_B200 = Gpu("B200", "blackwell", 2250e12, 4500e12, 180 * GB, 7700 * GB, 148)
+_V100 = Gpu("V100-32", "volta", 125e12, 0.0, 32510 * MIB, 900 * GB, 80)
+_A100_40 = Gpu("A100-40", "ampere", 312e12, 0.0, 40536 * MIB, 1555 * GB, 108)
+_A100_80 = Gpu("A100-80", "ampere", 312e12, 0.0, 81251 * MIB, 2039 * GB, 108)
+_H100 = Gpu("H100", "hopper", 989e12, 1979e12, 81559 * MIB, 3350 * GB, 132)
+_H200 = Gpu("H200", "hopper", 989e12, 1979e12, 143771 * MIB, 4800 * GB, 132)
+_B200 = Gpu("B200", "blackwell", 2250e12, 4500e12, 183359 * MIB, 7700 * GB, 148)
 
 CLUSTERS: dict[str, Cluster] = {
     "V100-32": Cluster(_V100, nvlink=150 * GB, network=6.25 * GB),
@@ -188,10 +190,18 @@ def cluster_for(name: str, peak_tflops: float | None = None) -> tuple[Cluster, s
         if peak_tflops is None:
             raise
     found = min(CLUSTERS.values(), key=lambda c: (_peak_distance(c.gpu, peak_tflops), -c.gpu.memory))
-    return found, f"GPU {name!r} is not in the table; taken as {found.gpu.name}, the nearest in peak"
+    known, stated = found.gpu, peak_tflops * 1e12
+    if _ratio(known.peak_16, stated) <= _ratio(known.peak_8, stated):
+        scale = stated / known.peak_16
+        found = replace(found, gpu=replace(known, peak_16=stated, peak_8=known.peak_8 * scale))
+    return found, f"GPU {name!r} is not in the table; taken as {known.name}, the nearest in peak"
 
 
 def _peak_distance(gpu: Gpu, peak_tflops: float) -> float:
-    """How far a GPU's nearer peak (16- or 8-bit) is from ``peak_tflops``, as a ratio minus one."""
-    peaks = [peak for peak in (gpu.peak_16, gpu.peak_8) if peak]
-    return min(max(peak / 1e12 / peak_tflops, peak_tflops * 1e12 / peak) - 1 for peak in peaks)
+    """How far a GPU's nearer peak (16- or 8-bit) is from ``peak_tflops``, as a ratio."""
+    return min(_ratio(gpu.peak_16, peak_tflops * 1e12), _ratio(gpu.peak_8, peak_tflops * 1e12))
+
+
+def _ratio(left: float, right: float) -> float:
+    """The larger over the smaller of two numbers; infinite where one is 0."""
+    return max(left, right) / min(left, right) if left and right else math.inf

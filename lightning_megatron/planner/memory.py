@@ -124,6 +124,9 @@ def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_sh
     whole = layer_activation_bytes(shape, recipe)
     kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
     total = layers * kept * in_flight(recipe, stage)
+    if recipe.pipeline > 1 and not recipe.software.scatter_gather:
+        boundary = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
+        total += boundary * in_flight(recipe, stage)
     return total + max(whole if recompute_share > 0 else 0.0, logit_bytes(shape, recipe, stage))
 
 
@@ -140,7 +143,10 @@ def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int
     weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
     activations = activation_bytes(shape, recipe, stage, recompute_share)
     tensors = weights + gradients + optimizer + activations
-    return Memory(weights, gradients, optimizer, activations, _RUNTIME + _FRAGMENTATION * tensors)
+    buckets = 0.0
+    if recipe.replicas > 1:
+        buckets = 2.0 * recipe.bytes_per_gradient * min(recipe.software.bucket, stage_parameters(shape, recipe, stage))
+    return Memory(weights, gradients, optimizer, activations, _RUNTIME + buckets + _FRAGMENTATION * tensors)
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

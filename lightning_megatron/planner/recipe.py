@@ -7,7 +7,7 @@ whether the attention scores are ever written to memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
@@ -33,6 +33,9 @@ class Software:
         dropout: masks are kept for the backward.
         direct_gradients: weight gradients accumulate straight into the 32-bit buffer; otherwise a 16-bit gradient lies
             beside it.
+        bucket: gradient elements that are copied for one reduction, of which two are under way.
+        scatter_gather: tensor ranks that hold the same boundary activation each send their own 1/t of it; otherwise
+            each sends all of it and keeps it until the backward.
         post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
             ranks may start their next step at different times.
     """
@@ -46,6 +49,8 @@ class Software:
     block_recompute: bool = False
     dropout: bool = False
     direct_gradients: bool = True
+    bucket: float = 4e7
+    scatter_gather: bool = True
     post_validation: bool = False
 
 
@@ -58,7 +63,9 @@ MEGATRON_2021 = Software(
     dropout=True,
     direct_gradients=False,
 )
-"""Megatron-LM and Megatron-DeepSpeed before fused attention: fused small kernels, no transfer beside compute."""
+"""Megatron-LM before fused attention: fused small kernels, no transfer beside compute."""
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False)
+"""The same layers under DeepSpeed's pipeline, which has ZeRO-1, large buckets and sends whole boundaries."""
 MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True)
 """Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
 PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True)
@@ -116,7 +123,7 @@ class Recipe:
         self._check_chunks()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
-                f"`global_batch={self.global_batch}` is less than data x micro_batch = {self.data} x {self.micro_batch};"
+                f"`global_batch={self.global_batch}` is below data x micro_batch = {self.data} x {self.micro_batch};"
                 " raise `global_batch` or lower `micro_batch`"
             )
 

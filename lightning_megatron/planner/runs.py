@@ -15,7 +15,15 @@ from pathlib import Path
 
 from lightning_megatron.planner.cluster import Cluster, cluster_for
 from lightning_megatron.planner.memory import peak_memory, recompute_share
-from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE, PLAIN_3D, PYTORCH_FSDP, Recipe, Software
+from lightning_megatron.planner.recipe import (
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    PLAIN_3D,
+    PYTORCH_FSDP,
+    Recipe,
+    Software,
+)
 from lightning_megatron.planner.shape import ModelShape
 
 MEASURED = frozenset(
@@ -320,7 +328,7 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
 
     Sharded weights and gradients (``fsdp``, ``zero2``-like) mean PyTorch's own FSDP; a distributed optimizer, or any
     sharding in bf16 with tensor parallelism, means Megatron-Core; 16-bit float on GPUs older than Hopper means the
-    Megatron of 2021-22, before fused attention.
+    Megatron of 2021-22, before fused attention, under DeepSpeed where it shards at all.
     """
     shard = cells.get("shard", "").lower()
     precision = cells.get("precision", "").lower()
@@ -336,5 +344,5 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
     if "dist" in shard or (sharding == "zero2" and not precision.startswith("fp16")):
         return MEGATRON_CORE
     if old:
-        return MEGATRON_2021
+        return MEGATRON_2021 if sharding == "none" else MEGATRON_DEEPSPEED
     return PLAIN_3D

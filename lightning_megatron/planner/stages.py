@@ -169,14 +169,16 @@ def hidden_cost(transfer: float, compute: float, constants: Constants) -> float:
 def transfer_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
     """Seconds of one stage-to-stage transfer, and the share of it that keeps a stage from computing.
 
-    Each tensor rank sends its own 1/t of the boundary activation; without sequence parallelism the receivers gather the
-    parts. Software that does not overlap transfers waits for all of it.
+    Each tensor rank sends its own 1/t of the boundary activation, or all of it where software cannot do that; without
+    sequence parallelism the receivers gather the parts. Software that does not overlap transfers waits for all of it.
     """
     if recipe.pipeline == 1:
         return 0.0, 0.0
     stride = recipe.tensor * recipe.context * recipe.data
-    size = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / recipe.tensor
-    once = send_seconds(size, stride, cluster, constants)
-    if not recipe.sequence_parallel and recipe.tensor > 1:
-        once += gather_seconds(size * recipe.tensor, Group(recipe.tensor), cluster, constants)
+    whole = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
+    if not recipe.sequence_parallel and not recipe.software.scatter_gather:
+        once = send_seconds(whole, stride, cluster, constants)
+    else:
+        once = send_seconds(whole / recipe.tensor, stride, cluster, constants)
+        once += 0.0 if recipe.sequence_parallel else gather_seconds(whole, Group(recipe.tensor), cluster, constants)
     return once, constants.contention if recipe.software.overlap_pipeline else 1.0
