@@ -115,8 +115,7 @@ def load_documents(source: str, scratch: Path, by_paragraph: bool = False) -> Da
     """
     files = find_files(source)
     if not files:
-        name, _, configuration = source.partition(":")
-        documents = load_dataset(name, configuration or None, split="train")
+        documents = load_from_hub(source)
     elif len(files) == 1 and files[0].suffix in TABLE_FORMATS:
         kind = TABLE_FORMATS[files[0].suffix]
         documents = load_dataset(kind, data_files=str(files[0]), split="train", cache_dir=str(scratch))
@@ -126,6 +125,21 @@ def load_documents(source: str, scratch: Path, by_paragraph: bool = False) -> Da
     if "text" not in documents.column_names:
         raise ValueError(f"`--data {source}` has the columns {documents.column_names}; one named 'text' is needed.")
     return documents.select_columns(["text"])
+
+
+def load_from_hub(source: str) -> Dataset:
+    """The training split of ``name`` or ``name:configuration`` on the Hugging Face hub.
+
+    Raises:
+        ValueError: If there is no such dataset, or the hub cannot be reached.
+    """
+    name, _, configuration = source.partition(":")
+    try:
+        return load_dataset(name, configuration or None, split="train")
+    except OSError as error:
+        raise ValueError(
+            f"`--data {source}` is no file or folder here, and as a dataset it could not be loaded: {error}"
+        ) from error
 
 
 def split_documents(documents: Dataset, fraction: float, seed: int) -> DatasetDict:

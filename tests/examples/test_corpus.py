@@ -154,6 +154,13 @@ def test_a_path_that_is_not_there_is_refused_before_anything_is_downloaded() -> 
         Recipe(source="./nowhere").key()
 
 
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused_with_both_readings(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"`--data nobody/nothing` is no file or folder here, and as a dataset it could"
+    ):
+        corpus.load_documents("nobody/nothing", tmp_path)
+
+
 def test_unigram_entropy_of_known_frequencies() -> None:
     assert corpus.unigram_entropy(torch.tensor([[0, 1], [2, 3]])) == pytest.approx(math.log(4), abs=1e-12)
     assert corpus.unigram_entropy(torch.tensor([5, 5, 5])) == 0

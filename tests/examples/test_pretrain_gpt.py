@@ -5,12 +5,35 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pretrain_gpt
 import pytest
 
 from tests.examples.script import run_script
 
 SCRIPT = "pretrain_gpt.py"
 TINY = ("--layers=4", "--hidden=16", "--heads=2", "--sequence=16", "--vocabulary=300", "--batch=8", "--micro-batch=2")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "layout"),
+    [
+        (0, (), ("cpu", 2, 2)),
+        (0, ("--pipeline=3", "--data-parallel=1"), ("cpu", 3, 1)),
+        (1, (), ("gpu", 1, 1)),
+        (2, (), ("gpu", 2, 1)),
+        (8, (), ("gpu", 2, 4)),
+        (8, ("--tensor=2",), ("gpu", 2, 2)),
+        (8, ("--pipeline=4",), ("gpu", 4, 2)),
+        (8, ("--nodes=2",), ("gpu", 2, 8)),
+        (8, ("--accelerator=cpu",), ("cpu", 2, 2)),
+    ],
+)
+def test_the_layout_is_what_was_asked_for_or_fills_the_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, options: tuple[str, ...], layout: tuple[str, int, int]
+) -> None:
+    monkeypatch.setattr("sys.argv", [SCRIPT, *options])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert pretrain_gpt.choose_layout(pretrain_gpt.parse_arguments()) == layout
 
 
 @pytest.fixture
