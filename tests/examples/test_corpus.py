@@ -154,9 +154,15 @@ def test_a_path_that_is_not_there_is_refused_before_anything_is_downloaded() -> 
         Recipe(source="./nowhere").key()
 
 
-def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused_with_both_readings(tmp_path: Path) -> None:
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused_with_both_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no way to the hub")
+
+    monkeypatch.setattr(corpus, "load_dataset", unreachable)
     with pytest.raises(
-        ValueError, match=r"`--data nobody/nothing` is no file or folder here, and as a dataset it could"
+        ValueError, match=r"no file or folder here, and as a dataset it could not .*: no way to the hub"
     ):
         corpus.load_documents("nobody/nothing", tmp_path)
 
