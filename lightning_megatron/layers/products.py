@@ -55,7 +55,12 @@ class _SharedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: PendingProducts, group: dist.ProcessGroup | None, dim: int | None, x: Tensor, *weights: Tensor
+        ctx: Any,
+        pending: PendingProducts,
+        group: dist.ProcessGroup | None,
+        dim: int | None,
+        x: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.group, ctx.dim = pending, group, dim
         ctx.set_materialize_grads(False)

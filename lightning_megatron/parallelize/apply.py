@@ -34,7 +34,9 @@ from lightning_megatron.sharding import ShardSpec, block_range
 class Builder:
     """Applies a blueprint and collects the table of parameters and the rows of the report."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None):
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None
+    ):
         self.module = module
         self.group = group
         self.blueprint = blueprint
@@ -72,7 +74,9 @@ class Builder:
             self.group, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry]
         )
         ends = "all-reduce" if self.sequence is None else "reduce-scatter"
-        back = " ".join(filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else "")))
+        back = " ".join(
+            filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else ""))
+        )
         self._record(region.row, self.blueprint.styles[region.row], table, ends, back, region.note)
         for name in region.tables if not region.gathered else ():
             self._head_table(name)

@@ -19,7 +19,9 @@ def hugging_face_models(module: nn.Module) -> dict[str, Any]:
     """The outermost Hugging Face models in a module, by dotted name (empty for the module itself)."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        if is_hugging_face(part) and not any(name == outer or name.startswith(f"{outer}.") or not outer for outer in found):
+        if is_hugging_face(part) and not any(
+            name == outer or name.startswith(f"{outer}.") or not outer for outer in found
+        ):
             found[name] = part
     return found
 

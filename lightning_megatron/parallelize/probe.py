@@ -36,7 +36,9 @@ class _Reached(Exception):  # noqa: N818 - a signal, not an error
         self.x = x
 
 
-def settle(module: nn.Module, region: Region, trace: Trace, parts: int, packed: bool | None) -> tuple[Region | None, str]:
+def settle(
+    module: nn.Module, region: Region, trace: Trace, parts: int, packed: bool | None
+) -> tuple[Region | None, str]:
     """The region with cuts, attributes and arguments chosen so that the ranks' terms add up to the whole.
 
     Args:
@@ -129,7 +131,9 @@ class _Bench:
         for name in [*self._region.members, *self._region.tables]:
             for key, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 fan = math.prod(parameter.shape) / max(1, linear_fan(self._module.get_submodule(name)))
-                values = torch.randn(parameter.shape, generator=generator) * (1.5 / math.sqrt(fan) if key == "weight" else 0.5)
+                values = torch.randn(parameter.shape, generator=generator) * (
+                    1.5 / math.sqrt(fan) if key == "weight" else 0.5
+                )
                 self._saved[parameter] = parameter.data
                 self._random[parameter] = values.to(parameter.dtype).to(parameter.device)
         self._stack.enter_context(torch.no_grad())

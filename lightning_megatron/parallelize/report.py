@@ -77,7 +77,15 @@ class ParallelReport:
         seen: dict[tuple[str, ...], int] = {}
         for row in self.rows:
             name = row.name if every_layer else generalize(row.name)
-            line = (name, row.style, _shape(row.global_shape), _shape(row.local_shape), row.forward, row.backward, row.note)
+            line = (
+                name,
+                row.style,
+                _shape(row.global_shape),
+                _shape(row.local_shape),
+                row.forward,
+                row.backward,
+                row.note,
+            )
             seen[line] = seen.get(line, 0) + 1
         lines += [
             (*line[:1], *line[1:-1], "; ".join(filter(None, (line[-1], f"x{count}" if count > 1 else ""))))

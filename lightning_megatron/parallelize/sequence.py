@@ -190,7 +190,9 @@ def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -
             )
 
 
-def _replace(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str | None, change: Callable[[Tensor], Tensor]) -> Any:
+def _replace(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str | None, change: Callable[[Tensor], Tensor]
+) -> Any:
     """Arguments with one of them changed; None stands for the hidden state."""
     if key is None:
         key = 0 if args else "hidden_states"

@@ -14,6 +14,7 @@ from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.blocks import Block
 from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.huggingface import PretrainedTask, build_model
 from tests.parity.zoo.tasks import TokenTask
 
 WIDE = 32
@@ -101,7 +102,7 @@ class HeldAtStart(Callback):
         gc.collect()
         storages = {}
         for found in gc.get_objects():
-            if isinstance(found, Tensor) and found.device.type == "cpu":
+            if issubclass(type(found), Tensor) and found.device.type == "cpu":  # isinstance would wake lazy proxies
                 storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         self.tensor_bytes = sum(storages.values())
         self.owned = sum(parameter.numel() for parameter in pl_module.parameters())
@@ -120,7 +121,7 @@ def held(info: RankInfo, stages: int) -> dict[str, Any]:
 
 
 class LateBuilt(TokenTask):
-    """Builds its network in ``configure_model``, as large models do, and notes how large it ever was."""
+    """Builds its network in ``configure_model`` on the meta device, as large models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,12 +129,12 @@ class LateBuilt(TokenTask):
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = WideNet(8)
-            self.built_on = str(self.net.head.weight.device)
+            with torch.device("meta"):
+                self.net = WideNet(8)
 
 
-def late_built(info: RankInfo, layout: tuple[int, int]) -> dict[str, Any]:
-    """Initial weights by name, and the device that ``configure_model`` built on."""
+def late_built(info: RankInfo, layout: tuple[int, int]) -> dict[str, Tensor]:
+    """Initial weights by name, as this rank holds them when training starts."""
     weights: dict[str, Tensor] = {}
 
     class Copy(Callback):
@@ -141,7 +142,28 @@ def late_built(info: RankInfo, layout: tuple[int, int]) -> dict[str, Any]:
             weights.update({name: value.detach().clone() for name, value in pl_module.named_parameters()})
 
     torch.manual_seed(1)
-    module = LateBuilt()
     trainer = trainer_for(info, layout, {}, max_steps=1, limit_val_batches=0, callbacks=[Copy()])
-    trainer.fit(module)
-    return {"weights": weights, "device": module.built_on}
+    trainer.fit(LateBuilt())
+    return weights
+
+
+class LatePretrained(PretrainedTask):
+    """A Hugging Face model built on the meta device."""
+
+    def __init__(self, name: str) -> None:
+        super(PretrainedTask, self).__init__()
+        self.save_hyperparameters({"name": name, "labels": True, "encoded": False})
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = build_model(self.hparams.name)
+
+
+def late_pretrained(info: RankInfo, layout: tuple[int, int], name: str) -> dict[str, float]:
+    """Metrics after two epochs of a Hugging Face model that was never built whole."""
+    torch.manual_seed(1)
+    trainer = trainer_for(info, layout, {}, max_epochs=2)
+    trainer.fit(LatePretrained(name))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -35,6 +35,13 @@ class Manual(TokenTask):
 class TwoOptimizers(Manual):
     """Two optimizers, by hand, as Lightning demands."""
 
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     def configure_optimizers(self) -> Any:
         halves = [self.net.layers.parameters(), self.net.final_norm.parameters()]
         return [torch.optim.SGD(half, lr=0.1) for half in halves]
@@ -99,7 +106,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "trunkless": lambda: TokenTask(Trunkless()),
     "half": lambda: TokenTask(HalfTrunk()),
     "shared": lambda: TokenTask(SharedLayer()),
-    "short": lambda: TokenTask(LearnedPositions(layers=1)),
+    "short": lambda: TokenTask(LearnedPositions(layers=2)),
     "plain": lambda: TokenTask(LearnedPositions()),
 }
 
@@ -119,12 +126,18 @@ def strategy_with(info: RankInfo, arguments: dict[str, Any]) -> None:
     trainer.fit(MODULES["plain"]())
 
 
-def old_namespace(info: RankInfo) -> None:
-    """A module of the ``pytorch_lightning`` namespace."""
+def old_callback(info: RankInfo) -> None:
+    """A callback of the ``pytorch_lightning`` namespace, which Lightning would call as if it were its own."""
     import pytorch_lightning
 
-    class Old(pytorch_lightning.LightningModule):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            return None
+    callback: Any = pytorch_lightning.callbacks.LearningRateMonitor()
+    trainer_for(info, (2, 1), {}, max_epochs=1, callbacks=[callback]).fit(MODULES["plain"]())
 
-    trainer_for(info, (2, 1), {}, max_epochs=1).fit(Old())  # type: ignore[arg-type]
+
+def old_trainer(info: RankInfo) -> None:
+    """The strategy in a Trainer of the ``pytorch_lightning`` namespace."""
+    import pytorch_lightning
+
+    from lightning_megatron import MegatronStrategy
+
+    pytorch_lightning.Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=2, logger=False)

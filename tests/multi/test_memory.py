@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness import run_trainers
-from tests.multi.memory_scenarios import activations, held, late_built
+from tests.multi.memory_scenarios import activations, held, late_built, late_pretrained
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -34,13 +34,20 @@ def test_after_setup_a_rank_holds_only_its_stage(stages: int) -> None:
         assert value["bytes"] < weights_and_gradients + 60_000, (value["bytes"], weights_and_gradients)
 
 
-def test_a_module_built_late_is_never_whole_and_starts_alike_in_every_layout() -> None:
+def test_a_module_built_on_the_meta_device_starts_alike_in_every_layout() -> None:
     (single,) = [outcome.value for outcome in run_trainers(late_built, (1, 1), devices=1)]
-    assert single["device"] == "meta"
+    assert all(weight.float().std() > 0 for name, weight in single.items() if name.endswith("c_attn.weight"))
     for layout in ((2, 1), (4, 1), (2, 2)):
         values = [outcome.value for outcome in run_trainers(late_built, layout, devices=layout[0] * layout[1])]
-        assert {name for value in values for name in value["weights"]} == set(single["weights"])
+        assert {name for value in values for name in value} == set(single)
         for value in values:
-            assert value["device"] == "meta"
-            for name, weight in value["weights"].items():
-                assert torch.equal(weight, single["weights"][name]), (layout, name)
+            assert len(value) < len(single)
+            for name, weight in value.items():
+                assert torch.equal(weight, single[name]), (layout, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_pretrained_class_built_on_the_meta_device_trains_alike_in_every_layout(name: str) -> None:
+    (single,) = [outcome.value for outcome in run_trainers(late_pretrained, (1, 1), name, devices=1)]
+    for outcome in run_trainers(late_pretrained, (2, 1), name, devices=2):
+        assert outcome.value == pytest.approx(single, abs=1e-5)

@@ -30,7 +30,6 @@ def _refused(outcomes: list[Any], *patterns: str) -> None:
         ("half", ["layers", "not called|never|skip|order|expected|was not"]),
         ("trunkless", ["trunk", "activations", "pipeline_layers"]),
         ("shared", ["layers", "more than once|same"]),
-        ("short", ["pipeline_parallel_size", "1 layer|2 stages"]),
     ],
 )
 def test_a_module_that_cannot_be_cut_is_refused_on_every_rank(module: str, patterns: list[str]) -> None:
@@ -65,11 +64,16 @@ def test_arguments_that_do_not_fit_are_refused_with_their_values(
     _refused(outcomes, *patterns)
 
 
-def test_the_other_lightning_namespace_is_refused_by_name() -> None:
-    outcomes = run_trainers(refusals.old_namespace, devices=2, check=False, grace=20, deadline=60)
+def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
+    outcomes = run_trainers(refusals.fit, (3, 1), {}, "short", devices=3, check=False, grace=20, deadline=60)
+    _refused(outcomes, "pipeline_parallel_size", "2 layers", "3 (pipeline )?stages")
+
+
+def test_callbacks_of_the_other_lightning_namespace_are_refused_by_name() -> None:
+    outcomes = run_trainers(refusals.old_callback, devices=2, check=False, grace=20, deadline=60)
     _refused(outcomes, "pytorch_lightning", "lightning.pytorch")
 
 
-@pytest.mark.parametrize("module", ["manual", "two_optimizers", "twice", "never", "trunkless", "shared", "short"])
+@pytest.mark.parametrize("module", ["manual", "two_optimizers", "twice", "never", "trunkless", "shared"])
 def test_without_a_pipeline_nothing_of_this_is_refused(module: str) -> None:
     run_trainers(refusals.fit, (1, 2), {}, module, devices=2)
