@@ -24,7 +24,8 @@ def reference(row: Row) -> Trace:
 
 def run(row: Row, deadline: float = 120.0) -> list[Trace]:
     """The row's run, one trace per rank."""
-    return [outcome.value for outcome in run_trainers(train, row, devices=row.devices, deadline=deadline)]
+    outcomes = run_trainers(train, row, devices=row.devices, deadline=deadline, grace=20.0)
+    return [outcome.value for outcome in outcomes]
 
 
 def check(row: Row) -> None:

@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)[0] + x
+            x = layer(x)[0]
         return self.head(x)
 
 

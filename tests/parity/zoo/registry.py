@@ -76,9 +76,10 @@ def _pretrained() -> dict[str, Specimen]:
     return found
 
 
-# Values beside the hidden state cross the cut with a gradient: a pipeline may refuse these, but not get them wrong.
+# Values beside the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
+# a pipeline may refuse these, but not get them wrong.
 MAY_REFUSE = frozenset(
-    {"outside_residual", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "hf_t5"}
+    {"outside_residual", "indexed", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "hf_t5"}
 )
 ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
 
