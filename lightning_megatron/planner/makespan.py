@@ -6,7 +6,9 @@ are compared, or one layout thousands of times.
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.schedule import make_schedule
+from functools import lru_cache
+
+from lightning_megatron.pipeline.schedule import Schedule, make_schedule
 from lightning_megatron.pipeline.timeline import Costs, simulate
 from lightning_megatron.planner.recipe import VEE_SCHEDULES, Recipe
 from lightning_megatron.planner.stages import StageSeconds, rank_costs
@@ -49,7 +51,7 @@ def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
     if recipe.pipeline == 1:
         return recipe.micro_batches * sum(cost.total for cost in costs)
     stages, count = recipe.pipeline, recipe.micro_batches
-    long = 5 * stages + count % stages
+    long = 3 * stages + count % stages
     if count <= long:
         return _span(costs, recipe, count)
     longer = _span(costs, recipe, long)
@@ -58,7 +60,7 @@ def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
 
 def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
     """Length of a step of ``micro_batches`` micro-batches; a rank's longest span where ranks run on across steps."""
-    schedule = make_schedule(recipe.schedule, recipe.pipeline, micro_batches, chunks=recipe.chunks)
+    schedule = _schedule(recipe.schedule, recipe.pipeline, micro_batches, recipe.chunks)
     times = Costs(
         forward=tuple(cost.forward + 0.5 * cost.transfer for cost in costs),
         backward_input=tuple(cost.input_gradient + 0.5 * cost.transfer for cost in costs),
@@ -67,3 +69,9 @@ def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> floa
     )
     timeline = simulate(schedule, times)
     return max(timeline.spans) if recipe.software.post_validation else timeline.makespan
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """The real schedule; layouts that share it differ only in their costs."""
+    return make_schedule(name, stages, micro_batches, chunks=chunks)

@@ -140,13 +140,8 @@ class Recipe:
             )
 
     def rank_of(self, virtual_stage: int) -> int:
-        """Pipeline rank that holds a virtual stage: round and round, or there and back for the V schedules.
-
-        With 2 ranks and 2 chunks: interleaved 0, 1, 0, 1; zb-v 0, 1, 1, 0.
-        """
-        if self.schedule in VEE_SCHEDULES and virtual_stage >= self.pipeline:
-            return 2 * self.pipeline - 1 - virtual_stage
-        return virtual_stage % self.pipeline
+        """Pipeline rank that holds a virtual stage, see :func:`rank_of`."""
+        return rank_of(virtual_stage, self.pipeline, self.schedule in VEE_SCHEDULES)
 
     @property
     def virtual_stages(self) -> int:
@@ -182,6 +177,16 @@ class Recipe:
             f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context} b{self.micro_batch} "
             f"{self.schedule} {self.sharding} {self.recompute}{sp} {self.precision}"
         )
+
+
+def rank_of(virtual_stage: int, pipeline: int, vee: bool) -> int:
+    """Pipeline rank that holds a virtual stage: round and round, or there and back for the V schedules.
+
+    With 2 ranks and 2 chunks: interleaved 0, 1, 0, 1; zb-v 0, 1, 1, 0.
+    """
+    if vee and virtual_stage >= pipeline:
+        return 2 * pipeline - 1 - virtual_stage
+    return virtual_stage % pipeline
 
 
 def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from lightning_megatron.planner.prediction import Prediction, predict
 from lightning_megatron.planner.recipe import LIGHTNING, VEE_SCHEDULES, Recipe, Software
 from lightning_megatron.planner.shape import ModelShape
 
-_REFINED = 24
+_REFINED = 12
 _MOST_CHUNKS = 12
 _LARGEST_MICRO_BATCH = 64
 

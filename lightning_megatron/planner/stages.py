@@ -7,12 +7,13 @@ sets the pace of the pipeline, so stages are priced one by one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_megatron.planner.cluster import Cluster
 from lightning_megatron.planner.communication import Group, all_reduce_seconds, gather_seconds, send_seconds
 from lightning_megatron.planner.compute import LayerSeconds, head_seconds, layer_seconds
 from lightning_megatron.planner.constants import Constants
-from lightning_megatron.planner.recipe import Recipe
+from lightning_megatron.planner.recipe import VEE_SCHEDULES, Recipe, rank_of
 from lightning_megatron.planner.shape import ModelShape
 
 
@@ -74,10 +75,16 @@ def split_layers(layers: int, virtual_stages: int) -> list[int]:
 
 def layers_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
     """Layers per pipeline rank, chunks added up."""
-    found = [0] * recipe.pipeline
-    for stage, count in enumerate(split_layers(shape.layers, recipe.virtual_stages)):
-        found[recipe.rank_of(stage)] += count
-    return found
+    return list(_layers_of_ranks(shape.layers, recipe.pipeline, recipe.chunks, recipe.schedule in VEE_SCHEDULES))
+
+
+@lru_cache(maxsize=1024)
+def _layers_of_ranks(layers: int, pipeline: int, chunks: int, vee: bool) -> tuple[int, ...]:
+    """As :func:`layers_of_ranks`; asked for thousands of times with the same few sizes."""
+    found = [0] * pipeline
+    for stage, count in enumerate(split_layers(layers, pipeline * chunks)):
+        found[rank_of(stage, pipeline, vee)] += count
+    return tuple(found)
 
 
 def stage_costs(

@@ -26,6 +26,11 @@ from dataclasses import dataclass
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
 
+_SWAPPED = 32
+"""Largest grid that is improved by exchanging ranks."""
+_STARTS = 6
+"""Placements from which such exchanges start."""
+
 Rank = tuple[int, int, int]
 """Coordinates (pipeline stage, data, tensor)."""
 
@@ -141,6 +146,10 @@ class Sizes:
         return list(itertools.product(range(self.pipeline), range(self.data), range(self.tensor)))
 
 
+Nesting = tuple[tuple[str, int], ...]
+"""Axis parts from the innermost to the outermost, such as (("tensor", 2), ("data", 2), ("pipeline", 2), ("data",
+2))."""
+
 Assignment = dict[Rank, int]
 """GPU of every rank."""
 
@@ -192,7 +201,8 @@ def assign(topology: Topology, sizes: Sizes, volumes: Volumes) -> Placement:
 
     Candidates walk the grid and the GPUs side by side: the grid's axes in every order of nesting, each axis possibly
     cut into an inner and an outer part (four data ranks in a node, two islands of them), and islands of unequal size
-    in every order. On small regular cases the result equals the best of all permutations (see the tests).
+    in every order. Small grids are then improved by exchanging pairs of ranks. On small cases the result equals the
+    best of all permutations (see the tests).
 
     Raises:
         ValueError: the grid has another number of ranks than there are GPUs.
@@ -202,21 +212,38 @@ def assign(topology: Topology, sizes: Sizes, volumes: Volumes) -> Placement:
             f"the grid of {sizes.pipeline} x {sizes.data} x {sizes.tensor} = {sizes.world} ranks does not fill "
             f"{topology.gpus} GPUs; change one of the parallel sizes"
         )
-    best: Placement | None = None
+    found: list[tuple[float, Nesting, Assignment]] = []
     for order in nestings(sizes):
         for gpus in _gpu_orders(topology):
             assignment = dict(zip(walk(sizes, order), gpus, strict=True))
             seconds = cost(assignment, topology, sizes, volumes)
-            if best is None or seconds < best.seconds * (1 - 1e-12):
-                carried = traffic(assignment, topology, sizes, volumes)
-                best = Placement(assignment, seconds, carried, tuple(f"{axis}{size}" for axis, size in order))
-    assert best is not None
-    return best
+            found.append((seconds, order, assignment))
+    found.sort(key=lambda item: item[0])
+    best = found[0]
+    if sizes.world <= _SWAPPED:
+        better = [(*_swapped(item[2], topology, sizes, volumes), item[1]) for item in found[:_STARTS]]
+        seconds, assignment, order = min(better, key=lambda item: item[0])
+        if seconds < best[0] * (1 - 1e-9):
+            best = (seconds, order, assignment)
+    carried = traffic(best[2], topology, sizes, volumes)
+    return Placement(best[2], best[0], carried, tuple(f"{axis}{size}" for axis, size in best[1]))
 
 
-Nesting = tuple[tuple[str, int], ...]
-"""Axis parts from the innermost to the outermost, such as (("tensor", 2), ("data", 2), ("pipeline", 2), ("data",
-2))."""
+def _swapped(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volumes) -> tuple[float, Assignment]:
+    """Exchange the GPUs of two ranks while that lowers the cost; for grids that do not nest into the islands."""
+    current, seconds = dict(assignment), cost(assignment, topology, sizes, volumes)
+    pairs = list(itertools.combinations(current, 2))
+    improved = True
+    while improved:
+        improved = False
+        for left, right in pairs:
+            current[left], current[right] = current[right], current[left]
+            tried = cost(current, topology, sizes, volumes)
+            if tried < seconds * (1 - 1e-9):
+                seconds, improved = tried, True
+            else:
+                current[left], current[right] = current[right], current[left]
+    return seconds, current
 
 
 def nestings(sizes: Sizes) -> list[Nesting]:

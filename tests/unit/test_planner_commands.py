@@ -1,0 +1,104 @@
+"""The commands print what they promise, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_megatron.cli import app
+
+RUNS = Path(__file__).parents[1] / "data" / "published_runs.csv"
+RUNNER = CliRunner()
+MODEL = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--seq", "1024"]
+
+
+@pytest.fixture
+def few_runs(tmp_path: Path) -> Path:
+    lines = RUNS.read_text().splitlines()
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([lines[0], *lines[1:7]]) + "\n")
+    return path
+
+
+def test_predict_prints_a_record_per_row(few_runs: Path) -> None:
+    result = RUNNER.invoke(app, ["predict", "--runs", str(few_runs), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["id"] for row in found][:2] == ["sc21-t1-1.7B", "sc21-t1-18.4B"]
+    for row in found:
+        assert row["iteration_seconds"] > 0 and row["tflops_per_gpu"] > 0 and row["memory_gib"] > 0
+        assert row["fits"] is True
+        assert "measured_seconds" not in row
+
+
+def test_predict_scores_on_request(few_runs: Path) -> None:
+    result = RUNNER.invoke(app, ["predict", "--runs", str(few_runs), "--json", "--score"])
+    found = json.loads(result.stdout)
+    assert [family["family"] for family in found["families"]] == ["sc21-table1", "sc21-fig11", "all"]
+    assert all(abs(row["error_percent"]) < 50 for row in found["rows"])
+
+
+def test_predict_prints_tables_for_people(few_runs: Path) -> None:
+    result = RUNNER.invoke(app, ["predict", "--runs", str(few_runs), "--score"])
+    assert result.exit_code == 0, result.output
+    assert "median error" in result.stdout and "sc21-t1-18.4B" in result.stdout
+
+
+def test_predict_goes_on_after_a_bad_row(few_runs: Path) -> None:
+    lines = few_runs.read_text().splitlines()
+    few_runs.write_text("\n".join([*lines, lines[1].replace("A100-80", "Z9000").replace(",312,", ",,")]) + "\n")
+    result = RUNNER.invoke(app, ["predict", "--runs", str(few_runs), "--json"])
+    assert result.exit_code == 0
+    assert "Z9000" in json.loads(result.stdout)[-1]["error"]
+
+
+def test_predict_refuses_a_file_without_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("a,b\n1,2\n")
+    result = RUNNER.invoke(app, ["predict", "--runs", str(path)])
+    assert result.exit_code == 2
+
+
+def test_plan_prints_a_table_json_and_a_picture(tmp_path: Path) -> None:
+    plot = tmp_path / "plan.svg"
+    arguments = ["plan", "--gpus", "16", "--global-batch", "64", *MODEL]
+    result = RUNNER.invoke(app, [*arguments, "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    assert "The runner-up" in result.stdout.replace("\n", " ")
+    assert plot.read_text().startswith("<svg")
+    found = json.loads(RUNNER.invoke(app, [*arguments, "--json", "--top", "2"]).stdout)
+    assert len(found["layouts"]) == 2 and found["gpus"] == 16
+
+
+def test_plan_reads_a_hugging_face_config(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [
+        "plan",
+        "--hf-config",
+        str(tmp_path / "config.json"),
+        "--gpus",
+        "8",
+        "--gpu",
+        "H100",
+        "--global-batch",
+        "64",
+    ]
+    found = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)
+    assert found["parameters"] == 354_823_168
+
+
+def test_plan_without_a_model_says_what_to_give() -> None:
+    result = RUNNER.invoke(app, ["plan", "--gpus", "8", "--global-batch", "8"])
+    assert result.exit_code == 2
+    assert "--hf-config" in result.output
