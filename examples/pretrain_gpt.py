@@ -239,7 +239,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=1, help="for weights, order of blocks and held-out documents")
     results = parser.add_argument_group("results")
     results.add_argument("--output", type=Path, default=Path("runs/pretrain_gpt"), help="for logs and checkpoints")
-    results.add_argument("--resume", metavar="CHECKPOINT", help="go on from this checkpoint; 'last': from the newest, if any")
+    results.add_argument("--resume", metavar="CHECKPOINT", help="checkpoint to go on from; 'last': the newest, if any")
     results.add_argument("--validations", type=int, default=5, help="validation runs during training")
     results.add_argument("--validation-blocks", type=int, default=256, help="sequences per validation run")
     results.add_argument("--prompt", help="what the sample starts with (default for Python's own source: 'def ')")
