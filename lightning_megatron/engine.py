@@ -1,9 +1,9 @@
 """One step of training or evaluation, from a batch to its result, on this rank.
 
-The engine owns what a run needs (stage, executor, gradient buckets, exchange) and knows nothing of Lightning's
-hooks; the
-strategy calls it. Two ways lead through it: the *plain* way, with one stage and one micro-batch, leaves the backward to
-Lightning and only sums gradients over replicas; the *scheduled* way runs forwards and backwards by a schedule.
+The engine owns what a run needs (stage, executor, gradient buckets, exchange) and knows nothing of Lightning's hooks;
+the strategy calls it. Two ways lead through it: the *plain* way, with one stage and one micro-batch, leaves the
+backward to Lightning and only sums gradients over replicas; the *scheduled* way runs forwards and backwards by a
+schedule.
 """
 
 from __future__ import annotations
@@ -164,21 +164,30 @@ class StepEngine:
         return self._run(call, parts, None, weights, name)
 
     def record_plain(self, call: Callable[[Any], Any], batch: Any) -> tuple[Any, StepResult]:
-        """Forward of one batch the plain way: the output keeps its graph; logs are shared over replicas."""
+        """Forward of one batch the plain way: the output keeps its graph; :meth:`finish_plain` completes the logs."""
         with self.recording("training_step"):
             output = call(batch)
             assert self.recorder is not None
             keys, rows = self.recorder.collect(self._device)
-        return output, self._exchange.share(StepResult(None, None, keys, rows))
+        result = StepResult(None, None, keys, rows)
+        self._exchange.start(result)
+        return output, result
 
-    def finish_gradients(self, *, averaged: bool) -> None:
-        """Wait for the sums over replicas and publish ``.grad``.
+    def finish_plain(self, result: StepResult) -> StepResult:
+        """Wait for the logs of all replicas, which travelled during the backward."""
+        self._exchange.finish(result)
+        return result
 
-        Args:
-            averaged: whether the loss was already divided by the number of replicas.
-        """
-        assert self.gradients is not None
-        self.gradients.finish(1 if averaged else self._mesh.layout.data)
+    def begin_plain_gradients(self, *, reduce: bool) -> None:
+        """Prepare the buckets for a backward that Lightning runs."""
+        if self.gradients is not None:
+            self.gradients.begin(fresh=None, reduce=reduce, divide_by=self._mesh.layout.data)
+            self.gradients.set_final(True)
+
+    def finish_gradients(self) -> None:
+        """Wait for the sums over replicas and publish ``.grad``."""
+        if self.gradients is not None:
+            self.gradients.finish()
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """2-norm of the gradients of ``parameters`` over the whole model, each counted once."""

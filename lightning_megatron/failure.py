@@ -2,8 +2,7 @@
 
 A failed rank cannot join the collectives that the others wait in, so the news travels beside them, through the
 key-value store that the processes met at. A thread on every rank looks there once in a while. Whoever waits for the
-dead
-usually wakes by itself, because the connection closes; whoever does not is ended after a grace period.
+dead usually wakes by itself, because the connection closes; whoever does not is ended after a grace period.
 
 ::
 

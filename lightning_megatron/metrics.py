@@ -1,8 +1,7 @@
 """torchmetrics objects under a pipeline: updated where the step ends, read everywhere.
 
 Only the last stage updates a metric. Its states are summed over the replicas of that stage, and ``compute()`` called
-outside a
-step hands the value to the other stages.
+outside a step hands the value to the other stages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Plain attributes that a step changes on the module, carried from the last stage to the others.
 
-A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``,
-a counter,
-a running value. Only the last stage gets that far in the step, while the hooks that read the attributes run on every
-rank.
-After each step the last stage therefore sends what changed.
+A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a
+counter, a running value. Only the last stage gets that far in the step, while the hooks that read the attributes run
+on every rank. After each step the last stage therefore sends what changed.
 """
 
 from __future__ import annotations

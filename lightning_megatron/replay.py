@@ -1,11 +1,9 @@
 """Recording what the user logs inside a step, and replaying it once on every rank.
 
 Inside a step only the last stage reaches ``self.log``, once per micro-batch and only for its replica. Lightning's
-loggers,
-progress bars and callbacks want one call per key and step on every rank, with one value. So calls made inside a step
-are
-recorded, aggregated over micro-batches and replicas, broadcast along the pipeline and replayed through the public
-``self.log``::
+loggers, progress bars and callbacks want one call per key and step on every rank, with one value. So calls made
+inside a step are recorded, aggregated over micro-batches and replicas, broadcast along the pipeline and replayed
+through the public ``self.log``::
 
     last stage   log(loss) × m ──aggregate──▶ all-gather over replicas ──▶ broadcast ──▶ self.log(loss)
     other stages                                                          receive  ──▶ self.log(loss)
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.mesh import ParallelMesh, gather_rows
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -201,6 +199,7 @@ class StepExchange:
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
         self._keys: list[LogKey] = []
+        self._pending: Any = None
 
     def share(self, result: StepResult | None) -> StepResult:
         """Exchange the result; ranks that do not compute the loss pass ``None``."""
@@ -213,12 +212,28 @@ class StepExchange:
         return self._receive()
 
     def _reduce_over_replicas(self, result: StepResult) -> None:
-        assert result.rows is not None
+        self.start(result)
+        self.finish(result)
+
+    def start(self, result: StepResult) -> None:
+        """Begin to reduce over replicas without waiting; :meth:`finish` must follow."""
+        self._pending = None
         if self._data_group is None or (result.loss is None and not result.keys):
             return
+        assert result.rows is not None
         loss = result.loss if result.loss is not None else torch.zeros((), dtype=torch.float64)
         mine = torch.cat([loss.reshape(1).to(self._device, torch.float64), result.rows.reshape(-1)])
-        everyone = gather_rows(mine, self._replicas, self._data_group)
+        rows = torch.empty(self._replicas, mine.numel(), dtype=mine.dtype, device=self._device)
+        work = dist.all_gather(list(rows.unbind()), mine, group=self._data_group, async_op=True)
+        self._pending = (work, rows)
+
+    def finish(self, result: StepResult) -> None:
+        """Wait for what :meth:`start` began, and put the values over all replicas into ``result``."""
+        if self._pending is None:
+            return
+        work, everyone = self._pending
+        work.wait()
+        assert result.rows is not None
         if result.loss is not None:
             result.loss = everyone[:, 0].mean().to(result.loss.dtype)
         gathered = everyone[:, 1:].view(self._replicas, -1, 3)

@@ -1,11 +1,10 @@
 """Random streams that do not depend on the pipeline's layout.
 
-One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for the
-other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each layer, what
-runs after it) of every micro-batch draws from a stream of its own, seeded from the step's seed. The step's seed is one
-draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all stages of a
-replica, so
-shuffling and augmentation in the main process agree too.
+One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for
+the other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each
+layer, what runs after it) of every micro-batch draws from a stream of its own, seeded from the step's seed. The
+step's seed is one draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all
+stages of a replica, so shuffling and augmentation in the main process agree too.
 
 ::
 

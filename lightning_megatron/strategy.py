@@ -44,10 +44,8 @@ class MegatronStrategy(GridStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
-    pipeline stages
-    × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and weights are those
-    of one
-    process (schedule: SC21, arXiv 2104.04473).
+    pipeline stages × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and
+    weights are those of one process (schedule: SC21, arXiv 2104.04473).
 
     Args:
         pipeline_parallel_size: stages that share the layers.
@@ -56,17 +54,15 @@ class MegatronStrategy(GridStrategy):
         micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
             stage).
         evaluation_micro_batch_size: samples per micro-batch in validation, test and prediction; ``"auto"`` runs each
-            batch
-            whole, so that the step is called once per batch, as in one process.
+            batch whole, so that the step is called once per batch, as in one process.
         pipeline_schedule: ``"1f1b"``, ``"gpipe"``.
         pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
         pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
         pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
-            what is not
-            named is placed by reading the module's code.
+            what is not named is placed by reading the module's code.
         micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
-            default its
-            number of samples. Return the number of unpadded tokens to make a token mean over padded batches exact.
+            default its number of samples. Return the number of unpadded tokens to make a token mean over padded
+            batches exact.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         bucket_size_mb: size of a gradient bucket in MiB.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
@@ -150,6 +146,7 @@ class MegatronStrategy(GridStrategy):
         self._metrics: MetricRouter | None = None
         self._reduce_gradients = True
         self._scheduled = False
+        self._unreplayed: StepResult | None = None
         self._optimizer_names: list[lightning_state.GroupNames] = []
 
     @property
@@ -294,8 +291,9 @@ class MegatronStrategy(GridStrategy):
             manual = not module.automatic_optimization
             self._scheduled = not manual and not self._engine.is_plain(batch)
             if not self._scheduled:
-                output, result = self._engine.record_plain(step, batch)
-                replay(module, result)
+                output, self._unreplayed = self._engine.record_plain(step, batch)
+                if manual or output is None:
+                    self._replay_plain()
                 return output
             accumulate = module.trainer.accumulate_grad_batches
             fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
@@ -347,13 +345,24 @@ class MegatronStrategy(GridStrategy):
         closure_loss = precision.pre_backward(closure_loss, module)
         with self._naming_failures():
             if not self._scheduled:
-                if engine.gradients is not None:
-                    engine.gradients.begin(fresh=None, reduce=self._reduce_gradients)
-                    engine.gradients.set_final(True)
+                engine.begin_plain_gradients(reduce=self._reduce_gradients)
                 precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-            if engine.gradients is not None:
-                engine.finish_gradients(averaged=self._scheduled)
+            engine.finish_gradients()
+            if not self._scheduled and module.automatic_optimization:
+                self._replay_plain()
         return precision.post_backward(closure_loss, module)
+
+    def _replay_plain(self) -> None:
+        """Replay the logs of a plain step: after its backward, so that the replicas' values could travel meanwhile."""
+        assert self._engine is not None and self.lightning_module is not None
+        result, self._unreplayed = self._unreplayed, None
+        if result is None:
+            return
+        hook = self.lightning_module._current_fx_name
+        self.lightning_module._current_fx_name = "training_step"
+        with self.precision_plugin.train_step_context():
+            replay(self.lightning_module, self._engine.finish_plain(result))
+        self.lightning_module._current_fx_name = hook
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

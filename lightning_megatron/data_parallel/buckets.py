@@ -1,10 +1,8 @@
 """Gradient buckets: where gradients collect, and how they are summed over replicas while backward still runs.
 
 Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A
-parameter's
-``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all micro-batches. In the
-last
-micro-batch a bucket's all-reduce starts the moment its last gradient has arrived::
+parameter's ``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all
+micro-batches. In the last micro-batch a bucket's all-reduce starts the moment its last gradient has arrived::
 
     backward of the last micro-batch   layer 3 │ layer 2 │ layer 1 │ layer 0
     bucket 0 (layers 3, 2)                      └─ all-reduce ─┘
@@ -71,45 +69,51 @@ class GradientBuckets:
         self._bucket_bytes = bucket_bytes
         self._final = False
         self._reduce = False
+        self._copy_late = False
+        self._divide_by = 1
         self._hooks: list[Any] = []
         self.buckets: list[Bucket] = []
         self._bucketed: set[int] = set()
         self._next_launch = 0
         self._build()
 
-    def begin(self, *, fresh: bool | None, reduce: bool) -> None:
-        """Prepare for the backward(s) of one batch: every ``.grad`` becomes a view into its bucket.
+    def begin(self, *, fresh: bool | None, reduce: bool, divide_by: int = 1) -> None:
+        """Prepare for the backward(s) of one batch.
+
+        A parameter's first gradient is copied into its bucket as it arrives (or with its whole bucket, if no second one
+        can follow); then ``.grad`` becomes the view, and autograd adds further ones in place.
 
         Args:
-            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None``
-                decides
+            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None`` decides
                 per parameter by whether it has a ``.grad``, as autograd would.
             reduce: whether the sum over replicas follows at the end of this batch.
+            divide_by: what the sums are divided by: the number of replicas, unless the loss was scaled already.
         """
         if any(p.requires_grad and id(p) not in self._bucketed for p in self._parameters.values()):
             self._build()
         self._reduce = reduce
         self._final = False
         self._next_launch = 0
+        self._divide_by = divide_by
+        self._copy_late = (
+            fresh is None and reduce and all(parameter.grad is None for parameter in self._parameters.values())
+        )
         for bucket in self.buckets:
             bucket.ready.clear()
             bucket.work = None
             bucket.launched = False
             if fresh:
-                bucket.flat.zero_()
                 bucket.touched = [False] * len(bucket.parameters)
             elif fresh is None:
                 self._adopt(bucket)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
+            for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
+                parameter.grad = view if touched else None
 
     @staticmethod
     def _adopt(bucket: Bucket) -> None:
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             bucket.touched[index] = parameter.grad is not None
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
+            if parameter.grad is not None and parameter.grad is not view:
                 view.copy_(parameter.grad)
 
     def withdraw(self) -> None:
@@ -118,18 +122,18 @@ class GradientBuckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def set_final(self, final: bool) -> None:
-        """Say whether gradients that arrive from now on are the last of this batch."""
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
         self._final = final
 
-    def finish(self, divide_by: int = 1) -> None:
+    def finish(self) -> None:
         """Wait for the sums, divide them, and leave ``.grad`` of every touched parameter pointing at its sum."""
         if self._reduce:
             for bucket in self.buckets:
                 if not bucket.launched:
                     self._launch(bucket)
             for bucket in self.buckets:
-                self._complete(bucket, divide_by)
+                self._complete(bucket, self._divide_by)
         self.publish()
 
     def publish(self) -> None:
@@ -178,10 +182,11 @@ class GradientBuckets:
     def arrived(self, bucket: Bucket, index: int) -> None:
         """Note that the gradient of one parameter has been accumulated; called by autograd."""
         parameter, view = bucket.parameters[index], bucket.views[index]
-        if parameter.grad is not view:
-            self._recapture(parameter, view)
+        if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
+            view.copy_(parameter.grad)
+            parameter.grad = view
         bucket.touched[index] = True
-        if not (self._final and self._reduce) or bucket.shared:
+        if not self._reduce or bucket.shared:
             return
         if bucket.launched:
             raise RuntimeError(
@@ -190,15 +195,9 @@ class GradientBuckets:
                 "module under reentrant activation checkpointing; use `torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False)`."
             )
-        bucket.ready.add(index)
-        self._launch_complete()
-
-    @staticmethod
-    def _recapture(parameter: nn.Parameter, view: Tensor) -> None:
-        """Someone replaced ``.grad``: take what is new into the buffer and point back at it."""
-        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
-        parameter.grad = view
+        if self._final is True or (self._final and id(parameter) in self._final):
+            bucket.ready.add(index)
+            self._launch_complete()
 
     def _launch_complete(self) -> None:
         while self._next_launch < len(self.buckets):
@@ -210,10 +209,25 @@ class GradientBuckets:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = True
+        if self._copy_late:
+            self._copy_whole(bucket)
         if bucket.group is None:
             return
-        bucket.flags.copy_(torch.tensor(bucket.touched, dtype=bucket.flags.dtype))
+        bucket.flags.fill_(1.0)
+        for index, touched in enumerate(bucket.touched):
+            if not touched:
+                bucket.views[index].zero_()
+                bucket.flags[index] = 0.0
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+    @staticmethod
+    def _copy_whole(bucket: Bucket) -> None:
+        """Copy all gradients of a bucket at once: one launch instead of one per parameter."""
+        pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])
+        for view, parameter in pairs:
+            parameter.grad = view
 
     @staticmethod
     def _complete(bucket: Bucket, divide_by: int) -> None:

@@ -1,9 +1,8 @@
 """Cutting a batch into micro-batches, and putting step outputs together again.
 
-The batch is the user's own object: a tensor, a tuple, a dict, a Hugging Face ``BatchEncoding``, or a nest of them.
-It is cut
-along dimension 0 of its tensors and rebuilt as the same kind of object, so ``training_step`` cannot tell a micro-batch
-from a small batch.
+The batch is the user's own object: a tensor, a tuple, a dict, a Hugging Face ``BatchEncoding``, or a nest of them. It
+is cut along dimension 0 of its tensors and rebuilt as the same kind of object, so ``training_step`` cannot tell a
+micro-batch from a small batch.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 def batch_size_of(batch: Any) -> int:
     """Number of samples in ``batch``: dimension 0 of the first tensor that has one, depth first, or else the length
-    of its
-    first list of plain values (texts).
+    of its first list of plain values (texts).
 
     Raises:
         ValueError: the batch holds neither.

@@ -1,10 +1,9 @@
 """Reading, from the module's own code, which submodules run before the trunk and which after it.
 
 Registration order does not say when a submodule runs (OPT registers its final norm before its layers), and no batch
-exists
-when the stages are built. So the source of ``training_step`` and of every ``forward`` it leads to is read as a syntax
-tree, in the order Python would evaluate it. What cannot be read is reported as unknown, and the partition then keeps it
-on every stage: a wrong guess could cost numbers, an unknown costs only memory.
+exists when the stages are built. So the source of ``training_step`` and of every ``forward`` it leads to is read as a
+syntax tree, in the order Python would evaluate it. What cannot be read is reported as unknown, and the partition then
+keeps it on every stage: a wrong guess could cost numbers, an unknown costs only memory.
 
 ::
 

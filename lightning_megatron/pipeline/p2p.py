@@ -1,9 +1,9 @@
 """Sending activations and gradients between stages.
 
 Sends never block: a blocking send in the steady state of 1F1B, where two neighbours send to each other at the same
-time,
-deadlocks. A sent tensor is kept alive until its transfer is done. Receives may be posted ahead of use where the backend
-matches messages by tag (gloo); NCCL matches by order alone, so there they are posted exactly where the schedule says.
+time, deadlocks. A sent tensor is kept alive until its transfer is done. Receives may be posted ahead of use where the
+backend matches messages by tag (gloo); NCCL matches by order alone, so there they are posted exactly where the
+schedule says.
 """
 
 from __future__ import annotations

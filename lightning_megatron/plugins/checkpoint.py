@@ -8,8 +8,7 @@
         COMPLETE      written last
 
 A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is
-whole. One
-without its marker is refused.
+whole. One without its marker is refused.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class MegatronCheckpointIO(CheckpointIO):
 
     Args:
         weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects
-            (custom
-            hyperparameter types), which runs code from the file: only for checkpoints you trust.
+            (custom hyperparameter types), which runs code from the file: only for checkpoints you trust.
     """
 
     def __init__(self, weights_only: bool = True) -> None:
