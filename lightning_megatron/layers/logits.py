@@ -135,14 +135,31 @@ def _requires_grad(func: Any, logits: VocabParallelLogits) -> bool:
 
 
 def _elementwise(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> VocabParallelLogits:
-    """Operations that act on every element alike; further arguments must not be tensors with axes of their own."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and (value.ndim > 0 or isinstance(value, VocabParallelLogits)):
-            raise _NeedsWhole
+    """Operations that act on every element alike; a further tensor (a bias, a mask) is cut to this rank's classes."""
+    args, kwargs = tree_map(lambda value: _own_classes(logits, value), (args, kwargs))
     local = func(logits._local, *args, **kwargs)
     if local.shape != logits._local.shape:
         raise _NeedsWhole
     return logits.like(local)
+
+
+def _own_classes(logits: VocabParallelLogits, value: Any) -> Any:
+    """The part of an operand that meets this rank's classes; one with a gradient of its own needs whole logits."""
+    if isinstance(value, VocabParallelLogits):
+        if value.shape != logits.shape or value._dim != logits._dim or value._group != logits._group:
+            raise _NeedsWhole
+        return value._local
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    axis = value.ndim - (logits.ndim - logits._dim)
+    if value.requires_grad or value.ndim > logits.ndim:
+        raise _NeedsWhole
+    if axis < 0 or value.shape[axis] == 1:
+        return value
+    length = logits._local.shape[logits._dim]
+    start = min(logits._group.rank() * length, logits._vocabulary)
+    part = value.narrow(axis, start, min(length, logits._vocabulary - start)).movedim(axis, -1)
+    return F.pad(part, (0, length - part.shape[-1])).movedim(-1, axis)
 
 
 def _reshape(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> VocabParallelLogits:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatron.collectives import copy_to_group
 from lightning_megatron.layers import (
     ColumnParallelLinear,
     ParallelMultiheadAttention,
@@ -141,6 +143,10 @@ class Builder:
             table = layer.shard_(self.group, sequence_dim=dim, name=name)
             ends = ("all-reduce", "all-reduce") if dim is None else ("all-gather, reduce-scatter",) * 2
             self._record(name, style, table, *ends, "")
+        elif style is Style.MLA_KV_A_PROJ:
+            holder = self.module.get_submodule(name.rpartition(".")[0])
+            self.module.get_submodule(name).register_forward_hook(_summing_hook(holder.qk_rope_head_dim, self.group))
+            self.rows.append(ModuleRow(name, style.value, None, None, "", "all-reduce"))
         elif style in (Style.REPLICATED_WITH_GRAD_ALLREDUCE, Style.SEQUENCE_PARALLEL):
             for key, parameter in self.module.get_submodule(name).named_parameters(prefix=name):
                 self.table[key] = ParameterSharding(ShardSpec.whole(parameter.shape), True)
@@ -174,6 +180,16 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None) -> Callable[..
         entry.forget()
         if stream is not None:
             stream.forget()
+
+    return hook
+
+
+def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """The last ``rotary`` features go to local heads directly: their gradient is summed; the rest is summed later."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, rotated = output.split([output.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([latent, copy_to_group(rotated, group)], dim=-1)
 
     return hook
 

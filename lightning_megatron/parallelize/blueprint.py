@@ -27,7 +27,7 @@ from lightning_megatron.parallelize.kinds import DROP_IN, behaves_like_linear, i
 from lightning_megatron.parallelize.patterns import expand, generalize
 from lightning_megatron.parallelize.probe import proposals, settle
 from lightning_megatron.parallelize.regions import Region, regions_from_styles, regions_from_trace
-from lightning_megatron.parallelize.styles import MEANINGS, Style, parse_style
+from lightning_megatron.parallelize.styles import MEANINGS, Style, is_style, parse_style
 from lightning_megatron.parallelize.trace import Trace
 
 
@@ -96,10 +96,15 @@ def _styles(module: nn.Module, plan: str | Mapping[str, str]) -> tuple[str, dict
 
 
 def _expanded(module: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str, Style]:
-    names = [*dict(module.named_modules()), *dict(module.named_parameters())]
+    names = list(dict(module.named_modules()))
+    if strict:
+        names += list(dict(module.named_parameters()))
+    else:  # styles for experts and the like: those modules stay whole, which is correct
+        plan = {pattern: style for pattern, style in plan.items() if is_style(style)}
     wanted = {pattern: parse_style(style, pattern) for pattern, style in plan.items()}
     if not strict:
-        known = {p for p in plan if any(expand_one(p, names))}
+        wanted = {p: s for p, s in wanted.items() if s is not Style.REPLICATE}
+        known = {p for p in wanted if any(expand_one(p, names))}
         wanted = {p: s for p, s in wanted.items() if p in known}
     found = expand({p: s.value for p, s in wanted.items()}, names)
     return {name: wanted[pattern] for pattern, hits in found.items() for name in hits}
@@ -127,7 +132,7 @@ def _check_styles(module: nn.Module, styles: Mapping[str, Style]) -> None:
         part = dict(module.named_modules()).get(name)
         if part is None:
             raise ValueError(f"Plan entry {name!r} ({style.value}) names a parameter; plans here split modules.")
-        if style.is_column or style.is_row:
+        if style.is_column or style.is_row or style is Style.MLA_KV_A_PROJ:
             fits, wanted = is_linear(part) and behaves_like_linear(part), "a linear layer"
         elif style is Style.EMBEDDING_ROWWISE:
             fits, wanted = isinstance(part, nn.Embedding), "torch.nn.Embedding"
@@ -146,7 +151,7 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
     """Linear layers whose output features are the vocabulary, and whose output nothing else reads."""
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     tied = {id(m.weight) for m in tables}
-    sizes = {m.num_embeddings for m in tables}
+    largest = max((m.num_embeddings for m in tables), default=0)
     named = {id(m) for m in output_embeddings(module)}
     heads = set()
     for name, part in module.named_modules():
@@ -156,7 +161,7 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
             continue
         if id(part) in named or id(part.get_parameter("weight")) in tied:
             heads.add(name)
-        elif trace is not None and linear_sizes(part)[1] in sizes:
+        elif trace is not None and linear_sizes(part)[1] == largest:
             heads.add(name)
     return heads
 
@@ -217,6 +222,10 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
 def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: int) -> Region:
     if region.gathered:
         return region
+    others = [name for name in region.others if blueprint.styles.get(name) is not Style.MLA_KV_A_PROJ]
+    if others:
+        reason = f"it also reads {', '.join(others)}, which the plan does not split"
+        return _gathered_or_refused(module, blueprint, region, reason)
     packed: bool | None = None
     if blueprint.source == "argument":
         packed = any(blueprint.styles[name] is Style.PACKED_COLWISE for name in region.columns)
@@ -225,6 +234,11 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
     found, reason = settle(module, region, blueprint.trace, parts, packed)
     if found is not None:
         return found
+    return _gathered_or_refused(module, blueprint, region, reason)
+
+
+def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region, reason: str) -> Region:
+    """The region with whole tensors inside, which is always correct; an explicit plan is refused instead."""
     if blueprint.source == "argument":
         raise ValueError(
             f"The plan is wrong for {', '.join(map(repr, region.columns))} -> {region.row!r}: {reason}. For fused "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def _merge(module: nn.Module, examples: list[Example]) -> Trace:
     traces = []
     for example in examples:
         part = module.get_submodule(example.name)
-        found = trace(part, lambda part=part, example=example: part(*example.args, **example.kwargs))  # type: ignore[misc]
+        found = trace(part, example.args, example.kwargs)
         traces.append(_prefixed(found, example.name))
     return _join(traces)
 
@@ -94,7 +94,7 @@ def _prefixed(found: Trace, prefix: str) -> Trace:
         {full(n): c for n, c in found.calls.items()},
         {full(n): c for n, c in found.counts.items()},
         {full(n): {full(s) for s in sources} for n, sources in found.sources.items()},
-        {full(n): ids for n, ids in found.between.items()},
+        {full(n): {full(p) for p in met} for n, met in found.between.items()},
     )
 
 
@@ -177,6 +177,3 @@ def _largest_child(name: str, part: nn.Module) -> tuple[str, Any]:
         return name, None
     _, child, module = max(children, key=lambda c: c[0])
     return (f"{name}.{child}" if name else child), module
-
-
-RunTrace = Callable[[nn.Module, Any], tuple[Trace | None, str]]

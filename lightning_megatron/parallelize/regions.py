@@ -31,6 +31,8 @@ class Region:
         tables: embeddings of per-head biases (relative positions) that the region reads; split by head unless gathered.
         inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums
             unless gathered.
+        others: names of unsplit layers whose outputs it reads as well; their gradients would be partial, so such a
+            region can only be gathered.
         cuts: how each column layer is cut.
         attributes: (module name, attribute) -> local value.
         arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
@@ -45,6 +47,7 @@ class Region:
     gathered: bool = False
     tables: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     cuts: dict[str, ColumnCut] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     arguments: dict[int | str, str] = field(default_factory=dict)
@@ -110,25 +113,22 @@ def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | Non
     if trace is not None and row in trace.sources:
         while region.scope not in trace.calls:
             region.scope = parent(region.scope)
-        region.tables = [s for s in trace.sources[row] if isinstance(trace.calls[s].module, nn.Embedding)]
+        sources = trace.sources[row]
+        sizes = region.sizes
+        region.tables = [s for s in sources if sizes is not None and _per_head(trace, s, sizes)]
+        region.others = sorted(sources - {*columns, *region.tables})
         own = {id(p) for name in [*region.members, *region.tables] for p in module.get_submodule(name).parameters()}
-        names = {id(p): name for name, p in module.named_parameters()}
-        region.inner = sorted(names[i] for i in trace.between[row] - own if i in names)
+        region.inner = sorted(name for name in trace.between[row] if id(module.get_parameter(name)) not in own)
     return region
 
 
 def _region_before(module: nn.Module, trace: Trace, row: str, taken: set[str]) -> Region | None:
     sources = trace.sources[row]
     columns = [s for s in trace.sources if s in sources and is_linear(trace.calls[s].module)]
-    tables = [s for s in sources if isinstance(trace.calls[s].module, nn.Embedding)]
-    if not columns or len(columns) + len(tables) != len(sources) or taken.intersection(columns):
-        return None
-    if any(trace.readers(column) != {row} for column in columns) or trace.counts[row] != 1:
+    if not columns or taken.intersection(columns) or any(trace.readers(column) != {row} for column in columns):
         return None
     region = describe(module, columns, row, trace)
-    if tables and (region.sizes is None or not all(_per_head(trace, t, region.sizes) for t in tables)):
-        return None
-    return region
+    return None if region.others else region
 
 
 def _per_head(trace: Trace, table: str, sizes: HeadSizes) -> bool:

@@ -19,6 +19,7 @@ class Style(str, Enum):
     REPLICATE = "replicate"
     REPLICATED_WITH_GRAD_ALLREDUCE = "replicated_with_grad_allreduce"
     SEQUENCE_PARALLEL = "sequence_parallel"
+    MLA_KV_A_PROJ = "mla_kv_a_proj"
     HEADS = "heads"
 
     @property
@@ -43,6 +44,7 @@ MEANINGS = {
     Style.REPLICATE: "whole on every rank",
     Style.REPLICATED_WITH_GRAD_ALLREDUCE: "whole on every rank, acting on local heads; gradient summed",
     Style.SEQUENCE_PARALLEL: "whole on every rank, acting on a sequence shard; gradient summed",
+    Style.MLA_KV_A_PROJ: "whole on every rank; the rotary part of its output is read by local heads directly",
     Style.HEADS: "attention heads split (`torch.nn.MultiheadAttention`)",
 }
 
@@ -56,6 +58,11 @@ ALIASES = {
     "vocab_parallel": Style.EMBEDDING_ROWWISE,
     "sequence": Style.SEQUENCE_PARALLEL,
 }
+
+
+def is_style(name: str | Style) -> bool:
+    """Whether this is a style or an alias of one."""
+    return isinstance(name, Style) or name in {style.value for style in Style} | set(ALIASES)
 
 
 def parse_style(name: str | Style, pattern: str) -> Style:

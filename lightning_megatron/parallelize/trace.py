@@ -48,13 +48,13 @@ class Trace:
         calls: first call of every module, by name, in the order in which the calls began.
         counts: number of calls per module.
         sources: per linear layer, names of the layers whose outputs its input was computed from.
-        between: per linear layer, ids of further parameters met on the way (norms on heads, biases).
+        between: per linear layer, names of further parameters met on the way (norms on heads, biases).
     """
 
     calls: dict[str, Call] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)
-    between: dict[str, set[int]] = field(default_factory=dict)
+    between: dict[str, set[str]] = field(default_factory=dict)
 
     def readers(self, name: str) -> set[str]:
         """Layers whose input was computed from the output of ``name``."""
@@ -65,28 +65,34 @@ class Trace:
         return self.calls[name].tensors[0]
 
 
-def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
-    """Record what happens in ``module`` while ``run`` calls it (in evaluation mode, gradients on).
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Record what happens when a module is called (in evaluation mode, gradients on).
+
+    The parameters themselves stay out of the graph: aliases take their place for the call, so that nothing that the
+    module keeps of the run ties its parameters to their present shapes.
 
     Args:
         module: the module; left as it was.
-        run: calls it on a tiny input.
+        args: positional arguments, tiny.
+        kwargs: keyword arguments, tiny.
     """
     result, nodes = Trace(), _Nodes()
     names = {id(m): name for name, m in module.named_modules()}
+    aliases = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
     with _prepared(module), torch.enable_grad():
         handles = []
         for m in module.modules():
             handles.append(m.register_forward_pre_hook(_before(result, names, nodes), with_kwargs=True))
             handles.append(m.register_forward_hook(_after(result, names, nodes), with_kwargs=True))
         try:
-            run()
+            torch.func.functional_call(module, aliases, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
     for name, call in result.calls.items():
         if is_tagged(call.module) and call.tensors:
-            result.sources[name], result.between[name] = nodes.reach(name)
+            result.sources[name], met = nodes.reach(name)
+            result.between[name] = {parameter for parameter, alias in aliases.items() if id(alias) in met}
     return result
 
 
@@ -161,19 +167,14 @@ class _Nodes:
 
 @contextlib.contextmanager
 def _prepared(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode and gradients for every parameter, restored afterwards; random numbers are not consumed."""
+    """Evaluation mode, restored afterwards; random numbers are not consumed."""
     modes = {m: m.training for m in module.modules()}
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
     with torch.random.fork_rng(devices=[]), quiet_fast_paths():
         try:
             for m in modes:
                 m.training = False
-            for p in frozen:
-                p.requires_grad_(True)
             yield
         finally:
-            for p in frozen:
-                p.requires_grad_(False)
             for m, mode in modes.items():
                 m.training = mode
 
