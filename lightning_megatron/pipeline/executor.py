@@ -1,7 +1,7 @@
 """Runs this rank's list of instructions; knows no schedule by name.
 
-One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. Each instruction kind has one method. What a
-forward
+One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. The list has been worked out beforehand
+(:mod:`~lightning_megatron.pipeline.program`), so running it is a loop over methods, one per action. What a forward
 leaves for its backward is held in a table keyed by (chunk, micro-batch) and dropped the moment the backward has run, so
 the activations in flight are exactly those that the schedule's checker counts.
 """
@@ -9,24 +9,33 @@ the activations in flight are exactly those that the schedule's checker counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.pipeline.cursor import Boundary, Leaf, StageRun
+from lightning_megatron.pipeline.finality import final_parameters
 from lightning_megatron.pipeline.micro_batches import map_tensors, shape_signature
 from lightning_megatron.pipeline.p2p import StageLinks, Transfer
-from lightning_megatron.pipeline.schedule import Instruction, Kind, Schedule
+from lightning_megatron.pipeline.program import Action, Slot, compile_stage
+from lightning_megatron.pipeline.recorder import StepRecorder
+from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.stage import StageModule
+from lightning_megatron.pipeline.weight_gradients import Factors, WeightGradients, add_up
+
+Place = tuple[int, int]
+Program = list[tuple[Callable[[Slot], None], Slot]]
 
 
 class GradientSink(Protocol):
     """What the executor tells the gradient engine."""
 
-    def set_final(self, final: bool) -> None:
-        """Say whether gradients that arrive from now on are the last of this step."""
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
 
 
 @dataclass
@@ -61,6 +70,7 @@ class PipelineExecutor:
         links: transfers to the other stages; ``None`` with one stage.
         device: device of the loss scale.
         variable_shapes: send the shapes along with every boundary instead of only for new micro-batch shapes.
+        recorder: notes when each computation of a training step starts and ends.
     """
 
     def __init__(
@@ -69,82 +79,107 @@ class PipelineExecutor:
         links: StageLinks | None,
         device: torch.device,
         variable_shapes: bool = False,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self._stage = stage
         self._links = links
         self._device = device
-        self.gradients: GradientSink | None = None
         self._variable_shapes = variable_shapes
+        self._recorder = recorder
+        self.gradients: GradientSink | None = None
         self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
-        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_FORWARD: self._receive_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECV_BACKWARD: self._receive_backward,
-        }
-        self.runs: dict[tuple[int, int], StageRun] = {}
+        self._programs: dict[int, tuple[bool, Program, Schedule]] = {}  # by id; the schedule is kept alive with it
+        self._weights: WeightGradients | None = None
+        self.runs: dict[Place, StageRun] = {}
 
     def run(self, step: Step) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
-        self._step = step
-        self._schedule = step.schedule
-        self.runs = {}
-        self._inputs: dict[tuple[int, int], Boundary] = {}
-        self._output_grads: dict[tuple[int, int], list[Tensor]] = {}
-        self._input_grads: dict[tuple[int, int], list[Tensor]] = {}
-        self._posted: dict[Instruction, Transfer] = {}
-        instructions = step.schedule.instructions[self._stage.stage]
-        last_backward = self._last_backward_per_chunk(instructions)
-        try:
-            for position, instruction in enumerate(instructions):
-                if instruction.kind in (Kind.FORWARD, Kind.BACKWARD):
-                    self._post_ahead(instructions, position + 1)
-                if self.gradients is not None and instruction.kind is Kind.BACKWARD:
-                    self.gradients.set_final(last_backward[instruction.chunk] == position)
-                self._handlers[instruction.kind](instruction)
+        split, program = self._program(step.schedule)
+        self._begin(step)
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            if split:
+                stack.enter_context(self._weight_gradients().installed())
+            if self._recorder is not None and step.training:
+                self._recorder.run(step.schedule, program)
+            else:
+                for act, slot in program:
+                    act(slot)
             if self._links is not None:
                 self._links.finish()
-        finally:
-            self.runs = {}
 
-    @staticmethod
-    def _last_backward_per_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-        return {i.chunk: position for position, i in enumerate(instructions) if i.kind is Kind.BACKWARD}
+    def _begin(self, step: Step) -> None:
+        self._step = step
+        self._last = step.schedule.virtual_stages - 1
+        self._signatures: dict[int, Any] = {}
+        self.runs = {}
+        self._inputs: dict[Place, Boundary] = {}
+        self._roots: dict[Place, list[Any]] = {}
+        self._output_grads: dict[Place, list[Tensor]] = {}
+        self._input_grads: dict[Place, list[Tensor]] = {}
+        self._factors: dict[Place, list[Factors]] = {}
+        self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
 
-    def _post_ahead(self, instructions: Sequence[Instruction], position: int) -> None:
-        """Post the receives that stand before the next computation, so that they overlap the present one."""
-        if self._links is None or not self._links.posts_ahead or self._variable_shapes:
-            return
-        while position < len(instructions) and instructions[position].kind not in (Kind.FORWARD, Kind.BACKWARD):
-            instruction = instructions[position]
-            if instruction.kind is Kind.RECV_FORWARD and self._key(instruction) in self._received_leaves:
-                self._posted[instruction] = self._post_forward(instruction)
-            if instruction.kind is Kind.RECV_BACKWARD and (instruction.chunk, instruction.micro_batch) in self.runs:
-                self._posted[instruction] = self._post_backward(instruction)
-            position += 1
+    def _forget(self) -> None:
+        """Let go of everything that belongs to one step."""
+        self._begin(Step(self._step.schedule, self._step.call, ()))
 
-    def _virtual_stage(self, instruction: Instruction) -> int:
-        return self._schedule.virtual_stage(self._stage.stage, instruction.chunk)
+    def _weight_gradients(self) -> WeightGradients:
+        if self._weights is None:
+            trunk, stage = self._stage.partition.trunk, self._stage
+            owned = sorted(stage.partition.layers_of(stage.stage))
+            self._weights = WeightGradients(stage.module.get_submodule(trunk.layer_names[index]) for index in owned)
+        return self._weights
 
-    def _forward(self, instruction: Instruction) -> None:
-        place = (instruction.chunk, instruction.micro_batch)
-        virtual = self._virtual_stage(instruction)
+    def _program(self, schedule: Schedule) -> tuple[bool, Program]:
+        """Whether backwards are split, and the actions of this stage; worked out once per schedule."""
+        known = self._programs.get(id(schedule))
+        if known is not None:
+            return known[:2]
+        actions: dict[Action, Callable[[Slot], None]] = {
+            action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
+        }
+        early = self._links is not None and self._links.posts_ahead and not self._variable_shapes
+        slots = compile_stage(schedule, self._stage.stage, post_early=early)
+        split = any(slot.action is Action.BACKWARD_WEIGHT for slot in slots)
+        program: Program = []
+        finals = self._final_parameters(schedule, split)
+        for slot in slots:
+            final = finals.get(slot.position)
+            computes = final is not None and slot.action.name.startswith("BACKWARD")
+            note = replace(slot, action=Action.FINAL)
+            if computes:
+                program.append((_Announcement(self, final), note))
+            program.append((actions[slot.action], slot))
+            if computes:
+                program.append((_Announcement(self, False), note))
+        self._programs[id(schedule)] = (split, program, schedule)
+        return split, program
+
+    def _final_parameters(self, schedule: Schedule, split: bool) -> dict[int, Any]:
+        put_off = self._weight_gradients().parameters if split else frozenset()
+        stage = self._stage
+        return dict(final_parameters(stage.module, stage.partition, schedule, stage.stage, put_off))
+
+    def _forward(self, slot: Slot) -> None:
+        step, place = self._step, slot.place
         received = self._inputs.pop(place, None) or Boundary()
-        batch = self._step.micro_batches[instruction.micro_batch]
-        training = self._step.training
-        run = self._stage.run(virtual, instruction.micro_batch, self._step.call, batch, received, training=training)
-        self.runs[place] = run
-        if virtual == self._schedule.virtual_stages - 1:
-            if not training:
-                self._step.outputs[instruction.micro_batch] = run.output
-                del self.runs[place]
+        batch, training = step.micro_batches[slot.micro_batch], step.training
+        run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, training=training)
+        if slot.virtual == self._last:
+            if training:
+                self.runs[place] = run
+            else:
+                step.outputs[slot.micro_batch] = run.output
             return
-        self._hand_over(self._inputs, virtual + 1, instruction, self._as_input(run.sent))
-        if not training and self._is_local(virtual + 1):
-            del self.runs[place]
+        if training or slot.onward is None:
+            self.runs[place] = run
+        if training:
+            self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
+        if slot.onward is not None:
+            self._inputs[slot.onward] = self._as_input(run.sent)
+            run.sent = Boundary(run.sent.leaves)
 
     def _as_input(self, sent: Boundary) -> Boundary:
         tensors = [tensor.detach() for tensor in sent.tensors]
@@ -152,33 +187,27 @@ class PipelineExecutor:
             tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
         return Boundary(sent.leaves, tensors)
 
-    def _is_local(self, virtual_stage: int) -> bool:
-        return self._schedule.owner(virtual_stage)[0] == self._stage.stage
-
-    def _hand_over(self, table: dict[Any, Any], virtual_stage: int, instruction: Instruction, value: Any) -> None:
-        """Put ``value`` where a virtual stage on this very rank will look for it; other ranks get a message instead."""
-        rank, chunk = self._schedule.owner(virtual_stage)
-        if rank == self._stage.stage:
-            table[(chunk, instruction.micro_batch)] = value
-
-    def _backward(self, instruction: Instruction) -> None:
-        place = (instruction.chunk, instruction.micro_batch)
-        virtual = self._virtual_stage(instruction)
+    def _backward(self, slot: Slot) -> None:
+        place = slot.place
         run = self.runs.pop(place)
-        self._stage.cursor.resume(self._stage.partition.bounds[virtual], run)
-        if virtual == self._schedule.virtual_stages - 1:
+        cursor = self._stage.cursor
+        cursor.resume(self._stage.partition.bounds[slot.virtual], run)
+        if slot.virtual == self._last:
             self._backward_from_loss(run)
             self._step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
         else:
-            self._backward_from_gradients(run, self._output_grads.pop(place))
-        self._stage.cursor.end()
-        if virtual == 0:
+            roots, grads = self._roots.pop(place), self._output_grads.pop(place)
+            if roots:
+                torch.autograd.backward(roots, grads)
+        cursor.end()
+        if slot.virtual == 0:
             return
-        leaves = [t for t in run.received.tensors if t.requires_grad]
-        grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
-        self._input_grads[place] = grads
-        if self._is_local(virtual - 1):
-            self._hand_over(self._output_grads, virtual - 1, instruction, self._input_grads.pop(place))
+        leaves = [tensor for tensor in run.received.tensors if tensor.requires_grad]
+        found = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in leaves]
+        if slot.onward is not None:
+            self._output_grads[slot.onward] = found
+        else:
+            self._input_grads[place] = found
 
     def _backward_from_loss(self, run: StageRun) -> None:
         assert self._step.loss_scales is not None
@@ -187,35 +216,32 @@ class PipelineExecutor:
             scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
             torch.autograd.backward(loss, scale)
 
-    @staticmethod
-    def _backward_from_gradients(run: StageRun, grads: list[Tensor]) -> None:
-        outputs = [tensor for tensor in run.sent.tensors if tensor.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, grads)
+    def _backward_input(self, slot: Slot) -> None:
+        queue: list[Factors] = []
+        with self._weight_gradients().putting_off(queue):
+            self._backward(slot)
+        self._factors[slot.place] = queue
 
-    def _tag(self, instruction: Instruction, chunk: int) -> int:
-        forward = instruction.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        return 2 * chunk + (0 if forward else 1)
+    def _backward_weight(self, slot: Slot) -> None:
+        add_up(self._factors.pop(slot.place))
 
-    def _peer_chunk(self, instruction: Instruction, offset: int) -> int:
-        return self._schedule.owner(self._virtual_stage(instruction) + offset)[1]
+    def _key(self, slot: Slot, virtual: int) -> Any:
+        signature = self._signatures.get(slot.micro_batch)
+        if signature is None:
+            signature = self._signatures[slot.micro_batch] = shape_signature(self._step.micro_batches[slot.micro_batch])
+        return (virtual, self._step.training, signature)
 
-    def _key(self, instruction: Instruction, offset: int = 0) -> Any:
-        signature = shape_signature(self._step.micro_batches[instruction.micro_batch])
-        return (self._virtual_stage(instruction) + offset, self._step.training, signature)
-
-    def _send_forward(self, instruction: Instruction) -> None:
-        assert self._links is not None and instruction.peer is not None
-        place = (instruction.chunk, instruction.micro_batch)
-        run = self.runs[place] if self._step.training else self.runs.pop(place)
-        tag = self._tag(instruction, self._peer_chunk(instruction, 1))
+    def _send_forward(self, slot: Slot) -> None:
+        assert self._links is not None
+        training = self._step.training
+        run = self.runs[slot.place] if training else self.runs.pop(slot.place)
         leaves = run.sent.leaves
-        if not self._step.training:
+        if not training:
             leaves = tuple(Leaf(leaf.index, leaf.shape, leaf.dtype, False) for leaf in leaves)
-        key = self._key(instruction, 1)
+        key = self._key(slot, slot.virtual + 1)
         known = None if self._variable_shapes else self._sent_leaves.get(key)
         if known is None:
-            self._links.send_object(instruction.peer, leaves, tag)
+            self._links.send_object(slot.peer, leaves, slot.tag)
             self._sent_leaves[key] = leaves
         elif known != leaves:
             raise RuntimeError(
@@ -223,39 +249,63 @@ class PipelineExecutor:
                 f"{_shapes(leaves)} now. The step cuts or pads by the batch's content; pass "
                 "`MegatronStrategy(variable_shapes=True)`."
             )
-        self._links.send(instruction.peer, run.sent.tensors, tag)
+        self._links.send(slot.peer, run.sent.tensors, slot.tag)
+        run.sent = Boundary(run.sent.leaves)  # the transfer keeps them alive until it is done; backward has its roots
 
-    def _post_forward(self, instruction: Instruction) -> Transfer:
-        assert self._links is not None and instruction.peer is not None
-        shapes = [(leaf.shape, leaf.dtype) for leaf in self._received_leaves[self._key(instruction)]]
-        return self._links.receive(instruction.peer, shapes, self._tag(instruction, instruction.chunk))
+    def _send_backward(self, slot: Slot) -> None:
+        assert self._links is not None
+        self._links.send(slot.peer, self._input_grads.pop(slot.place), slot.tag)
 
-    def _receive_forward(self, instruction: Instruction) -> None:
-        assert self._links is not None and instruction.peer is not None
-        key = self._key(instruction)
+    def _post_forward_early(self, slot: Slot) -> None:
+        if self._key(slot, slot.virtual) in self._received_leaves:
+            self._post(slot, 0, self._received_leaves[self._key(slot, slot.virtual)])
+
+    def _post_backward_early(self, slot: Slot) -> None:
+        if slot.place in self.runs:
+            self._post_backward(slot)
+
+    def _post_forward(self, slot: Slot) -> None:
+        """Post a receive. Shapes not known yet come first and are waited for; the sender waits for nobody."""
+        assert self._links is not None
+        if (0, slot.place) in self._arriving:
+            return
+        key = self._key(slot, slot.virtual)
         if self._variable_shapes or key not in self._received_leaves:
-            tag = self._tag(instruction, instruction.chunk)
-            self._received_leaves[key] = self._links.receive_object(instruction.peer, tag)
-        transfer = self._posted.pop(instruction, None) or self._post_forward(instruction)
-        boundary = Boundary(self._received_leaves[key], transfer.wait())
-        for tensor, leaf in zip(boundary.tensors, boundary.leaves, strict=True):
+            self._received_leaves[key] = self._links.receive_object(slot.peer, slot.tag)
+        self._post(slot, 0, self._received_leaves[key])
+
+    def _post_backward(self, slot: Slot) -> None:
+        if (1, slot.place) not in self._arriving:
+            leaves = self.runs[slot.place].sent.leaves
+            self._post(slot, 1, [leaf for leaf in leaves if leaf.requires_grad])
+
+    def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf]) -> None:
+        assert self._links is not None
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._arriving[direction, slot.place] = (self._links.receive(slot.peer, shapes, slot.tag), leaves)
+
+    def _wait_forward(self, slot: Slot) -> None:
+        transfer, leaves = self._arriving.pop((0, slot.place))
+        tensors = transfer.wait()
+        for tensor, leaf in zip(tensors, leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
-        self._inputs[(instruction.chunk, instruction.micro_batch)] = boundary
+        self._inputs[slot.place] = Boundary(tuple(leaves), tensors)
 
-    def _send_backward(self, instruction: Instruction) -> None:
-        assert self._links is not None and instruction.peer is not None
-        grads = self._input_grads.pop((instruction.chunk, instruction.micro_batch))
-        self._links.send(instruction.peer, grads, self._tag(instruction, self._peer_chunk(instruction, -1)))
+    def _wait_backward(self, slot: Slot) -> None:
+        transfer, _ = self._arriving.pop((1, slot.place))
+        self._output_grads[slot.place] = transfer.wait()
 
-    def _post_backward(self, instruction: Instruction) -> Transfer:
-        assert self._links is not None and instruction.peer is not None
-        run = self.runs[(instruction.chunk, instruction.micro_batch)]
-        shapes = [(leaf.shape, leaf.dtype) for leaf in run.sent.leaves if leaf.requires_grad]
-        return self._links.receive(instruction.peer, shapes, self._tag(instruction, instruction.chunk))
 
-    def _receive_backward(self, instruction: Instruction) -> None:
-        transfer = self._posted.pop(instruction, None) or self._post_backward(instruction)
-        self._output_grads[(instruction.chunk, instruction.micro_batch)] = transfer.wait()
+class _Announcement:
+    """Tells the gradient engine, before a backward, which gradients are the last of the step."""
+
+    def __init__(self, executor: PipelineExecutor, final: Any) -> None:
+        self._executor = executor
+        self._final = final
+
+    def __call__(self, slot: Slot) -> None:
+        if self._executor.gradients is not None:
+            self._executor.gradients.set_final(self._final)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -1,10 +1,9 @@
 """Deciding which stage owns what.
 
 Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the
-module's
-code uses it (:mod:`~lightning_megatron.pipeline.order`): before the trunk on the first stage, after it on the last,
-between the layers or at an unknown time on every stage. Whatever ends up on several stages has its gradients summed
-over them, so a cautious placement costs memory and never numbers.
+module's code uses it (:mod:`~lightning_megatron.pipeline.order`): before the trunk on the first stage, after it on
+the last, between the layers or at an unknown time on every stage. Whatever ends up on several stages has its
+gradients summed over them, so a cautious placement costs memory and never numbers.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ class Partition:
         owners: per virtual stage, the stage (rank along the pipeline) it lives on.
         units: dotted name of each module or direct parameter outside the trunk -> stages that keep it.
         holders: parameter name -> stages that hold it; every alias of a tied parameter has the same entry.
+        before: units that run before the layers and at no other time.
+        after: units that run after the layers and at no other time.
     """
 
     trunk: Trunk
@@ -43,6 +44,8 @@ class Partition:
     owners: tuple[int, ...]
     units: Mapping[str, frozenset[int]]
     holders: Mapping[str, frozenset[int]] = field(repr=False)
+    before: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
 
     def layers_of(self, stage: int) -> frozenset[int]:
         """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
@@ -78,12 +81,14 @@ def make_partition(
     stages = schedule.virtual_stages
     owners = tuple(schedule.owner(stage)[0] for stage in range(stages))
     uses = read_uses(module, trunk)
-    units = _place_units(module, trunk, uses, owners, placement or {})
+    places = _place_units(module, trunk, uses, placement or {})
+    units = _stages_of_places(places, owners)
     sizes = _split(module, trunk, uses, stages, pipeline_split)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
     bounds = tuple(itertools.pairwise(starts))
     holders = _holders(module, trunk, bounds, owners, units)
-    return Partition(trunk, bounds, owners, units, holders)
+    before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
+    return Partition(trunk, bounds, owners, units, holders, before, after)
 
 
 def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
@@ -113,36 +118,36 @@ def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str])
 
 
 def _place_units(
-    module: nn.Module, trunk: Trunk, uses: Uses, owners: tuple[int, ...], overrides: Mapping[str, str]
-) -> dict[str, frozenset[int]]:
-    first, last, everywhere = owners[0], owners[-1], frozenset(owners)
-    places = {"first": frozenset({first}), "last": frozenset({last}), "all": everywhere}
-    units: dict[str, frozenset[int]] = {}
-    unknown: list[str] = []
+    module: nn.Module, trunk: Trunk, uses: Uses, overrides: Mapping[str, str]
+) -> dict[str, frozenset[str]]:
+    """Where each unit outside the trunk goes, as a subset of :data:`PLACES`."""
+    places: dict[str, frozenset[str]] = {}
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
         if not phases or Phase.DURING in phases:
-            units[name] = everywhere
-            unknown.append(name)
+            places[name] = frozenset({"all"})
         else:
-            units[name] = frozenset({first} if Phase.BEFORE in phases else set()) | (
-                places["last"] if Phase.AFTER in phases else frozenset()
-            )
-    _apply_overrides(units, places, overrides)
-    if unknown and len(everywhere) > 1:
+            ends = {Phase.BEFORE: "first", Phase.AFTER: "last"}
+            places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
+    unknown = [name for name, place in places.items() if "all" in place]
+    _apply_overrides(places, overrides)
+    if unknown:
         log.info(
             "kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown
         )
-    return units
+    return places
+
+
+def _stages_of_places(places: Mapping[str, frozenset[str]], owners: tuple[int, ...]) -> dict[str, frozenset[int]]:
+    stages = {"first": frozenset({owners[0]}), "last": frozenset({owners[-1]}), "all": frozenset(owners)}
+    return {name: frozenset().union(*(stages[end] for end in place)) for name, place in places.items()}
 
 
 def _covers(unit: str, used: str) -> bool:
     return used == unit or used.startswith(f"{unit}.") or unit.startswith(f"{used}.")
 
 
-def _apply_overrides(
-    units: dict[str, frozenset[int]], places: Mapping[str, frozenset[int]], overrides: Mapping[str, str]
-) -> None:
+def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, str]) -> None:
     for pattern, place in overrides.items():
         matched = [name for name in units if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
@@ -150,10 +155,10 @@ def _apply_overrides(
                 f"`pipeline_placement` names {pattern!r}, which matches none of the parts outside the trunk: "
                 f"{', '.join(units) or 'there are none'}."
             )
-        if place not in places:
+        if place not in PLACES:
             raise ValueError(f"`pipeline_placement[{pattern!r}]={place!r}` must be one of {', '.join(PLACES)}.")
         for name in matched:
-            units[name] = places[place]
+            units[name] = frozenset({place})
 
 
 def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str | Sequence[int]) -> list[int]:

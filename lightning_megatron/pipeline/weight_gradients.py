@@ -1,0 +1,220 @@
+"""Splitting a backward: the weight's half of every linear is put off until the schedule asks for it.
+
+A linear's backward is two products, and only one of them is waited for by the previous stage. While a split schedule is
+active, linears run through an autograd function that keeps the factors of the other product instead of multiplying
+them::
+
+    I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
+        └───▶ (g, x) put into the queue
+
+So autograd runs once per micro-batch, custom functions and recomputation included; a whole backward (``B``) through the
+same function multiplies at once. Parameters of other modules get their gradients in ``I``. The method is that of zero
+bubble pipelining (arXiv 2401.10241); that one backward suffices follows from both factors being at hand in ``I``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class Factors(NamedTuple):
+    """A put-off product: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
+
+    Shapes: ``grad: [.., out]``, ``x: [.., in]``, weight ``[out, in]``, or ``[in, out]`` if ``transposed``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    grad: Tensor
+    x: Tensor
+    transposed: bool
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Whose gradients come of it."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def add(self) -> None:
+        """Multiply, and add to the gradients."""
+        grad = self.grad.reshape(-1, self.grad.shape[-1])
+        x = self.x.reshape(-1, self.x.shape[-1])
+        left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
+        found = self.weight.grad
+        if found is not None and found.dtype == left.dtype:
+            found.addmm_(left, right)
+        else:
+            _accumulate(self.weight, left @ right)
+        if self.bias is not None:
+            _accumulate(self.bias, grad.sum(0))
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = grad.to(parameter.dtype)
+    else:
+        parameter.grad.add_(grad)
+
+
+class WeightGradients:
+    """Linears of one stage whose weight gradients can be put off.
+
+    Args:
+        layers: the modules in which to look for linears.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._calls = [
+            _LinearCall(self, module) for layer in layers for module in layer.modules() if _is_plain_linear(module)
+        ]
+        self._queue: list[Factors] | None = None
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """Ids of the parameters whose gradients may be put off."""
+        return frozenset(id(p) for call in self._calls for p in (call.module.weight, call.module.bias) if p is not None)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Run the linears through the splitting function; outside, they are what they were."""
+        for call in self._calls:
+            call.install()
+        try:
+            yield
+        finally:
+            for call in self._calls:
+                call.remove()
+
+    @contextmanager
+    def putting_off(self, queue: list[Factors]) -> Iterator[None]:
+        """Collect the factors of a backward in ``queue`` instead of multiplying them."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+    def put(self, factors: Factors) -> bool:
+        """Take the factors if a split backward runs."""
+        if self._queue is None:
+            return False
+        self._queue.append(factors)
+        return True
+
+
+def add_up(queue: list[Factors]) -> None:
+    """Do the products of a queue, and tell each parameter's hooks when its last one is there, as autograd would.
+
+    The queue is emptied as it goes, so that every pair of factors is let go of once multiplied.
+    """
+    awaited = Counter(id(parameter) for factors in queue for parameter in factors.parameters)
+    queue.reverse()
+    with torch.no_grad():
+        while queue:
+            factors = queue.pop()
+            factors.add()
+            for parameter in factors.parameters:
+                awaited[id(parameter)] -= 1
+                if not awaited[id(parameter)]:
+                    _tell_hooks(parameter)
+
+
+def _tell_hooks(parameter: nn.Parameter) -> None:
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes just ``x Wᵀ + b`` (``nn.Linear``) or ``x W + b`` (Hugging Face's ``Conv1D``)."""
+    if isinstance(module, nn.Linear):
+        whole = getattr(module, "_sharding", None) is None
+        return type(module).forward is nn.Linear.forward or (hasattr(module, "local_weight") and whole)
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+class _LinearCall:
+    """Stands in for one linear's ``forward`` while a split schedule is active."""
+
+    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+        self.module: Any = module
+        self.forward: Any = None
+        self._owner = owner
+        self._transposed = not isinstance(module, nn.Linear)
+        self._holder: Any = None
+
+    def install(self) -> None:
+        """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
+        wrapper = self.module.__dict__.get("forward")
+        if wrapper is None:
+            self._holder, self.forward = None, self.module.forward
+            self.module.__dict__["forward"] = self
+            return
+        holder = None
+        while hasattr(wrapper, "forward"):
+            holder, wrapper = wrapper, wrapper.forward
+        self._holder, self.forward = holder, wrapper
+        if holder is not None and getattr(wrapper, "__self__", None) is self.module:
+            holder.forward = self
+
+    def remove(self) -> None:
+        """Give the place back."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+        elif self._holder is not None and self._holder.forward is self:
+            self._holder.forward = self.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if not self._can_split(x, module.weight):
+            return cast(Tensor, self.forward(x))
+        if torch.is_autocast_enabled(x.device.type):
+            x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+        return cast(Tensor, _SplitLinear.apply(self._owner, self._transposed, x, module.weight, module.bias))
+
+    @staticmethod
+    def _can_split(x: Any, weight: Any) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and type(x) in (Tensor, nn.Parameter)
+            and isinstance(weight, nn.Parameter)
+            and weight.requires_grad
+            and not weight._backward_hooks
+        )
+
+
+class _SplitLinear(torch.autograd.Function):
+    """x, weight, bias -> x weightᵀ + bias (x weight + bias if transposed)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, owner: WeightGradients, transposed: bool, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None
+    ) -> Tensor:
+        ctx.owner, ctx.transposed, ctx.parameters = owner, transposed, (weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            used = weight.to(x.dtype)
+            ctx.save_for_backward(x, used)
+            matrix = used.t() if transposed else used
+            return torch.nn.functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, used = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        grad_x = None
+        if ctx.needs_input_grad[2]:
+            grad_x = grad.matmul(used.t() if ctx.transposed else used)
+        trained_bias = bias if ctx.needs_input_grad[4] else None
+        factors = Factors(weight, trained_bias, grad, x, ctx.transposed)
+        if ctx.owner.put(factors):
+            return None, None, grad_x, None, None
+        flat, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        product = x.t() @ flat if ctx.transposed else flat.t() @ x
+        bias_grad = None if trained_bias is None else flat.sum(0).to(bias.dtype)
+        return None, None, grad_x, product.to(weight.dtype), bias_grad
