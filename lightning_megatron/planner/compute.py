@@ -52,11 +52,11 @@ def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants:
     dimension (each tile fills and drains its pipeline); memory traffic is a lower bound.
     """
     flops = 2.0 * rows * columns * inner
-    element = 1.0 if precision == "fp8" else 2.0
+    element = {"fp8": 1.0, "fp32": 4.0, "fp64": 8.0}.get(precision, 2.0)
     tiles = 1.0 + constants.tile_waste * gpu.processors * _TILE / (rows * columns)
     pipeline = 1.0 + constants.k_half / inner
     compute = flops / (gpu.peak(precision) * constants.gemm(gpu.generation, precision)) * tiles * pipeline
-    traffic = (rows * inner + inner * columns) * element + 2.0 * rows * columns
+    traffic = (rows * inner + inner * columns) * element + max(element, 2.0) * rows * columns
     return max(compute, traffic / (gpu.bandwidth * constants.memory))
 
 
@@ -116,7 +116,9 @@ def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants:
     split = recipe.tensor if recipe.sequence_parallel else 1
     elements = passes.hidden * shape.hidden / split
     elements += (passes.inner * shape.inner + passes.qkv * shape.qkv_width) / recipe.tensor
-    bytes_moved = 2.0 * tokens * elements * (1.0 if recipe.software.fused_kernels else constants.eager_passes)
+    bytes_moved = (
+        recipe.element * tokens * elements * (1.0 if recipe.software.fused_kernels else constants.eager_passes)
+    )
     if recipe.precision == "fp8":
         inputs = 2.0 * shape.hidden + (shape.inner + shape.head_size * shape.heads) / recipe.tensor
         bytes_moved += 4.0 * tokens * inputs
@@ -134,7 +136,7 @@ def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, consta
     """Causal FlashAttention: half of the score matrix, and 2.5 times the forward's FLOPs in the backward."""
     heads = shape.heads / recipe.tensor
     flops = 2.0 * recipe.micro_batch * heads * shape.head_size * shape.seq * shape.seq / recipe.context
-    forward = flops / (gpu.peak_16 * constants.attention(gpu.generation))
+    forward = flops / (gpu.peak(_head_precision(recipe)) * constants.attention(gpu.generation))
     return forward, 2.5 * forward
 
 
@@ -164,9 +166,16 @@ def head_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constan
     """Seconds of the output head and the loss for one micro-batch: forward and backward."""
     tokens = recipe.micro_batch * shape.seq / recipe.context
     columns = shape.vocab / recipe.tensor
-    forward, data, weight = product_and_gradients(tokens, columns, float(shape.hidden), gpu, constants, "bf16")
+    forward, data, weight = product_and_gradients(
+        tokens, columns, float(shape.hidden), gpu, constants, _head_precision(recipe)
+    )
     loss = _LOGIT_BYTES * tokens * columns / (gpu.bandwidth * constants.memory)
     return forward + 0.5 * loss, data + weight + 0.5 * loss
+
+
+def _head_precision(recipe: Recipe) -> str:
+    """Precision of the output head: 16-bit where the layers' products are 8-bit."""
+    return "bf16" if recipe.precision == "fp8" else recipe.precision
 
 
 def optimizer_seconds(parameters: float, gpu: Gpu, constants: Constants) -> float:

@@ -40,24 +40,28 @@ def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes that one layer keeps for the backward of one micro-batch, without full recomputation."""
     tokens = recipe.micro_batch * shape.seq / recipe.context
     split = recipe.tensor if recipe.sequence_parallel else 1
-    input_bytes = 1.0 if recipe.precision == "fp8" else 2.0
-    hidden = 2 * 2.0 + 2 * input_bytes + (2.0 if recipe.software.dropout else 0.0)
-    if shape.gated and not recipe.software.fused_kernels:
-        hidden += 4.0
+    element = float(recipe.element)
+    product_input = 1.0 if recipe.precision == "fp8" else element
     width = shape.head_size * shape.heads
-    parallel = 2.0 * shape.qkv_width + input_bytes * width
-    parallel += shape.inner * ((4.0 if shape.gated else 2.0) + input_bytes)
+    hidden = 2.0 * element + 2.0 * product_input
+    parallel = element * shape.qkv_width + product_input * width
+    parallel += shape.inner * (element * (2 if shape.gated else 1) + product_input)
+    if recipe.software.dropout:
+        hidden += 2.0
+    if shape.gated and recipe.software.keeps_intermediates:
+        hidden += 8.0
+        parallel += element * shape.inner
     if recipe.software.fused_attention:
-        parallel += 2.0 * width - input_bytes * width + 4.0 * shape.heads
+        parallel += (element - product_input) * width + 4.0 * shape.heads
     elif recipe.recompute != "selective":
-        parallel += 5.0 * shape.heads * shape.seq
+        parallel += (2.0 * element + 1.0) * shape.heads * shape.seq
     return tokens * (hidden * shape.hidden / split + parallel / recipe.tensor)
 
 
 def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes that a fully recomputed layer keeps: its input."""
     split = recipe.tensor if recipe.sequence_parallel else 1
-    return 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / split
+    return recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / split
 
 
 def in_flight(recipe: Recipe, stage: int) -> float:
@@ -82,41 +86,50 @@ def in_flight(recipe: Recipe, stage: int) -> float:
 
 
 def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
-    """Parameters that one rank of ``stage`` holds, split over its tensor group."""
-    layers = layers_of_ranks(shape, recipe)[stage]
-    count = float(layers * shape.layer_parameters)
+    """Parameters that one rank of ``stage`` holds: its share of matrices, and all of what tensor ranks repeat."""
+    repeated = shape.replicated_layer_parameters
+    layer = (shape.layer_parameters - repeated) / recipe.tensor + repeated
+    count = layers_of_ranks(shape, recipe)[stage] * layer
     head = recipe.rank_of(recipe.virtual_stages - 1)
     if stage == 0:
-        count += shape.embedding_parameters
-    if stage == head and (head != 0 or not shape.tied):
-        count += shape.vocab * shape.hidden
-    return count / recipe.tensor
+        count += (shape.vocab / recipe.tensor + shape.positions) * shape.hidden
+    if stage == head:
+        count += shape.final_norm_parameters
+        if head != 0 or not shape.tied:
+            count += shape.vocab * shape.hidden / recipe.tensor
+    return count
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
 
-    Adam with 32-bit master weights takes 12 bytes per parameter; ``zero1`` divides these by the replicas, ``zero2``
-    the gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4 more). ``fsdp`` keeps 32-bit
-    weights, gradients and two moments, all divided, and gathers 16-bit layers; under a pipeline the gathered weights
-    and whole gradients stay until the last micro-batch.
+    Adam with 32-bit master weights takes 12 bytes per parameter, and twice the element without; ``zero1`` divides these
+    by the replicas, ``zero2`` the gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4
+    more). ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers; under a
+    pipeline the gathered weights and whole gradients stay until the last micro-batch.
     """
     count = stage_parameters(shape, recipe, stage)
-    replicas = recipe.replicas
     if recipe.sharding in ("fsdp", "hsdp"):
-        parts = replicas if recipe.sharding == "fsdp" else min(replicas, max(1, gpus_per_node // recipe.tensor))
-        gathered = 2.0 * (2.0 * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
-        if recipe.pipeline > 1:
-            gathered = (2.0 + 4.0) * count
-        return 4.0 * count / parts + gathered, 4.0 * count / parts, 8.0 * count / parts
-    kept = 4.0 if recipe.precision != "fp16" else 2.0
-    kept = float(recipe.gradient_bytes) if recipe.gradient_bytes is not None else kept
-    if kept == 4.0 and not recipe.software.direct_gradients:
-        kept += 2.0
-    gradients = kept * count / (replicas if recipe.sharding == "zero2" else 1)
-    converted = 4.0 if kept == 2.0 and recipe.sharding != "none" and not recipe.software.direct_gradients else 0.0
-    optimizer = (12.0 + converted) * count / (1 if recipe.sharding == "none" else replicas)
-    return 2.0 * count, gradients, optimizer
+        return _sharded_state(shape, recipe, count, gpus_per_node)
+    kept = float(recipe.bytes_per_gradient)
+    adam = 12.0 if recipe.mixed else 2.0 * recipe.element
+    if recipe.mixed and not recipe.software.direct_gradients:
+        adam += 4.0 if kept == 2.0 and recipe.sharding != "none" else 0.0
+        kept += 2.0 if kept == 4.0 else 0.0
+    gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" else 1)
+    return recipe.element * count, gradients, adam * count / (1 if recipe.sharding == "none" else recipe.replicas)
+
+
+def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_node: int) -> tuple[float, float, float]:
+    """As :func:`state_bytes` for fully sharded weights: this layer and the next are gathered."""
+    parts = recipe.replicas
+    if recipe.sharding == "hsdp":
+        parts = min(parts, max(1, gpus_per_node // recipe.tensor))
+    stored = max(4.0, float(recipe.element))
+    gathered = recipe.element * (2.0 * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
+    if recipe.pipeline > 1:
+        gathered = (recipe.element + stored) * count
+    return stored * count / parts + gathered, stored * count / parts, 2.0 * stored * count / parts
 
 
 def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
@@ -129,16 +142,18 @@ def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_sh
     kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
     total = layers * kept * in_flight(recipe, stage)
     if recipe.pipeline > 1 and not recipe.software.scatter_gather:
-        boundary = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
+        boundary = recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
         total += boundary * in_flight(recipe, stage)
     return total + max(whole if recompute_share > 0 else 0.0, logit_bytes(shape, recipe, stage))
 
 
 def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
-    """Bytes of 16-bit logits, their 32-bit copy and its gradient on the last stage."""
+    """Bytes of logits, their 32-bit copy and its gradient on the last stage; three copies where no copy is needed."""
     if stage != recipe.rank_of(recipe.virtual_stages - 1):
         return 0.0
-    each = 10.0 if recipe.software.fused_kernels else 12.0
+    each = 3.0 * recipe.element
+    if recipe.mixed:
+        each = 10.0 if recipe.software.fused_kernels else 12.0
     return each * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
 
 

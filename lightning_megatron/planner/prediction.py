@@ -212,7 +212,7 @@ def _data_seconds(
         return _sharded_weights_seconds(recipe, cluster, constants, stage, parameters, layers)
     group = Group(recipe.replicas, recipe.tensor)
     reduce = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants)
-    gather = gather_seconds(2.0 * parameters, group, cluster, constants)
+    gather = gather_seconds(recipe.element * parameters, group, cluster, constants)
     if not recipe.software.overlap_data:
         return reduce + gather
     window = 1.0 - 1.0 / (layers + 1.0)
@@ -225,7 +225,7 @@ def _sharded_weights_seconds(
 ) -> float:
     """Exposed seconds of FSDP in one step: weights gathered for every forward and backward, gradients scattered."""
     group = Group(_shards(recipe, cluster) if recipe.sharding == "hsdp" else recipe.replicas, recipe.tensor)
-    gather = gather_seconds(2.0 * parameters, group, cluster, constants, pieces=layers)
+    gather = gather_seconds(recipe.element * parameters, group, cluster, constants, pieces=layers)
     scatter = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants, pieces=layers)
     backward = stage.input_gradient + stage.weight_gradient
     window = 1.0 - 1.0 / (layers + 1.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
-PRECISIONS = ("fp16", "bf16", "fp8")
+PRECISIONS = ("fp16", "bf16", "fp8", "fp32", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 VEE_SCHEDULES = ("zb-v", "dualpipe-v")
 """Schedules whose first rank holds the first and the last virtual stage."""
@@ -33,6 +33,8 @@ class Software:
         dropout: masks are kept for the backward.
         direct_gradients: weight gradients accumulate straight into the 32-bit buffer; otherwise a 16-bit gradient lies
             beside it.
+        keeps_intermediates: plain modules keep what a compiled or fused norm and gated activation would not: the 32-bit
+            inputs of norms, and the activation before the gate is applied.
         bucket: gradient elements that are copied for one reduction, of which two are under way.
         scatter_gather: tensor ranks that hold the same boundary activation each send their own 1/t of it; otherwise
             each sends all of it and keeps it until the backward.
@@ -49,6 +51,7 @@ class Software:
     block_recompute: bool = False
     dropout: bool = False
     direct_gradients: bool = True
+    keeps_intermediates: bool = True
     bucket: float = 4e7
     scatter_gather: bool = True
     post_validation: bool = False
@@ -62,14 +65,15 @@ MEGATRON_2021 = Software(
     overlap_pipeline=False,
     dropout=True,
     direct_gradients=False,
+    keeps_intermediates=False,
 )
 """Megatron-LM before fused attention: fused small kernels, no transfer beside compute."""
 MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False)
 """The same layers under DeepSpeed's pipeline, which has ZeRO-1, large buckets and sends whole boundaries."""
-MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True)
+MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True, keeps_intermediates=False)
 """Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
-PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True)
-"""PyTorch's fully sharded data parallelism with its own fused attention."""
+PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True, keeps_intermediates=False)
+"""PyTorch's fully sharded data parallelism with its own fused attention; its trainers compile or fuse norms."""
 PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
 """Tensor, pipeline and data parallelism in plain PyTorch with fused attention and no transfer beside compute."""
 LIGHTNING = Software()
@@ -89,7 +93,8 @@ class Recipe:
             (``fsdp`` inside a node, copies across nodes).
         recompute: ``none``, ``selective``, ``full``, or ``auto`` (as few layers in full as memory needs).
         sequence_parallel: norms and dropout are split along the sequence over the tensor ranks.
-        precision: ``fp16``, ``bf16`` or ``fp8`` (8-bit matrix products, the rest 16-bit).
+        precision: ``fp16``, ``bf16`` or ``fp8`` (8-bit matrix products, the rest 16-bit), each with 32-bit master
+            weights; or ``fp32`` or ``fp64`` throughout.
         gradient_bytes: bytes per gradient element kept and reduced; None follows the precision and software.
         software: traits of the training stack.
 
@@ -168,7 +173,17 @@ class Recipe:
         """Bytes per gradient element: 4 with fp32 main gradients, 2 where fp16 gradients are reduced as they are."""
         if self.gradient_bytes is not None:
             return self.gradient_bytes
-        return 2 if self.precision == "fp16" else 4
+        return {"fp16": 2, "fp64": 8}.get(self.precision, 4)
+
+    @property
+    def element(self) -> int:
+        """Bytes of one weight or activation as layers hold them."""
+        return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether 32-bit master weights lie beside 16-bit ones."""
+        return self.element == 2
 
     def describe(self) -> str:
         """One line: ``t8 p8 v2 d24 c1 b2 interleaved zero1 full+sp bf16``."""

@@ -165,7 +165,10 @@ def _needed(cells: Mapping[str, str], column: str) -> int:
 
 
 def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
-    """The model of a row; an empty vocabulary is GPT-2's padded one, an empty ffn is 4h."""
+    """The model of a row; an empty vocabulary is GPT-2's padded one, an empty ffn is 4h.
+
+    Models without gate and without grouped heads are of GPT's family: tied embeddings and a table of positions.
+    """
     vocab = _integer(cells, "vocab")
     if vocab is None:
         remarks.append(f"vocabulary not given; taken as {_DEFAULT_VOCAB}")
@@ -180,7 +183,7 @@ def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
         ffn=_integer(cells, "ffn_hidden"),
         gated=gated,
         tied=not gated,
-        positions=0 if gated else _needed(cells, "seq"),
+        positions=0 if gated or cells.get("kv_heads") else _needed(cells, "seq"),
     )
 
 
@@ -265,12 +268,13 @@ def _precision(text: str) -> str:
     text = text.lower()
     if "fp8" in text:
         return "fp8"
+    if text in ("fp32", "tf32", "float32", "fp64"):
+        return "fp64" if text == "fp64" else "fp32"
     return "fp16" if text.startswith("fp16") or text == "float16" else "bf16"
 
 
 def _gradient_bytes(precision: str, software: Software) -> int:
-    """Gradient bytes: 4 where 32-bit accumulation is stated or plain bf16 runs need it, 2 where software reduces 16
-    bits.
+    """Bytes per gradient: 4 where 32-bit accumulation is stated or plain bf16 runs need it, else 2.
 
     fp16 gradients were reduced as they are; FSDP reduces in 16 bits, and so do NVIDIA's recipes for its distributed
     optimizer.

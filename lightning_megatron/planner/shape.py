@@ -113,6 +113,16 @@ class ModelShape:
         return self.layer_matrix_parameters + biases + norms
 
     @property
+    def replicated_layer_parameters(self) -> int:
+        """Parameters of one layer that tensor ranks do not share: norms, and biases added after a row-parallel sum."""
+        return 2 * self.hidden if self.gated else 6 * self.hidden
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm after the last layer."""
+        return self.hidden * (1 if self.gated else 2)
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding and, where trained, the position table."""
         return (self.vocab + self.positions) * self.hidden
@@ -121,8 +131,7 @@ class ModelShape:
     def parameters(self) -> int:
         """All trained parameters, tied matrices counted once."""
         head = 0 if self.tied else self.vocab * self.hidden
-        final_norm = self.hidden * (1 if self.gated else 2)
-        return self.layers * self.layer_parameters + self.embedding_parameters + head + final_norm
+        return self.layers * self.layer_parameters + self.embedding_parameters + head + self.final_norm_parameters
 
     @property
     def model_flops_per_token(self) -> float:

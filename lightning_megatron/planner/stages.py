@@ -152,7 +152,7 @@ def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constan
     """Exposed seconds of a layer's tensor-parallel collectives: two all-reduces (or gather and scatter) each way."""
     if recipe.tensor == 1:
         return 0.0, 0.0
-    size = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
+    size = recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
     once = 2.0 * all_reduce_seconds(size, Group(recipe.tensor), cluster, constants)
     hidden = constants.tensor_hidden if recipe.software.overlap_tensor else 0.0
     exposed = once * (1.0 - hidden * (1.0 - constants.contention))
@@ -164,7 +164,7 @@ def _context_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, consta
     if recipe.context == 1:
         return 0.0
     width = 2.0 * shape.key_value_heads * shape.head_size / recipe.tensor
-    size = 2.0 * recipe.micro_batch * shape.seq * width
+    size = recipe.element * recipe.micro_batch * shape.seq * width
     return gather_seconds(size, Group(recipe.context, recipe.tensor), cluster, constants)
 
 
@@ -182,7 +182,7 @@ def transfer_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, consta
     if recipe.pipeline == 1:
         return 0.0, 0.0
     stride = recipe.tensor * recipe.context * recipe.data
-    whole = 2.0 * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
+    whole = recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
     if not recipe.sequence_parallel and not recipe.software.scatter_gather:
         once = send_seconds(whole, stride, cluster, constants)
     else:

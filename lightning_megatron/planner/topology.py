@@ -116,14 +116,14 @@ class Volumes:
 
 def step_volumes(shape: ModelShape, recipe: Recipe) -> Volumes:
     """Bytes that one step of a recipe moves per rank on each axis."""
-    boundary = 2.0 * recipe.micro_batch * shape.seq * shape.hidden
+    boundary = recipe.element * recipe.micro_batch * shape.seq * shape.hidden
     layers = shape.layers / recipe.pipeline
     collectives = 4.0 + (2.0 if recipe.recompute == "full" else 0.0)
     ring = 2.0 * (recipe.tensor - 1) / recipe.tensor
     parameters = shape.parameters / recipe.tensor / recipe.pipeline
     return Volumes(
         tensor=collectives * ring * boundary * layers * recipe.micro_batches,
-        data=(recipe.bytes_per_gradient + 2.0) * parameters * (recipe.data - 1) / recipe.data,
+        data=(recipe.bytes_per_gradient + recipe.element) * parameters * (recipe.data - 1) / recipe.data,
         pipeline=2.0 * recipe.chunks * boundary / recipe.tensor * recipe.micro_batches,
     )
 
