@@ -1,7 +1,7 @@
 """Which rows the parity table has: a covering subset for every run, everything on request.
 
-Five things vary beside the module. The covering subset meets every *pair* of their values at least once, each module
-several times and each layout for about a third of the modules, in about a hundred rows.
+Five things vary beside the module. The covering subset meets every *pair* of their values at least once, each plain
+module twice, and one Hugging Face model of each build.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
 FACTORS = (tuple(LAYOUTS), SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
+# One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
+PRETRAINED = (
+    "llama_logits qwen2 mistral gemma3 phi gpt2 gptj gpt_neox opt bloom falcon_alibi mpt biogpt mixtral mamba bert t5 "
+    "bert_classifier distilbert_classifier vit_classifier"
+)
 Setting = tuple[str, str, str, int, int]
 
 
@@ -41,12 +46,11 @@ def _row(module: str, setting: Setting) -> Row:
 
 
 def everyday() -> list[Row]:
-    """Rows of an ordinary test run: three per plain module, one per Hugging Face model."""
+    """Rows of an ordinary test run."""
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
-    others = [name for name in ZOO if name.startswith("hf_")]
-    rows = [_row(name, next(settings)) for name in plain * 3]
-    return rows + [_row(name, next(settings)) for name in others]
+    names = [*plain, *plain, *(f"hf_{name}" for name in PRETRAINED.split())]
+    return [_row(name, next(settings)) for name in names]
 
 
 def everything() -> Iterator[Row]:

@@ -60,6 +60,8 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "flat_module": whole.FlatModule,
     "plateau": whole.Plateau,
     "one_optimizer": whole.OneOptimizer,
+    "end_groups": whole.EndGroups,
+    "fused": whole.Fused,
 }
 
 

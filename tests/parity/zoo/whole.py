@@ -71,3 +71,26 @@ class OneOptimizer(FlatModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+class EndGroups(FlatModule):
+    """Groups by part of the network, so that some stages have nothing in some groups; rates go up and down."""
+
+    def configure_optimizers(self) -> Any:
+        parts = [(self.embed, 5e-3), (self.layers, 1e-2), (self.norm, 2e-2), (self.head, 3e-3)]
+        groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in parts]
+        optimizer = torch.optim.AdamW(groups, amsgrad=True)
+        rates = [rate for _, rate in parts]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 1}]
+
+
+class Fused(FlatModule):
+    """torch's fused AdamW, and a schedule made of two."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[2])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

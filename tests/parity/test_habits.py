@@ -1,0 +1,48 @@
+"""What users do beside the ordinary loop gives on every rank what it gives on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_trainers
+from tests.parity import habit_scenarios as habits
+from tests.parity.scenario import compare_scenario, differences, one_process
+
+SAME = [
+    habits.shuffled,
+    habits.hand_made,
+    habits.skipped,
+    habits.named_samples,
+    habits.fast_dev_run,
+    habits.unfrozen_later,
+]
+
+
+@pytest.mark.parametrize("scenario", SAME, ids=lambda scenario: scenario.__name__)
+def test_a_habit_gives_what_it_gives_on_one_process(scenario: Any) -> None:
+    compare_scenario(scenario, (2, 1))
+
+
+def test_the_first_rank_shows_real_losses_and_the_whole_model() -> None:
+    (plain,) = run_trainers(habits.shown, None, {}, devices=1)
+    first, second = run_trainers(habits.shown, (2, 1), {}, devices=2)
+    assert f"train_loss={first.value}" in first.output, first.output
+    counts = [line for line in plain.output.splitlines() if "params" in line and any(c.isdigit() for c in line)]
+    assert counts, plain.output
+    for line in counts:
+        assert line in first.output, first.output
+    assert "train_loss" not in second.output
+
+
+def test_a_checkpoint_left_by_an_exception_is_whole_and_goes_on() -> None:
+    expected = one_process(habits.straight_to_six)
+    for outcome in run_trainers(habits.saved_on_exception, (2, 1), {}, devices=2):
+        assert not list(differences("", outcome.value, expected, 1e-9))
+
+
+def test_the_registered_name_trains_replicas_of_the_module() -> None:
+    values = [outcome.value for outcome in run_trainers(habits.by_name, devices=2)]
+    assert values[0] == values[1]
+    assert values[0][:2] == [2, "MegatronStrategy"]
