@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Optimizer
 
 from lightning_megatron.lightning_state import callbacks_of
-from lightning_megatron.pipeline.schedule import schedule_shape
+from lightning_megatron.pipeline.schedule import make_schedule, schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
 
 
@@ -21,7 +21,7 @@ def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
     """Refuse axis sizes that no number of devices could satisfy.
 
     Raises:
-        ValueError: a size is not a positive integer, or tensor parallelism is asked for.
+        ValueError: a size is not a positive integer.
     """
     named = {"pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
     if data != "auto":
@@ -30,11 +30,20 @@ def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             choices = "'auto' or an integer" if name == "data_parallel_size" else "an integer"
             raise ValueError(f"`{name}={size!r}` must be {choices} of at least 1.")
-    if tensor > 1:
-        raise ValueError(
-            f"`tensor_parallel_size={tensor}` is not available yet; use `tensor_parallel_size=1` with "
-            "`pipeline_parallel_size` and `data_parallel_size`."
-        )
+
+
+def check_tensor_options(tensor: int, plan: Any, sequence_parallel: Any) -> None:
+    """Refuse tensor-parallel options that would be ignored or cannot be meant.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a dict of pattern -> style.")
+    if tensor == 1 and plan != "auto":
+        raise ValueError("`tensor_parallel_plan` is given, but `tensor_parallel_size=1`; set `tensor_parallel_size`.")
+    if tensor == 1 and sequence_parallel:
+        raise ValueError("`sequence_parallel=True` needs `tensor_parallel_size` of at least 2.")
 
 
 def check_options(
@@ -42,6 +51,8 @@ def check_options(
     micro_batch_size: Any,
     evaluation_micro_batch_size: Any,
     pipeline_schedule: Any,
+    pipeline_schedule_options: Mapping[str, Any] | None,
+    virtual_pipeline_parallel_size: Any,
     pipeline_split: Any,
     pipeline_parallel_size: int,
     bucket_size_mb: Any,
@@ -56,7 +67,12 @@ def check_options(
     for name, size in sizes.items():
         if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"`{name}={size!r}` must be 'auto' or an integer of at least 1.")
-    shape = schedule_shape(pipeline_schedule)
+    chunks, options = virtual_pipeline_parallel_size, dict(pipeline_schedule_options or {})
+    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+        raise ValueError(f"`virtual_pipeline_parallel_size={chunks!r}` must be an integer of at least 1, or left out.")
+    shape = schedule_shape(pipeline_schedule, chunks, options.get("placement"))
+    # Built once for the chosen sizes, so that a wrong option or an impossible schedule of one's own is refused here.
+    make_schedule(pipeline_schedule, pipeline_parallel_size, 2 * pipeline_parallel_size, chunks=chunks, **options)
     if pipeline_split != "auto":
         expected = pipeline_parallel_size * shape.chunks
         valid = not isinstance(pipeline_split, str) and isinstance(pipeline_split, Sequence)
@@ -64,7 +80,7 @@ def check_options(
             raise ValueError(
                 f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, "
                 f"one per "
-                "pipeline stage."
+                "pipeline stage and chunk, in the order of the layers."
             )
     if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
         raise ValueError(f"`bucket_size_mb={bucket_size_mb!r}` must be a positive number of MiB.")

@@ -17,10 +17,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_megatron.data_parallel.buckets import GradientBuckets
-from lightning_megatron.data_parallel.norm import global_norm
-from lightning_megatron.mesh import ParallelMesh, gather_rows
+from lightning_megatron.data_parallel.norm import global_norm, whole_norm
+from lightning_megatron.mesh import Holders, ParallelMesh, gather_rows
 from lightning_megatron.module_state import ModuleState
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
 from lightning_megatron.pipeline.micro_batches import (
@@ -33,11 +34,12 @@ from lightning_megatron.pipeline.micro_batches import (
     weighted_mean,
 )
 from lightning_megatron.pipeline.p2p import StageLinks
-from lightning_megatron.pipeline.schedule import Schedule, lower, make_schedule
+from lightning_megatron.pipeline.schedule import Schedule, ScheduleShape, lower, make_schedule, schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
 from lightning_megatron.pipeline.trunk import find_trunk
 from lightning_megatron.replay import LogRecorder, StepExchange, StepResult
 from lightning_megatron.rng import SegmentHooks, SegmentStreams
+from lightning_megatron.tensor_state import TensorState
 
 LossWeight = Callable[[Any], float]
 
@@ -50,9 +52,26 @@ class EngineOptions:
     evaluation_micro_batch_size: int | str
     schedule: str | Callable[..., Any]
     chunks: int | None
+    schedule_options: Mapping[str, Any]
     loss_weight: LossWeight | None
     bucket_bytes: int
     variable_shapes: bool
+
+    @property
+    def schedule_shape(self) -> ScheduleShape:
+        """Chunks per stage, and where they lie."""
+        return schedule_shape(self.schedule, self.chunks, self.schedule_options.get("placement"))
+
+    def make_schedule(self, stages: int, micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The schedule of a step of ``micro_batches``."""
+        return make_schedule(
+            self.schedule,
+            stages,
+            micro_batches,
+            chunks=self.chunks,
+            forward_only=forward_only,
+            **self.schedule_options,
+        )
 
 
 class StepEngine:
@@ -64,6 +83,7 @@ class StepEngine:
         device: this rank's device.
         stage: this rank's part of the module; ``None`` with one stage.
         streams: random streams per segment.
+        tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
     """
 
@@ -74,6 +94,7 @@ class StepEngine:
         device: torch.device,
         stage: StageModule | None,
         streams: SegmentStreams,
+        tensor: TensorState,
         options: EngineOptions,
     ) -> None:
         self._module = module
@@ -81,6 +102,7 @@ class StepEngine:
         self._device = device
         self._stage = stage
         self._streams = streams
+        self._tensor = tensor
         self._options = options
         self._exchange = StepExchange(mesh, device)
         self._state = ModuleState(module) if stage is not None else None
@@ -89,24 +111,24 @@ class StepEngine:
         self._segments: SegmentHooks | None = None
         self.gradients: GradientBuckets | None = None
         self.recorder: LogRecorder | None = None
-        self.shared_names: frozenset[str] = frozenset()
 
-    def prepare_gradients(self, shared_groups: Mapping[tuple[int, ...], Any]) -> None:
+    def prepare_gradients(self, groups: Mapping[Holders, Any]) -> None:
         """Lay out gradient buckets; call once the parameters are final.
 
         Args:
-            shared_groups: group of this rank for each set of stages that hold parameters together.
+            groups: group of this rank for each kind of holders other than the replicas of one stage.
         """
         self.close()
         parameters = dict(self._module.named_parameters())
         layout = self._mesh.layout
         data_group = self._mesh.group("data_parallel") if layout.data > 1 else None
-        shared = {}
-        if self._stage is not None:
-            holders = self._stage.partition.holders
-            shared = {n: shared_groups[tuple(sorted(holders[n]))] for n in parameters if len(holders[n]) > 1}
-        self.shared_names = frozenset(shared)
+        shared = {name: groups[holder] for name in parameters if (holder := self.holders_of(name)) in groups}
         self.gradients = GradientBuckets(parameters, data_group, shared, self._options.bucket_bytes)
+
+    def holders_of(self, name: str) -> Holders:
+        """Who holds parameter ``name``."""
+        stages = tuple(sorted(self._stage.partition.holders[name])) if self._stage is not None else (self._mesh.stage,)
+        return Holders(stages, self._tensor.summed(name))
 
     def close(self) -> None:
         """Release hooks and buffers."""
@@ -116,6 +138,7 @@ class StepEngine:
         if self._segments is not None:
             self._segments.remove()
             self._segments = None
+        self._executor = None
 
     @property
     def in_step(self) -> bool:
@@ -193,11 +216,17 @@ class StepEngine:
         """2-norm of the gradients of ``parameters`` over the whole model, each counted once."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         counted = [p.grad for p in parameters if p.grad is not None and self._counts(names.get(id(p)))]
-        groups = [self._mesh.group("pipeline_parallel")] if self._mesh.layout.pipeline > 1 else []
+        if any(isinstance(gradient, DTensor) for gradient in counted):
+            return whole_norm(counted)
+        layout = self._mesh.layout
+        groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
+        groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
         return global_norm(counted, groups, self._device)
 
     def _counts(self, name: str | None) -> bool:
-        return self._stage is None or name is None or self._stage.counted_here(name)
+        if name is None:
+            return True
+        return self._tensor.counted_here(name) and (self._stage is None or self._stage.counted_here(name))
 
     def _split(self, batch: Any, chosen: int | str) -> list[Any]:
         size = batch_size_of(batch)
@@ -296,14 +325,7 @@ class StepEngine:
     def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         key = (micro_batches, forward_only)
         if key not in self._schedules:
-            options = self._options
-            schedule = make_schedule(
-                options.schedule,
-                self._mesh.layout.pipeline,
-                micro_batches,
-                chunks=options.chunks,
-                forward_only=forward_only,
-            )
+            schedule = self._options.make_schedule(self._mesh.layout.pipeline, micro_batches, forward_only=forward_only)
             self._schedules[key] = lower(schedule)
         return self._schedules[key]
 

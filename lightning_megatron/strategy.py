@@ -16,6 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checks, lightning_state
@@ -27,15 +28,18 @@ from lightning_megatron.initial_state import (
     agree_on_weights,
     materialize,
 )
+from lightning_megatron.mesh import Holders
 from lightning_megatron.metrics import MetricRouter
+from lightning_megatron.parallelize import ParallelReport, parallelize
 from lightning_megatron.pipeline.partition import make_partition
-from lightning_megatron.pipeline.schedule import Placement, make_schedule, schedule_shape
+from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import StageModule, stage_of
 from lightning_megatron.pipeline.standin import whole_view
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
 from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.tensor_state import TensorState
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -50,12 +54,21 @@ class MegatronStrategy(GridStrategy):
     Args:
         pipeline_parallel_size: stages that share the layers.
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
-        tensor_parallel_size: ranks that share each layer's matrices; only 1 for now.
+        tensor_parallel_size: ranks that share each layer's matrices.
+        tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
+            ``"auto"``
+            takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
+        sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
         micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
             stage).
         evaluation_micro_batch_size: samples per micro-batch in validation, test and prediction; ``"auto"`` runs each
             batch whole, so that the step is called once per batch, as in one process.
-        pipeline_schedule: ``"1f1b"``, ``"gpipe"``.
+        pipeline_schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zb-v"``,
+            ``"dualpipe-v"``, or a function of your own; see ``docs/schedules.md``.
+        pipeline_schedule_options: options of the schedule: ``group_size`` of ``"interleaved"``, ``memory_limit`` of
+            ``"zb-h2"``, ``placement`` (``"loop"`` or ``"vee"``) of your own.
+        virtual_pipeline_parallel_size: pieces of the module per stage, for ``"interleaved"`` (2 when not given) and
+            functions of your own.
         pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
         pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
         pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
@@ -83,9 +96,13 @@ class MegatronStrategy(GridStrategy):
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int = 1,
         *,
+        tensor_parallel_plan: str | Mapping[str, str] = "auto",
+        sequence_parallel: bool = False,
         micro_batch_size: int | str = "auto",
         evaluation_micro_batch_size: int | str = "auto",
         pipeline_schedule: str | Callable[..., Any] = "1f1b",
+        pipeline_schedule_options: Mapping[str, Any] | None = None,
+        virtual_pipeline_parallel_size: int | None = None,
         pipeline_layers: str = "auto",
         pipeline_split: str | Sequence[int] = "auto",
         pipeline_placement: Mapping[str, str] | None = None,
@@ -101,10 +118,13 @@ class MegatronStrategy(GridStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         checks.check_sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
+        checks.check_tensor_options(tensor_parallel_size, tensor_parallel_plan, sequence_parallel)
         checks.check_options(
             micro_batch_size=micro_batch_size,
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             pipeline_schedule=pipeline_schedule,
+            pipeline_schedule_options=pipeline_schedule_options,
+            virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
             pipeline_split=pipeline_split,
             pipeline_parallel_size=pipeline_parallel_size,
             bucket_size_mb=bucket_size_mb,
@@ -118,12 +138,13 @@ class MegatronStrategy(GridStrategy):
             micro_batch_size=micro_batch_size,
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             schedule=pipeline_schedule,
-            chunks=None,
+            chunks=virtual_pipeline_parallel_size,
+            schedule_options=dict(pipeline_schedule_options or {}),
             loss_weight=micro_batch_loss_weight,
             bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
         )
-        placement = schedule_shape(pipeline_schedule).placement
+        placement = self._options.schedule_shape.placement
         sizes = {
             "tensor": tensor_parallel_size,
             "data": data_parallel_size,
@@ -140,7 +161,11 @@ class MegatronStrategy(GridStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._shared_groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[Holders, Any] = {}
+        self._tensor_plan = tensor_parallel_plan
+        self._sequence_parallel = sequence_parallel
+        self._tensor_state = TensorState()
+        self.parallel_report: ParallelReport | None = None
         self._engine: StepEngine | None = None
         self._engine_module: pl.LightningModule | None = None
         self._metrics: MetricRouter | None = None
@@ -191,13 +216,13 @@ class MegatronStrategy(GridStrategy):
         else:
             self.model_to_device()
         assert self._engine is not None
-        lightning_state.show_whole_summary(trainer, self._whole_view)
+        lightning_state.show_whole_summary(trainer, self._logical_view)
         if self._metrics is not None:
             self._metrics.attach(module)
         module.__dict__["log"] = self._log
         if trainer.state.fn == TrainerFn.FITTING:
             if self._needs_gradients:
-                self._engine.prepare_gradients(self._shared_groups)
+                self._engine.prepare_gradients(self._groups)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -206,31 +231,55 @@ class MegatronStrategy(GridStrategy):
     @property
     def _needs_gradients(self) -> bool:
         layout = self.mesh.layout
-        return layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
+        assert self.lightning_module is not None
+        if self._brings_own_parallelism(self.lightning_module):
+            return False
+        split = any(entry.sums_gradient for entry in self._tensor_state.table.values())
+        return layout.pipeline > 1 or layout.data > 1 or split or self._options.micro_batch_size != "auto"
 
     def _build_engine(self, module: pl.LightningModule) -> None:
         mesh = self.mesh
         streams = SegmentStreams(self.root_device, mesh.coordinates.data)
         agree_on_random_state(mesh, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
+        self._tensor_state = self._split_layers(module)
         stage = self._cut(module, streams)
         seed = agree_on_base_seed(self.root_device)
-        materialize(module, self.root_device, seed)
+        materialize(module, self.root_device, seed, self._tensor_state.table)
         self.model_to_device()
-        shared: dict[str, Any] = {}
-        if stage is not None:
-            holders = stage.partition.holders
-            self._shared_groups = mesh.groups_over_stages(stage.partition.shared_stage_sets(), with_data=True)
-            names = dict(module.named_parameters())
-            shared = {n: self._shared_groups[tuple(sorted(holders[n]))] for n in names if len(holders[n]) > 1}
-        agree_on_weights(module, mesh, shared)
-        self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._options)
+        self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._tensor_state, self._options)
+        if not self._brings_own_parallelism(module):
+            holders = {name: self._engine.holders_of(name) for name, _ in module.named_parameters()}
+            self._groups = mesh.holder_groups(self._all_holders(stage))
+            agree_on_weights(module, mesh, {n: self._groups[h] for n, h in holders.items() if h in self._groups})
         self._engine_module = module
         self._metrics = (
             MetricRouter(mesh, self.root_device, lambda: self._engine is not None and self._engine.in_step)
-            if mesh.layout.pipeline > 1
+            if mesh.layout.pipeline * mesh.layout.tensor > 1
             else None
         )
+
+    def _split_layers(self, module: pl.LightningModule) -> TensorState:
+        """Split the layers over the tensor group, by plan."""
+        if self.mesh.layout.tensor == 1 or stage_of(module) is not None or self._brings_own_parallelism(module):
+            return self._tensor_state
+        group = self.mesh.group("tensor_parallel")
+        self.parallel_report = parallelize(module, group, self._tensor_plan, self._sequence_parallel)
+        return TensorState(self.parallel_report.parameters, group)
+
+    @staticmethod
+    def _brings_own_parallelism(module: pl.LightningModule) -> bool:
+        """Whether the module's own ``configure_model`` has split it (``parallelize_module``, ``fully_shard``)."""
+        return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+    def _all_holders(self, stage: StageModule | None) -> list[Holders]:
+        """Every combination of holders in the world besides one stage's own: equal on all ranks."""
+        sets = stage.partition.shared_stage_sets() if stage is not None else []
+        holders = [Holders(stages, False) for stages in sets]
+        if any(entry.sums_gradient for entry in self._tensor_state.table.values()):
+            singles = [(index,) for index in range(self.mesh.layout.pipeline)]
+            holders += [Holders(stages, True) for stages in (*sets, *singles)]
+        return holders
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
         earlier = stage_of(module)
@@ -239,9 +288,10 @@ class MegatronStrategy(GridStrategy):
             if earlier is not None:
                 raise RuntimeError(checks.already_cut(earlier, 1))
             return None
-        schedule = make_schedule(self._options.schedule, mesh.layout.pipeline, 2 * mesh.layout.pipeline)
+        schedule = self._options.make_schedule(mesh.layout.pipeline, 1, forward_only=True)
         if earlier is not None:
-            if len(set(earlier.partition.owners)) != mesh.layout.pipeline or earlier.stage != mesh.stage:
+            owners = tuple(schedule.owner(virtual)[0] for virtual in range(schedule.virtual_stages))
+            if earlier.partition.owners != owners or earlier.stage != mesh.stage:
                 raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
             earlier.cursor.use_streams(streams)
             return earlier
@@ -271,6 +321,25 @@ class MegatronStrategy(GridStrategy):
         stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
         with whole_view(stage.hidden if stage is not None else []):
             yield
+
+    @contextmanager
+    def _logical_view(self) -> Generator[None, None, None]:
+        """Show the module as it is in one process, to code that only counts."""
+        assert self.lightning_module is not None
+        with self._tensor_state.logical_view(self.lightning_module), self._whole_view():
+            yield
+
+    def explain(self) -> str:
+        """The tensor-parallel plan as a table: each module, its style, shapes, and collectives.
+
+        Raises:
+            RuntimeError: no module has been split yet.
+        """
+        if self.parallel_report is None:
+            raise RuntimeError(
+                "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1."
+            )
+        return self.parallel_report.explain()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""
@@ -390,9 +459,9 @@ class MegatronStrategy(GridStrategy):
         return self._engine.gradient_norm(parameters)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state."""
+        """This rank's part of the state, split tensors in their logical shape (on the first tensor-parallel rank)."""
         assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
+        return self._tensor_state.logical_state(self.lightning_module.state_dict())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
@@ -403,21 +472,22 @@ class MegatronStrategy(GridStrategy):
         assert self.lightning_module is not None
         with self._whole_view():
             whole = set(self.lightning_module.state_dict())
-        lightning_state.load_module(self.lightning_module, checkpoint, whole, strict)
+        lightning_state.load_module(self.lightning_module, checkpoint, whole, strict, self._tensor_state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of an optimizer by parameter name."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, candidate in enumerate(self.optimizers) if candidate is optimizer)
         assert self.lightning_module is not None
-        return lightning_state.optimizer_state(optimizer, self._optimizer_names[index], self.lightning_module)
+        state = lightning_state.optimizer_state(optimizer, self._optimizer_names[index], self.lightning_module)
+        return self._tensor_state.logical_optimizer(state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
         assert self.lightning_module is not None
         states = checkpoint["optimizer_states"]
         for optimizer, names, state in zip(self.optimizers, self._optimizer_names, states, strict=True):
-            lightning_state.load_optimizer(optimizer, names, self.lightning_module, state)
+            lightning_state.load_optimizer(optimizer, names, self.lightning_module, state, self._tensor_state)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -441,7 +511,9 @@ class MegatronStrategy(GridStrategy):
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if isinstance(self.checkpoint_io, MegatronCheckpointIO):
             fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-            lightning_state.read_tensors(self.checkpoint_io, path, checkpoint, self.lightning_module, fitting)
+            lightning_state.read_tensors(
+                self.checkpoint_io, path, checkpoint, self.lightning_module, fitting, self._tensor_state
+            )
         return checkpoint
 
     def teardown(self) -> None:

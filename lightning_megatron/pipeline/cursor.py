@@ -148,6 +148,12 @@ class StageCursor:
             raise RuntimeError(self._misplaced(call.sentinel.name))
         return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=False)
 
+    def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for a part that runs before the layers, on the stage that owns it."""
+        if not self.running or self.first == 0 or _in_backward():
+            return call.forward(*args, **kwargs)
+        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=False)
+
     def _misplaced(self, part: str) -> str:
         option = f'pipeline_placement={{"{part}": "all"}}'
         keep = f"keep it on every stage with `MegatronStrategy({option})`"
@@ -299,3 +305,10 @@ class PartCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.cursor.call_part(self, args, kwargs)
+
+
+class FirstCall(PartCall):
+    """Installed as ``forward`` on owned parts that run before the layers, where a stage has several pieces of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_first_part(self, args, kwargs)

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.pipeline.cursor import Boundary, LayerCall, PartCall, StageCursor, StageDone, StageRun
+from lightning_megatron.pipeline.cursor import (
+    Boundary,
+    FirstCall,
+    LayerCall,
+    PartCall,
+    StageCursor,
+    StageDone,
+    StageRun,
+)
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.pipeline.partition import Partition
 from lightning_megatron.pipeline.standin import HollowModule, Sentinel, hide_parameter, meta_like
@@ -42,6 +50,7 @@ class StageModule:
         self.hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._wrap_layers(self._kept_parameters())
         self._hollow_units(self._kept_parameters())
+        self._skip_repeated_units()
 
     def _kept_parameters(self) -> frozenset[int]:
         holders = self.partition.holders
@@ -69,6 +78,17 @@ class StageModule:
             hollow = HollowModule(unit, name, self._device, kept)
             unit.forward = PartCall(self.cursor, unit, hollow.sentinel)  # type: ignore[method-assign, assignment]
             self.hidden += hollow.hidden
+
+    def _skip_repeated_units(self) -> None:
+        """With several virtual stages here, what runs before the layers runs in the first of them only."""
+        partition = self.partition
+        if partition.owners.count(self.stage) == 1 or partition.owners[0] != self.stage:
+            return
+        for name in sorted(partition.before):
+            owner, _, leaf = name.rpartition(".")
+            unit = self.module.get_submodule(owner)._modules.get(leaf)
+            if unit is not None:
+                unit.forward = FirstCall(self.cursor, unit, Sentinel(name))  # type: ignore[method-assign, assignment]
 
     def _hide_direct(self, parent: nn.Module, leaf: str, name: str, kept: frozenset[int]) -> None:
         parameter = parent._parameters[leaf]
