@@ -75,8 +75,7 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
         inner = {n: s for n, s in styles.items() if n not in blueprint.heads}
         blueprint.regions = regions_from_styles(module, inner, trace)
     _settle_regions(module, blueprint, parts)
-    if source != "argument":
-        _split_vocabulary(module, blueprint)
+    _split_vocabulary(module, blueprint)
     return blueprint
 
 
@@ -151,11 +150,17 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
     """Linear layers whose output features are the vocabulary, and whose output nothing else reads."""
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     tied = {id(m.weight) for m in tables}
+    split = {
+        id(module.get_submodule(n).get_parameter("weight")) for n, s in styles.items() if s is Style.EMBEDDING_ROWWISE
+    }
     largest = max((m.num_embeddings for m in tables), default=0)
     named = {id(m) for m in output_embeddings(module)}
     heads = set()
     for name, part in module.named_modules():
-        if not is_linear(part) or (styles and not styles.get(name, Style.REPLICATE).is_column):
+        if not is_linear(part):
+            continue
+        follows = id(part.get_parameter("weight")) in split  # tied to an embedding that the plan splits
+        if styles and not follows and not styles.get(name, Style.REPLICATE).is_column:
             continue
         if trace is not None and (name not in trace.sources or trace.readers(name)):
             continue
@@ -276,10 +281,13 @@ def _like(decided: Region, region: Region) -> Region:
 
 
 def _split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
-    """Heads keep their logits split, and the embeddings tied to them, or of the same vocabulary, are split as well."""
+    """Heads keep their logits split, and embeddings tied to them are split as well.
+
+    Without a plan that says otherwise, so is an embedding of the same vocabulary that is not tied.
+    """
     weights = {id(module.get_submodule(name).get_parameter("weight")) for name in blueprint.heads}
     sizes = {linear_sizes(module.get_submodule(name))[1] for name in blueprint.heads}
-    if blueprint.source == "drop-in layers":
+    if blueprint.source in ("argument", "drop-in layers"):
         sizes = set()
     for name in blueprint.heads:
         blueprint.styles[name] = Style.COLWISE_GATHER_OUTPUT
