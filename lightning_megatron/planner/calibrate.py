@@ -18,8 +18,10 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_megatron.planner.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
+from lightning_megatron.planner.error_plot import error_svg
 from lightning_megatron.planner.linear import solve
 from lightning_megatron.planner.makespan import closed_form
 from lightning_megatron.planner.prediction import Prediction, predict
@@ -188,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", help="CSV of published runs")
     parser.add_argument("--print-constants", action="store_true", help="fit all rows and print the constants as JSON")
     parser.add_argument("--no-folds", action="store_true", help="score the fit to all rows on those rows themselves")
+    parser.add_argument("--plot", help="write predicted against measured times of the folds to this SVG file")
     options = parser.parse_args(arguments)
     samples = read_samples(read_rows(options.file))
     if options.print_constants or options.no_folds:
@@ -197,7 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.no_folds:
             print(table(summaries(score(samples, constants))))
         return 0
-    print(table(summaries(cross_validate(samples))))
+    scored = cross_validate(samples)
+    print(table(summaries(scored)))
+    if options.plot:
+        Path(options.plot).write_text(error_svg(scored), encoding="utf-8")
     return 0
 
 

@@ -26,10 +26,12 @@ class Group:
     Args:
         size: ranks in the group.
         stride: distance of neighbouring members in global ranks.
+        adapters: most network adapters of a node that the software's rings use; None means one per member there.
     """
 
     size: int
     stride: int = 1
+    adapters: int | None = None
 
     def per_node(self, gpus_per_node: int) -> int:
         """Members on one node."""
@@ -51,7 +53,10 @@ def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float
     if nodes == 1:
         return inside
     decay = 1.0 + constants.network_decay * math.log2(nodes)
-    outside = cluster.network * constants.network * group.per_node(cluster.gpus_per_node) / decay
+    adapters = group.per_node(cluster.gpus_per_node)
+    if group.adapters is not None:
+        adapters = min(adapters, group.adapters)
+    outside = cluster.network * constants.network * adapters / decay
     return min(inside, outside)
 
 

@@ -36,13 +36,13 @@ class Constants:
     """
 
     gemm_volta: float = 0.75
-    gemm_ampere: float = 0.795
+    gemm_ampere: float = 0.794
     gemm_hopper: float = 0.703
     gemm_blackwell: float = 0.70
-    gemm_fp8: float = 0.593
+    gemm_fp8: float = 0.594
     tile_waste: float = 0.355
     k_half: float = 122.0
-    memory: float = 0.689
+    memory: float = 0.69
     attention_ampere: float = 0.551
     attention_hopper: float = 0.432
     misaligned: float = 0.029
@@ -51,11 +51,11 @@ class Constants:
     network_decay: float = 0.0485
     score_passes: float = 5.4
     eager_passes: float = 1.11
-    contention: float = 0.156
+    contention: float = 0.157
     tensor_hidden: float = 0.597
     launch: float = 0.00025
     step: float = 0.0232
-    jitter: float = 0.00704
+    jitter: float = 0.00706
 
     def gemm(self, generation: str, precision: str) -> float:
         """Share of the peak that very large products reach on a GPU generation at a precision."""

@@ -126,7 +126,8 @@ def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_nod
     if recipe.sharding == "hsdp":
         parts = min(parts, max(1, gpus_per_node // recipe.tensor))
     stored = max(4.0, float(recipe.element))
-    gathered = recipe.element * (2.0 * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
+    ahead = 1.0 if recipe.software.single_adapter else 2.0
+    gathered = recipe.element * (ahead * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
     if recipe.pipeline > 1:
         gathered = (recipe.element + stored) * count
     return stored * count / parts + gathered, stored * count / parts, 2.0 * stored * count / parts

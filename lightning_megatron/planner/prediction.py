@@ -224,7 +224,7 @@ def _sharded_weights_seconds(
     recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float, layers: float
 ) -> float:
     """Exposed seconds of FSDP in one step: weights gathered for every forward and backward, gradients scattered."""
-    group = Group(_shards(recipe, cluster) if recipe.sharding == "hsdp" else recipe.replicas, recipe.tensor)
+    group = Group(_shards(recipe, cluster), recipe.tensor, 1 if recipe.software.single_adapter else None)
     gather = gather_seconds(recipe.element * parameters, group, cluster, constants, pieces=layers)
     scatter = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants, pieces=layers)
     backward = stage.input_gradient + stage.weight_gradient

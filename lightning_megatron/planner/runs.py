@@ -16,6 +16,7 @@ from pathlib import Path
 from lightning_megatron.planner.cluster import Cluster, cluster_for
 from lightning_megatron.planner.memory import peak_memory, recompute_share
 from lightning_megatron.planner.recipe import (
+    DEEPSPEED_ZERO3,
     MEGATRON_2021,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
@@ -344,7 +345,9 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
             found = replace(found, overlap_tensor=True)
         if re.search(r"torch\.compile", notes):
             found = replace(found, fused_kernels=True)
-        return replace(found, fused_attention=False) if old and precision.startswith("fp16") else found
+        if old and precision.startswith("fp16"):
+            return DEEPSPEED_ZERO3 if "zero" in shard else replace(found, fused_attention=False)
+        return found
     if "dist" in shard or (sharding == "zero2" and not precision.startswith("fp16")):
         return MEGATRON_CORE
     if old:
