@@ -34,8 +34,10 @@ from lightning_megatron.pipeline.micro_batches import (
     weighted_mean,
 )
 from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.recorder import StepRecorder, gather_timeline
 from lightning_megatron.pipeline.schedule import Schedule, ScheduleShape, lower, make_schedule, schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
+from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.pipeline.trunk import find_trunk
 from lightning_megatron.replay import LogRecorder, StepExchange, StepResult
 from lightning_megatron.rng import SegmentHooks, SegmentStreams
@@ -56,6 +58,7 @@ class EngineOptions:
     loss_weight: LossWeight | None
     bucket_bytes: int
     variable_shapes: bool
+    record_timeline: bool
 
     @property
     def schedule_shape(self) -> ScheduleShape:
@@ -108,6 +111,7 @@ class StepEngine:
         self._state = ModuleState(module) if stage is not None else None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
+        self._recorder = StepRecorder(device) if options.record_timeline else None
         self._segments: SegmentHooks | None = None
         self.gradients: GradientBuckets | None = None
         self.recorder: LogRecorder | None = None
@@ -318,7 +322,9 @@ class StepEngine:
         if self._executor is None:
             assert self._stage is not None
             links = StageLinks(self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device)
-            self._executor = PipelineExecutor(self._stage, links, self._device, self._options.variable_shapes)
+            self._executor = PipelineExecutor(
+                self._stage, links, self._device, self._options.variable_shapes, self._recorder
+            )
         self._executor.gradients = self.gradients
         return self._executor
 
@@ -328,6 +334,14 @@ class StepEngine:
             schedule = self._options.make_schedule(self._mesh.layout.pipeline, micro_batches, forward_only=forward_only)
             self._schedules[key] = lower(schedule)
         return self._schedules[key]
+
+    def measured_timeline(self) -> Timeline | None:
+        """When each computation of the latest training step ran, on all stages; collective over the pipeline."""
+        if self._recorder is None:
+            raise RuntimeError("nothing was recorded; pass `MegatronStrategy(record_timeline=True)`.")
+        if self._stage is None:
+            return None
+        return gather_timeline(self._recorder, self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks)
 
     def _check_equal_batches(self, parts: list[Any]) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""

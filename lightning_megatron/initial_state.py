@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.rng import collect_rng_state, mix, restore_rng_state
+from lightning_megatron.sharding import ShardSpec
 
 _CHUNK_BYTES = 256 * 1024 * 1024
 
@@ -21,17 +23,21 @@ def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
 
     With a seed they agree already. Without one, they would shuffle and draw differently, and so load different batches.
     """
-    ranks = mesh.layout.world_size // mesh.layout.data
-    if ranks == 1:
-        return
-    group = mesh.group("pipeline_parallel")
+    if mesh.layout.pipeline > 1:
+        _copy_random_state(mesh.rank, mesh.loss_rank, mesh.group("pipeline_parallel"), device)
+    if mesh.layout.tensor > 1:
+        group = mesh.group("tensor_parallel")
+        _copy_random_state(mesh.rank, dist.get_global_rank(group, 0), group, device)
+
+
+def _copy_random_state(rank: int, source: int, group: Any, device: torch.device) -> None:
     data = pickle.dumps(collect_rng_state(device))
     length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, mesh.loss_rank, group=group)
+    dist.broadcast(length, source, group=group)
     buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if mesh.rank == mesh.loss_rank:
+    if rank == source:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, mesh.loss_rank, group=group)
+    dist.broadcast(buffer, source, group=group)
     restore_rng_state(pickle.loads(buffer.cpu().numpy().tobytes()), device)
 
 
@@ -88,12 +94,24 @@ def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str,
         broadcast_tensors(tensors, min(dist.get_process_group_ranks(group)), group)
 
 
-def materialize(module: nn.Module, device: torch.device, base_seed: int) -> None:
+def materialize(
+    module: nn.Module, device: torch.device, base_seed: int, table: Mapping[str, ParameterSharding]
+) -> None:
     """Allocate and initialise what was built on the meta device; what is already real stays.
 
     Each submodule is initialised by the code it brings (``_init_weights`` of an ancestor, ``reset_parameters`` or
     ``_reset_parameters``), from a stream seeded by its name. So weights depend on the seed alone, not on which rank
     holds them.
+
+    A parameter that is split over tensor-parallel ranks is initialised whole, one submodule at a time, and then cut,
+    so its
+    logical values do not depend on the split either.
+
+    Args:
+        module: this rank's part of the module.
+        device: where to allocate.
+        base_seed: equal on all ranks.
+        table: how each parameter is split over tensor-parallel ranks.
 
     Raises:
         RuntimeError: a submodule with tensors on the meta device has no code to initialise them.
@@ -108,7 +126,31 @@ def materialize(module: nn.Module, device: torch.device, base_seed: int) -> None
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for name, child in pending:
             torch.manual_seed(mix(base_seed, *name.encode()))
+            whole = _show_whole(name, child, device, table)
             _initialize(module, name, child)
+            _cut(child, whole)
+
+
+def _show_whole(
+    name: str, module: nn.Module, device: torch.device, table: Mapping[str, ParameterSharding]
+) -> dict[str, tuple[nn.Parameter, ShardSpec]]:
+    """Put whole parameters in the place of split ones; returns the split ones."""
+    split = {}
+    for leaf, parameter in module._parameters.items():
+        entry = table.get(f"{name}.{leaf}" if name else leaf)
+        if parameter is not None and entry is not None and not entry.replicated:
+            split[leaf] = (parameter, entry.spec)
+            empty = torch.empty(entry.spec.global_shape, dtype=parameter.dtype, device=device)
+            module._parameters[leaf] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return split
+
+
+def _cut(module: nn.Module, split: Mapping[str, tuple[nn.Parameter, ShardSpec]]) -> None:
+    for leaf, (parameter, spec) in split.items():
+        whole = module._parameters[leaf]
+        assert whole is not None
+        parameter.copy_(spec.slice_full(whole.detach()))
+        module._parameters[leaf] = parameter
 
 
 def _holds_meta(module: nn.Module) -> bool:

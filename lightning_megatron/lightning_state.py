@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
 from lightning_megatron.replay import StepResult
+from lightning_megatron.tensor_state import TensorState
 
 GroupNames = list[list[str]]
 """Names of the parameters of each group of an optimizer, over all stages, in the user's order."""
@@ -106,7 +107,9 @@ def optimizer_state(optimizer: Optimizer, names: GroupNames, module: nn.Module) 
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer(optimizer: Optimizer, names: GroupNames, module: nn.Module, saved: Mapping[str, Any]) -> None:
+def load_optimizer(
+    optimizer: Optimizer, names: GroupNames, module: nn.Module, saved: Mapping[str, Any], tensor: TensorState
+) -> None:
     """Load this rank's part of a state saved by name, or by index as plain torch does.
 
     Raises:
@@ -128,7 +131,7 @@ def load_optimizer(optimizer: Optimizer, names: GroupNames, module: nn.Module, s
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             entries = by_name.get(known[id(parameter)])
             if entries is not None:
-                state[number] = entries
+                state[number] = {key: _local(tensor, known[id(parameter)], value) for key, value in entries.items()}
     merged = [
         {**group, "params": numbered["params"]}
         for group, numbered in zip(groups, template["param_groups"], strict=True)
@@ -136,8 +139,17 @@ def load_optimizer(optimizer: Optimizer, names: GroupNames, module: nn.Module, s
     optimizer.load_state_dict({"state": state, "param_groups": merged})
 
 
+def _local(tensor: TensorState, name: str, value: Any) -> Any:
+    return tensor.to_local(name, value) if isinstance(value, Tensor) else value
+
+
 def read_tensors(
-    io: MegatronCheckpointIO, path: Any, checkpoint: dict[str, Any], module: nn.Module, with_optimizer: bool
+    io: MegatronCheckpointIO,
+    path: Any,
+    checkpoint: dict[str, Any],
+    module: nn.Module,
+    with_optimizer: bool,
+    tensor: TensorState,
 ) -> None:
     """Fill ``checkpoint`` with this rank's tensors from a checkpoint directory; does nothing for a plain file.
 
@@ -151,13 +163,13 @@ def read_tensors(
     wanted: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in shapes:
-            if shapes[name] != value.shape:
+            if shapes[name] != tensor.logical_shape(name, value):
                 raise ValueError(
                     f"`{name}` has shape {tuple(value.shape)} in the module but {tuple(shapes[name])} in {path}; "
                     f"build the module "
                     "as it was when the checkpoint was saved."
                 )
-            wanted[name] = torch.empty_like(value, requires_grad=False)
+            wanted[name] = torch.empty(shapes[name], dtype=value.dtype, device=value.device)
     mine = set(parameter_names(module).values())
     optimizers = len(checkpoint.get("optimizer_groups", [])) if with_optimizer else 0
     entries = [_parse_optimizer_name(name) for name in shapes]
@@ -191,7 +203,9 @@ def _assemble_optimizers(
     return states
 
 
-def load_module(module: nn.Module, checkpoint: Mapping[str, Any], whole: set[str], strict: bool) -> None:
+def load_module(
+    module: nn.Module, checkpoint: Mapping[str, Any], whole: set[str], strict: bool, tensor: TensorState
+) -> None:
     """Load this rank's part of ``checkpoint["state_dict"]``.
 
     Args:
@@ -199,6 +213,7 @@ def load_module(module: nn.Module, checkpoint: Mapping[str, Any], whole: set[str
         checkpoint: with the state, and under ``"state_dict_names"`` the names of all that was saved.
         whole: names of the whole module's state.
         strict: whether missing and unexpected names are errors.
+        tensor: how parameters are split over tensor-parallel ranks.
 
     Raises:
         RuntimeError: names are missing or unexpected, and ``strict``.
@@ -212,7 +227,8 @@ def load_module(module: nn.Module, checkpoint: Mapping[str, Any], whole: set[str
             f"the checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, unexpected "
             f"{unexpected or 'nothing'}; set `strict_loading = False` on the module to load what fits."
         )
-    module.load_state_dict({name: value for name, value in state.items() if name in local}, strict=False)
+    parts = {name: _local(tensor, name, value) for name, value in state.items() if name in local}
+    module.load_state_dict(parts, strict=False)
 
 
 def gather_state_dict(local: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Tensor]:

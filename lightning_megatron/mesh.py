@@ -5,8 +5,9 @@ A mesh is an argument wherever it is needed; nothing in this package keeps a gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ from lightning_megatron.layout import Coordinates, Layout
 
 MESH_AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 """Mesh dimension names, outermost first; Lightning's own names where it has them."""
+
+
+class Holders(NamedTuple):
+    """Who holds a parameter: the stages (sorted), and whether its tensor-parallel ranks hold partial gradients."""
+
+    stages: tuple[int, ...]
+    over_tensor: bool
 
 
 @dataclass(frozen=True)
@@ -55,36 +63,41 @@ class ParallelMesh:
         """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
         return self.device_mesh[axis].get_group()
 
-    def groups_over_stages(
-        self, stage_sets: Iterable[Sequence[int]], *, with_data: bool
-    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Groups for parameters that several stages hold, e.g. a tied embedding on the first and the last.
+    def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
+        """Groups over which gradients are summed, besides the plain data-parallel ones.
 
-        Every rank must call this with the same sets in the same order: creating a group is collective.
+        Every rank must call this with the same holders: creating a group is collective.
 
         Args:
-            stage_sets: sets of stages; sets of one stage are skipped.
-            with_data: whether a group spans all data (and context) replicas as well.
+            holders: the stages that hold a parameter, and whether tensor-parallel ranks hold partial gradients of it.
 
         Returns:
-            The groups that this rank belongs to, keyed by the sorted set of stages.
+            The groups that this rank belongs to: all data and context replicas, on those stages, and all tensor
+            ranks or
+            only this one.
         """
-        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        layout = self.layout
-        replicas = [(c, d) for d in range(layout.data) for c in range(layout.context)]
-        for stages in sorted({tuple(sorted(set(stages))) for stages in stage_sets}):
-            if len(stages) < 2:
-                continue
-            blocks = [replicas] if with_data else [[replica] for replica in replicas]
-            ranks = [
-                [layout.rank(tensor=t, context=c, data=d, pipeline=s) for s in stages for c, d in block]
-                for block in blocks
-                for t in range(layout.tensor)
-            ]
-            group, _ = dist.new_subgroups_by_enumeration([sorted(members) for members in ranks])
-            if any(self.rank in members for members in ranks):
-                mine[stages] = group
+        mine: dict[Holders, dist.ProcessGroup] = {}
+        singles = sorted({holder for holder in holders if len(holder.stages) == 1 and holder.over_tensor})
+        together = [singles] if singles else []
+        together += [[holder] for holder in sorted(set(holders)) if len(holder.stages) > 1]
+        for members in together:
+            ranks = [block for holder in members for block in self._holder_ranks(holder)]
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
+            for holder in members:
+                if any(self.rank in block for block in self._holder_ranks(holder)):
+                    mine[holder] = group
         return mine
+
+    def _holder_ranks(self, holder: Holders) -> list[list[int]]:
+        """Ranks of each group for ``holder``: one group, or one per tensor coordinate."""
+        layout = self.layout
+        places = [(s, d, c) for s in holder.stages for d in range(layout.data) for c in range(layout.context)]
+        by_tensor = [
+            [layout.rank(tensor=t, context=c, data=d, pipeline=s) for s, d, c in places] for t in range(layout.tensor)
+        ]
+        if not holder.over_tensor:
+            return [sorted(block) for block in by_tensor]
+        return [sorted(rank for block in by_tensor for rank in block)]
 
 
 def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:

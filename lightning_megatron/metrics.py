@@ -46,6 +46,7 @@ class MetricRouter:
         self._device = device
         self._pipeline_group = mesh.group("pipeline_parallel")
         self._gather = _GatherOverReplicas(mesh.group("data_parallel"))
+        self._alone = mesh.layout.pipeline == 1
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
         self._in_step = in_step
@@ -71,7 +72,7 @@ class MetricRouter:
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""
-        if self._in_step():
+        if self._alone or self._in_step():
             return compute(*args, **kwargs)
         if self._has_loss:
             value = compute(*args, **kwargs)

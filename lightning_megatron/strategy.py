@@ -32,9 +32,11 @@ from lightning_megatron.mesh import Holders
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, parallelize
 from lightning_megatron.pipeline.partition import make_partition
+from lightning_megatron.pipeline.recompute import Recompute, check_recompute, recompute_layers
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import StageModule, stage_of
 from lightning_megatron.pipeline.standin import whole_view
+from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
@@ -73,6 +75,10 @@ class MegatronStrategy(GridStrategy):
         pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
         pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
             what is not named is placed by reading the module's code.
+        activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
+            layer), ``{"every": n}`` (every n-th), ``"selective"`` (the attention core of every layer), or names or
+            patterns of layers or modules in them, such as ``["*.mlp"]``.
+        record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.
         micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
             default its number of samples. Return the number of unpadded tokens to make a token mean over padded
             batches exact.
@@ -106,8 +112,10 @@ class MegatronStrategy(GridStrategy):
         pipeline_layers: str = "auto",
         pipeline_split: str | Sequence[int] = "auto",
         pipeline_placement: Mapping[str, str] | None = None,
+        activation_recompute: Recompute = None,
         micro_batch_loss_weight: LossWeight | None = None,
         variable_shapes: bool = False,
+        record_timeline: bool = False,
         bucket_size_mb: float = 25.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -143,7 +151,10 @@ class MegatronStrategy(GridStrategy):
             loss_weight=micro_batch_loss_weight,
             bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
+            record_timeline=record_timeline,
         )
+        check_recompute(activation_recompute)
+        self._recompute = activation_recompute
         placement = self._options.schedule_shape.placement
         sizes = {
             "tensor": tensor_parallel_size,
@@ -247,6 +258,8 @@ class MegatronStrategy(GridStrategy):
         seed = agree_on_base_seed(self.root_device)
         materialize(module, self.root_device, seed, self._tensor_state.table)
         self.model_to_device()
+        if self._recompute is not None:
+            recompute_layers(module, stage, self._recompute, self._pipeline_layers)
         self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._tensor_state, self._options)
         if not self._brings_own_parallelism(module):
             holders = {name: self._engine.holders_of(name) for name, _ in module.named_parameters()}
@@ -457,6 +470,21 @@ class MegatronStrategy(GridStrategy):
                 p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
         return self._engine.gradient_norm(parameters)
+
+    def measured_timeline(self) -> Timeline | None:
+        """When each computation of the latest training step started and ended on every stage of this pipeline.
+
+        Collective over the pipeline. Draw it with :mod:`lightning_megatron.pipeline.timeline`, beside
+        ``simulate(schedule, measured_costs(timeline))``.
+
+        Returns:
+            Times in seconds; ``None`` before the first step, and with one stage.
+
+        Raises:
+            RuntimeError: the strategy was made without ``record_timeline=True``.
+        """
+        assert self._engine is not None
+        return self._engine.measured_timeline()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, split tensors in their logical shape (on the first tensor-parallel rank)."""

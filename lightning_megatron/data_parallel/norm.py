@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.device) -> Tensor:
@@ -29,6 +30,12 @@ def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.
     for group in groups:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def whole_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """2-norm of gradients that are ``DTensor``s and know by themselves how they are spread."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def squared_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
