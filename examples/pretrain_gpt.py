@@ -207,43 +207,50 @@ def sample(weights: dict[str, Tensor], module: LanguageModel, tokenizer: Tokeniz
     return tokenizer.decode(generate(module.model.eval(), start, length), skip_special_tokens=True)
 
 
+def option(group: Any, name: str, default: Any, text: str, kind: type = int) -> None:
+    """Add an option whose help ends with its default in brackets."""
+    placeholder = {int: "N", float: "X", Path: "FOLDER", str: "TEXT"}[kind]
+    shown = "" if default is None else f" [{default}]"
+    group.add_argument(name, type=kind, default=default, metavar=placeholder, help=text + shown)
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT on text, with pipeline x data (x tensor) parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage="%(prog)s [--data SOURCE] [--steps N] [--pipeline N] [--data-parallel N] [other options]",
     )
-    data = parser.add_argument_group("text")
-    sources = f"folder, file, Hugging Face dataset (name or name:configuration) or {STANDARD_LIBRARY!r}, Python's own"
-    data.add_argument("--data", default=STANDARD_LIBRARY, metavar="SOURCE", help=sources)
-    data.add_argument("--vocabulary", type=int, default=2048, help="entries of the byte-level BPE tokenizer")
-    data.add_argument("--sequence", type=int, default=128, help="tokens that the model reads at once")
-    data.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
+    text = parser.add_argument_group("text")
+    sources = "folder, file, Hugging Face dataset (name or name:configuration), or stdlib, which is Python's own source"
+    option(text, "--data", STANDARD_LIBRARY, sources, str)
+    option(text, "--vocabulary", 2048, "entries of the byte-level BPE tokenizer")
+    option(text, "--sequence", 128, "tokens that the model reads at once")
+    option(text, "--cache", Path("runs/corpus"), "where prepared text is kept", Path)
     layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
-    layout.add_argument("--pipeline", type=int, help="stages that the layers are cut into (default: 2, on one GPU 1)")
-    layout.add_argument("--data-parallel", type=int, help="replicas (default: 2, on GPUs as many as there is room for)")
-    layout.add_argument("--tensor", type=int, default=1, help="processes that share each layer")
-    layout.add_argument("--nodes", type=int, default=1, help="machines, when started by torchrun or SLURM")
-    layout.add_argument("--accelerator", default="auto", choices=["auto", "cpu", "gpu"], help="what computes")
-    layout.add_argument("--schedule", default="1f1b", help="pipeline schedule")
+    option(layout, "--pipeline", None, "stages that the layers are cut into [2; on one GPU 1]")
+    option(layout, "--data-parallel", None, "replicas [2; on GPUs as many as there is room for]")
+    option(layout, "--tensor", 1, "processes that share each layer")
+    option(layout, "--nodes", 1, "machines, when started by torchrun or SLURM")
+    option(layout, "--schedule", "1f1b", "pipeline schedule", str)
+    layout.add_argument("--accelerator", default="auto", choices=["auto", "cpu", "gpu"], help="what computes [auto]")
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=4, help="transformer layers")
-    model.add_argument("--hidden", type=int, default=128, help="width of a layer")
-    model.add_argument("--heads", type=int, default=4, help="attention heads")
+    option(model, "--layers", 4, "transformer layers")
+    option(model, "--hidden", 128, "width of a layer")
+    option(model, "--heads", 4, "attention heads")
     training = parser.add_argument_group("training")
-    training.add_argument("--batch", type=int, default=16, help="sequences per step, over all replicas")
-    training.add_argument("--micro-batch", type=int, default=4, help="sequences that a stage computes at once")
-    training.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    training.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    training.add_argument("--precision", default="32-true", help="the Trainer's precision")
-    training.add_argument("--seed", type=int, default=1, help="for weights, order of blocks and held-out documents")
+    option(training, "--batch", 16, "sequences per step, over all replicas")
+    option(training, "--micro-batch", 4, "sequences that a stage computes at once")
+    option(training, "--steps", 500, "optimizer steps")
+    option(training, "--lr", 3e-3, "peak learning rate", float)
+    option(training, "--precision", "32-true", "the Trainer's precision", str)
+    option(training, "--seed", 1, "for weights, order of blocks and held-out documents")
     results = parser.add_argument_group("results")
-    results.add_argument("--output", type=Path, default=Path("runs/pretrain_gpt"), help="for logs and checkpoints")
-    results.add_argument("--resume", metavar="CHECKPOINT", help="checkpoint to go on from; 'last': the newest, if any")
-    results.add_argument("--validations", type=int, default=5, help="validation runs during training")
-    results.add_argument("--validation-blocks", type=int, default=256, help="sequences per validation run")
-    results.add_argument("--prompt", help="what the sample starts with (default for Python's own source: 'def ')")
-    results.add_argument("--sample-length", type=int, default=120, help="tokens that the sample goes on for")
+    option(results, "--output", Path("runs/pretrain_gpt"), "for logs and checkpoints", Path)
+    option(results, "--resume", None, "checkpoint to go on from; 'last': the newest, if any", str)
+    option(results, "--validations", 5, "validation runs during training")
+    option(results, "--validation-blocks", 256, "sequences per validation run")
+    option(results, "--prompt", None, "what the sample starts with [for Python's own source 'def ']", str)
+    option(results, "--sample-length", 120, "tokens that the sample goes on for")
     return parser.parse_args()
 
 
