@@ -258,7 +258,7 @@ class MegatronStrategy(GridStrategy):
         seed = agree_on_base_seed(self.root_device)
         materialize(module, self.root_device, seed, self._tensor_state.table)
         self.model_to_device()
-        if self._recompute is not None:
+        if self._recompute is not None or stage is not None:
             recompute_layers(module, stage, self._recompute, self._pipeline_layers)
         self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._tensor_state, self._options)
         if not self._brings_own_parallelism(module):
