@@ -18,7 +18,7 @@ MICRO_BATCHES = (2, 1, 3, 0)
 FACTORS = (tuple(LAYOUTS), SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 # One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
 PRETRAINED = (
-    "llama_logits qwen2 mistral gemma3 phi gpt2 gptj gpt_neox opt bloom falcon_alibi mpt biogpt mixtral mamba bert t5 "
+    "llama_logits llama_recomputed qwen2 mistral gemma3 phi gpt2 gptj gpt_neox opt bloom falcon_alibi mpt biogpt mixtral mamba bert t5 "
     "bert_classifier distilbert_classifier vit_classifier"
 )
 Setting = tuple[str, str, str, int, int]

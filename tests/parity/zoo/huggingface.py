@@ -182,12 +182,16 @@ class PretrainedTask(Task):
         name: key of `CONFIGS`.
         labels: let the model compute its loss from ``labels=``; otherwise the step does it from the logits.
         encoded: wrap batches in the tokenizer's ``BatchEncoding``.
+        recompute: turn the model's own gradient checkpointing on.
     """
 
-    def __init__(self, name: str, labels: bool, encoded: bool = False) -> None:
+    def __init__(self, name: str, labels: bool, encoded: bool = False, recompute: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = build_model(name)
+        self.model: Any = build_model(name)
+        if recompute:
+            self.model.gradient_checkpointing_enable()
+            self.model.config.use_cache = False
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
         batch = default_collate(samples)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.parity.zoo import huggingface, huggingface_more, language, loops, tasks, vision, whole
+from tests.parity.zoo import hazards, huggingface, huggingface_more, language, loops, tasks, vision, whole
 
 STRICT = 1e-9
 FLOAT32 = 1e-5
@@ -51,6 +51,14 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "dictionary": partial(_task, tasks.TokenTask, loops.Dictionary),
     "encoder_decoder": partial(_task, tasks.TokenTask, loops.EncoderDecoder),
     "dense_skips": partial(_task, tasks.TokenTask, loops.DenseSkips),
+    "auxiliary_loss": partial(_task, hazards.AuxiliaryTask, hazards.AuxiliaryLoss),
+    "auxiliary_kept": partial(_task, hazards.AuxiliaryTask, partial(hazards.AuxiliaryLoss, kept=True)),
+    "weight_penalty": hazards.WeightPenalty,
+    "deep_supervision": partial(_task, tasks.TokenTask, hazards.DeepSupervision),
+    "towers": partial(_task, tasks.TokenTask, hazards.Towers),
+    "reentrant": partial(_task, tasks.TokenTask, hazards.Reentrant),
+    "per_layer_masks": partial(_task, tasks.TokenTask, hazards.PerLayerMasks),
+    "extra_tensors": hazards.ExtraTensors,
     "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),
     "checkpointed": partial(_task, tasks.TokenTask, language.Checkpointed),
     "two_heads": partial(_task, tasks.NestedTask, language.TwoHeads),
@@ -73,6 +81,9 @@ def _pretrained() -> dict[str, Specimen]:
         found[f"hf_{name}"] = Specimen(build, FLOAT32)
         if index % 3 == 0 and name != "t5":
             found[f"hf_{name}_logits"] = Specimen(partial(huggingface.PretrainedTask, name, labels=False), FLOAT32)
+    for name in ("llama", "gpt2", "opt"):
+        build = partial(huggingface.PretrainedTask, name, labels=True, recompute=True)
+        found[f"hf_{name}_recomputed"] = Specimen(build, FLOAT32)
     for name in huggingface_more.CLASSIFIERS:
         found[f"hf_{name}"] = Specimen(partial(huggingface_more.Classifier, name), FLOAT32)
     return found
@@ -80,9 +91,10 @@ def _pretrained() -> dict[str, Specimen]:
 
 # Values beside the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
 # a pipeline may refuse these, but not get them wrong.
-MAY_REFUSE = frozenset(
-    {"outside_residual", "indexed", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "hf_t5"}
-)
+MAY_REFUSE = {
+    *("outside_residual", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "indexed"),
+    *("auxiliary_loss", "auxiliary_kept", "weight_penalty", "deep_supervision", "reentrant", "hf_t5"),
+}
 ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
 
 
