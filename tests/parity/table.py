@@ -18,8 +18,21 @@ MICRO_BATCHES = (2, 1, 3, 0)
 FACTORS = (tuple(LAYOUTS), SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 # One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
 PRETRAINED = (
-    "llama_logits llama_recomputed qwen2 mistral gemma3 phi gpt2 gptj gpt_neox opt bloom falcon_alibi mpt biogpt mixtral mamba bert t5 "
-    "bert_classifier distilbert_classifier vit_classifier"
+    *(
+        "llama_logits",
+        "llama_recomputed",
+        "qwen2",
+        "mistral",
+        "gemma3",
+        "phi",
+        "gpt2",
+        "gptj",
+        "gpt_neox",
+        "opt",
+        "bloom",
+    ),
+    *("falcon_alibi", "mpt", "biogpt", "mixtral", "mamba", "bert", "t5"),
+    *("bert_classifier", "distilbert_classifier", "vit_classifier"),
 )
 Setting = tuple[str, str, str, int, int]
 
@@ -49,7 +62,7 @@ def everyday() -> list[Row]:
     """Rows of an ordinary test run."""
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
-    names = [*plain, *plain, *(f"hf_{name}" for name in PRETRAINED.split())]
+    names = [*plain, *plain, *(f"hf_{name}" for name in PRETRAINED)]
     return [_row(name, next(settings)) for name in names]
 
 

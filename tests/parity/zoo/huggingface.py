@@ -190,7 +190,8 @@ class PretrainedTask(Task):
         self.save_hyperparameters()
         self.model: Any = build_model(name)
         if recompute:
-            self.model.gradient_checkpointing_enable()
+            older = getattr(self.model, "gradient_checkpointing_enable", None)
+            getattr(self.model, "activation_checkpointing_enable", older)()
             self.model.config.use_cache = False
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
