@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from lightning_megatron.commands.explain import explain
 from lightning_megatron.commands.plan import plan
 from lightning_megatron.commands.predict import predict
 from lightning_megatron.commands.timeline import timeline
@@ -28,6 +29,7 @@ def _several_commands() -> None:
 app.command("timeline")(timeline)
 app.command("plan")(plan)
 app.command("predict")(predict)
+app.command("explain")(explain)
 
 
 def main() -> None:

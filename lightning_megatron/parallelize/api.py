@@ -1,9 +1,10 @@
-"""`parallelize`: split the layers of an existing module over a tensor group."""
+"""`parallelize`: split the layers of an existing module over a tensor group; `explain`: the same on paper."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from lightning_megatron.parallelize.apply import Builder
 from lightning_megatron.parallelize.blueprint import Blueprint, draw_up
 from lightning_megatron.parallelize.report import ParallelReport, whole_table
 from lightning_megatron.parallelize.sequence import SequencePlan, plan_sequence
+from lightning_megatron.parallelize.study import study_of
 
 
 def parallelize(
@@ -51,9 +53,70 @@ def parallelize(
         return ParallelReport("none", 1, False, whole_table(module))
     if synchronize:
         broadcast_state(module, group)
-    blueprint = draw_up(module, size, plan, example)
-    sequence = plan_sequence(module, blueprint) if sequence_parallel else None
-    report = ParallelReport(blueprint.source, size, sequence_parallel, whole_table(module))
+    return _carry_out(module, group, *_decide(module, size, plan, sequence_parallel, example))
+
+
+def explain(
+    module: nn.Module,
+    size: int,
+    plan: str | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    *,
+    example: Any = None,
+) -> ParallelReport:
+    """What `parallelize` would do on ``size`` ranks, without any process; the module is left as it was.
+
+    Args:
+        module: an unsharded module, its parameters real or on the meta device.
+        size: size of the tensor group.
+        plan: as for `parallelize`.
+        sequence_parallel: as for `parallelize`.
+        example: as for `parallelize`.
+
+    Returns:
+        The report of the group's first rank; print its ``explain()``.
+
+    Raises:
+        ValueError: as for `parallelize`.
+    """
+    if size == 1:
+        return ParallelReport("none", 1, False, whole_table(module))
+    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
+    weightless = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    paper = copy.deepcopy(module, dict(weightless))
+    if sequence is not None:
+        sequence.module = paper
+    return _carry_out(paper, cast(dist.ProcessGroup, _PaperGroup(size)), blueprint, sequence)
+
+
+class _PaperGroup:
+    """A tensor group that exists on paper only: its first rank knows its size and can send nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+def _decide(
+    module: nn.Module, size: int, plan: str | Mapping[str, str], sequence_parallel: bool, example: Any
+) -> tuple[Blueprint, SequencePlan | None]:
+    """Every decision about a module; the module is left as it was."""
+    study = study_of(module, plan)
+    blueprint = draw_up(study.module, size, plan, example)
+    sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
+    return study.carry_over(module, blueprint, sequence)
+
+
+def _carry_out(
+    module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None
+) -> ParallelReport:
+    """Apply the decisions, and report them."""
+    report = ParallelReport(blueprint.source, group.size(), sequence is not None, whole_table(module))
     builder = Builder(module, group, blueprint, sequence)
     blueprint.trace = None  # releases the tiny run's tensors before memory is needed
     builder.build()

@@ -206,7 +206,8 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
     """Choose cuts for every region; regions of the same shape share one decision."""
     decided: dict[Any, Region] = {}
     settled = []
-    for region in blueprint.regions:
+    order = {name: index for index, (name, _) in enumerate(module.named_modules())}
+    for region in sorted(blueprint.regions, key=lambda region: order[region.row]):
         _check_sizes(module, region, parts)
         key = _shape_key(module, region)
         if key in decided:

@@ -121,6 +121,8 @@ def local_attributes(
     for name, owner in owners.items():
         for attribute, value in _integers(owner):
             local = _local_heads(attribute, value, sizes, parts, read)
+            if local == value:
+                continue
             if local is not None:
                 heads[name, attribute] = local
             elif value in widths and value % parts == 0 and not re.search(r"vocab|_idx|_id$|position", attribute):

@@ -1,0 +1,49 @@
+"""``lightning-megatron explain``: how a model's layers would be split, before a machine is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def explain(
+    hf_config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
+    tensor: Annotated[int, typer.Option(help="Tensor-parallel size, t.")] = 2,
+    sequence_parallel: Annotated[bool, typer.Option(help="Split activations along the sequence as well.")] = False,
+    plan: Annotated[Path | None, typer.Option(help="A JSON file of pattern -> style instead of the own plan.")] = None,
+    every_layer: Annotated[bool, typer.Option(help="List numbered layers one by one.")] = False,
+) -> None:
+    """Print the tensor-parallel plan of a Hugging Face model: modules, styles, shapes, collectives.
+
+    Neither weights nor processes are needed: the model is built without memory, and one layer of each kind is tried with
+    random weights.
+    """
+    from lightning_megatron.parallelize import explain as explain_module
+
+    try:
+        chosen: Any = "auto" if plan is None else json.loads(plan.read_text())
+        report = explain_module(_weightless_model(hf_config), tensor, chosen, sequence_parallel)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(report.explain(every_layer))
+
+
+def _weightless_model(path: Path) -> Any:
+    """The model that a config describes, on the meta device: its own architecture, or a causal language model."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise typer.BadParameter("`--hf-config` needs the package transformers (pip install transformers).") from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = transformers.AutoConfig.from_pretrained(path)
+    names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
+    with torch.device("meta"):
+        if names:
+            return getattr(transformers, names[0])(config)
+        return transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,104 @@
+"""Plans without processes: the same decisions with and without weights, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from lightning_megatron.cli import app
+from lightning_megatron.parallelize import explain
+from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
+from lightning_megatron.parallelize.patterns import generalize, matches
+from tests.multi.tensor_models import LLAMA, VOCABULARY, NanoGPT, hugging_face
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "bloom", "t5", "bert"])
+def test_module_without_weights_gets_the_plan_of_the_same_module_with_weights(name):
+    depth = "n_layer" if name in ("gpt2", "bloom") else "num_layers" if name == "t5" else "num_hidden_layers"
+    with torch.device("meta"):
+        weightless = hugging_face(name, **{depth: 5})
+    real = hugging_face(name, **{depth: 5})
+    before = {key: value.clone() for key, value in real.state_dict().items()}
+    on_meta, on_cpu = explain(weightless, 2), explain(real, 2)
+    assert on_meta.explain(every_layer=True) == on_cpu.explain(every_layer=True)
+    assert on_meta.parameters == on_cpu.parameters
+    assert any(not sharding.replicated for sharding in on_cpu.parameters.values())
+    after = real.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before) and not hasattr(real, "_sharding")
+
+
+def test_plan_names_styles_shapes_and_collectives():
+    text = explain(hugging_face("gpt2"), 2, sequence_parallel=True).explain()
+    lines = {line.split()[0]: line for line in text.splitlines()[2:]}
+    assert "packed_colwise" in lines["transformer.h.*.attn.c_attn"] and "32x96" in lines["transformer.h.*.attn.c_attn"]
+    assert "32x48" in lines["transformer.h.*.attn.c_attn"] and "split_size=16" in lines["transformer.h.*.attn.c_attn"]
+    assert "reduce-scatter" in lines["transformer.h.*.mlp.c_proj"] and "logits stay split" in lines["lm_head"]
+    assert "300x32" in lines["transformer.wte"] and "256x32" in lines["transformer.wte"]
+
+
+def test_partial_gradients_are_those_of_sequence_shards_and_of_local_heads():
+    plain = explain(hugging_face("qwen3"), 2).partial_gradients
+    assert [generalize(name) for name in plain[:2]] == [
+        "model.layers.*.self_attn.q_norm.weight",
+        "model.layers.*.self_attn.k_norm.weight",
+    ]
+    split = {generalize(name) for name in explain(hugging_face("qwen3"), 2, sequence_parallel=True).partial_gradients}
+    assert "model.layers.*.input_layernorm.weight" in split and "model.norm.weight" not in split
+    assert "model.layers.*.self_attn.q_proj.weight" not in split
+    assert explain(hugging_face("llama"), 2).partial_gradients == []
+
+
+def test_replicated_key_value_heads_are_whole_and_their_gradients_summed():
+    report = explain(hugging_face("llama"), 4)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert report.parameters[name].replicated and name in report.partial_gradients
+
+
+def test_module_that_cannot_be_run_says_what_to_give():
+    class Closed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, *, secret):
+            raise RuntimeError("needs a secret")
+
+    with pytest.raises(ValueError, match=r"example_input_array.*tensor_parallel_plan"):
+        explain(Closed(), 2)
+
+
+def test_module_without_pairs_says_so():
+    with pytest.raises(ValueError, match="no column/row pair"):
+        explain(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2, example=torch.randn(2, 4))
+
+
+def test_plan_that_is_a_word_but_not_auto_is_refused():
+    with pytest.raises(ValueError, match="'auto' or a dict"):
+        explain(NanoGPT(), 2, "columns")
+
+
+def test_patterns_match_whole_components_from_the_end():
+    assert matches("layers.*.mlp.up_proj", "model.layers.11.mlp.up_proj")
+    assert not matches("layers.*.mlp.up_proj", "model.layers.11.mlp.gate_up_proj")
+    assert not matches("layers.*", "layers.1.mlp")
+    assert generalize("h.12.attn2.0.c") == "h.*.attn2.*.c"
+
+
+def test_scarce_key_value_heads_are_chosen_by_the_query_heads_that_read_them():
+    cut = ColumnCut((8, 4, 4), (False, True, True), HeadSizes(heads=4, key_value=2, size=2))
+    assert cut.ranges(4, 3) == ((6, 8), (10, 12), (14, 16))
+    assert cut.keeps_parameter and cut.fits(4)
+
+
+def test_command_prints_the_plan_of_a_config(tmp_path):
+    config = {**LLAMA, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["explain", "--hf-config", str(tmp_path / "config.json"), "--tensor", "2"])
+    assert result.exit_code == 0, result.output
+    assert "model.layers.*.self_attn.q_proj" in result.output and f"{VOCABULARY}x32" in result.output
+    refused = CliRunner().invoke(app, ["explain", "--hf-config", str(tmp_path), "--tensor", "3"])
+    assert refused.exit_code != 0 and "not divisible" in refused.output
