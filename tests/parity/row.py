@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-LAYOUTS: dict[str, tuple[int, int]] = {"pp2": (2, 1), "pp3": (3, 1), "pp4": (4, 1), "pp2xdp2": (2, 2), "dp2": (1, 2)}
+# pipeline, data, tensor
+LAYOUTS: dict[str, tuple[int, int, int]] = {
+    "pp2": (2, 1, 1),
+    "pp3": (3, 1, 1),
+    "pp4": (4, 1, 1),
+    "pp2xdp2": (2, 2, 1),
+    "dp2": (1, 2, 1),
+    "tp2": (1, 1, 2),
+    "pp2xtp2": (2, 1, 2),
+    "dp2xtp2": (1, 2, 2),
+}
 CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
 
 
@@ -33,14 +43,14 @@ class Row:
     strategy: str = "megatron"
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Pipeline and data-parallel size."""
-        return LAYOUTS.get(self.layout, (1, 1))
+    def sizes(self) -> tuple[int, int, int]:
+        """Pipeline, data-parallel and tensor-parallel size."""
+        return LAYOUTS.get(self.layout, (1, 1, 1))
 
     @property
     def devices(self) -> int:
-        pipeline, data = self.sizes
-        return pipeline * data
+        pipeline, data, tensor = self.sizes
+        return pipeline * data * tensor
 
     @property
     def reference(self) -> Row:

@@ -7,15 +7,18 @@ module twice, and one Hugging Face model of each build.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from tests.parity.row import CLIPS, LAYOUTS, Row
+from tests.parity.row import CLIPS, Row
 from tests.parity.zoo.registry import ZOO
 
 SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
-FACTORS = (tuple(LAYOUTS), SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
+MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
+TENSOR_LAYOUTS = ("tp2", "pp2xtp2", "dp2xtp2")
+FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 # One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
 PRETRAINED = (
     *(
@@ -63,13 +66,25 @@ def everyday() -> list[Row]:
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
     names = [*plain, *plain, *(f"hf_{name}" for name in PRETRAINED)]
-    return [_row(name, next(settings)) for name in names]
+    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama"))]
+
+
+def further(modules: Iterable[str]) -> Iterator[Row]:
+    """Each module with every further schedule (two pieces per stage where it has them) and split over tensor ranks."""
+    cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
+    for module in modules:
+        for schedule in FURTHER_SCHEDULES:
+            clip, accumulate, _ = next(cycle)
+            yield Row(module, "pp2", schedule, clip, accumulate, micro_batch=1 if schedule == "dualpipe-v" else 2)
+        for layout in TENSOR_LAYOUTS:
+            yield _row(module, (layout, "1f1b", *next(cycle)))
 
 
 def everything() -> Iterator[Row]:
     """Every module in every layout with both schedules, and one module in every setting there is."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
-    for module, layout, schedule in itertools.product(ZOO, LAYOUTS, SCHEDULES):
+    for module, layout, schedule in itertools.product(ZOO, MAIN_LAYOUTS, SCHEDULES):
         yield _row(module, (layout, schedule, *next(cycle)))
+    yield from further(ZOO)
     for setting in itertools.product(*FACTORS):
         yield _row("nanogpt", setting)  # type: ignore[arg-type]

@@ -69,10 +69,11 @@ def make_strategy(row: Row) -> Any:
         return DDPStrategy(process_group_backend="gloo")
     from lightning_megatron import MegatronStrategy
 
-    pipeline, data = row.sizes
+    pipeline, data, tensor = row.sizes
     return MegatronStrategy(
         pipeline_parallel_size=pipeline,
         data_parallel_size=data,
+        tensor_parallel_size=tensor,
         micro_batch_size=row.micro_batch or "auto",
         pipeline_schedule=row.schedule,
     )
