@@ -1,0 +1,63 @@
+"""Every schedule, with several pieces per stage, split backwards and recomputation, trains as one process does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.parity.schedule_rows import ScheduleRow, check_row
+
+NAMED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+# Every schedule with as many micro-batches as stages divide (4) and not (3, of unequal size; and 8), every module.
+ROWS = [
+    *(ScheduleRow(name, micro_batch=3, module="shared", clip="value") for name in NAMED),
+    *(ScheduleRow(name, replicas=2, micro_batch=1, accumulate=2) for name in ("zb-h1", "zb-v", "dualpipe-v")),
+    *(ScheduleRow("interleaved", virtual=v, micro_batch=m) for v, m in ((1, 2), (2, 1), (2, 3), (3, 3), (4, 2))),
+    ScheduleRow("interleaved", virtual=2, replicas=2, micro_batch=1, module="shared", accumulate=2),
+    ScheduleRow("interleaved", stages=3, virtual=2, micro_batch=2, module="torch"),
+    ScheduleRow("interleaved", virtual=2, micro_batch=1, others="{'pipeline_schedule_options': {'group_size': 3}}"),
+    ScheduleRow("zb-h2", stages=3, micro_batch=1, others="{'pipeline_schedule_options': {'memory_limit': 4}}"),
+    ScheduleRow("zb-v", stages=4, micro_batch=3),
+    ScheduleRow("zb-v", micro_batch=2, module="linears", others="{'evaluation_micro_batch_size': 4}"),
+    ScheduleRow("dualpipe-v", stages=3, micro_batch=1, module="torch", clip="none"),
+    ScheduleRow("one_by_one", micro_batch=2, module="shared"),
+    ScheduleRow("one_by_one", replicas=2, micro_batch=1, module="linears"),
+    ScheduleRow("1f1b", micro_batch=3, recompute="'full'"),
+    ScheduleRow("1f1b", micro_batch=2, module="torch", recompute="['*.layers.[03]', '*.linear1']"),
+    ScheduleRow("zb-v", micro_batch=2, module="shared", recompute="'full'"),
+    ScheduleRow("zb-h1", micro_batch=2, recompute="{'every': 2}"),
+    ScheduleRow("interleaved", virtual=2, micro_batch=2, recompute="['*.mlp']"),
+    *(
+        ScheduleRow(name, micro_batch=2, module="dropout", recompute=kind, steps=3)
+        for name, kind in (
+            ("1f1b", "'full'"),
+            ("zb-v", "'full'"),
+            ("interleaved", "'selective'"),
+            ("dualpipe-v", "{'every': 3}"),
+        )
+    ),
+    ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']", steps=3),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_training_by_schedule_is_that_of_one_process(row: ScheduleRow) -> None:
+    check_row(row)
+
+
+def every_row() -> list[ScheduleRow]:
+    """All schedules × micro-batches × clipping × accumulation × recomputation × replicas."""
+    schedules = [(name, None) for name in NAMED] + [("interleaved", v) for v in (1, 2, 3)]
+    settings = itertools.product(schedules, (1, 2, 3), ("none", "norm", "value"), (1, 2), ("None", "'full'"), (1, 2))
+    return [
+        ScheduleRow(name, virtual=v, micro_batch=m, clip=clip, accumulate=acc, recompute=kind, replicas=dp)
+        for (name, v), m, clip, acc, kind, dp in settings
+    ]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("row", every_row(), ids=str)
+def test_training_by_schedule_is_that_of_one_process_in_every_row(row: ScheduleRow) -> None:
+    check_row(row)
