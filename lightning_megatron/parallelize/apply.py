@@ -25,6 +25,7 @@ from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.kinds import is_linear, is_transposed, linear_sizes, local_class
+from lightning_megatron.parallelize.narrowing import Narrowing
 from lightning_megatron.parallelize.probe import slice_arguments
 from lightning_megatron.parallelize.regions import Region
 from lightning_megatron.parallelize.report import ModuleRow
@@ -104,12 +105,18 @@ class Builder:
         backward = ("all-reduce" if self.sequence is None else "reduce-scatter") if first else "shared"
         owner = name.rpartition(".")[0]
         note = [f"{attribute}={value}" for (o, attribute), value in region.attributes.items() if o == owner and first]
+        note += ["sees the local width"] if first and region.narrowed is not None and not region.gathered else []
         note += ["key/value heads replicated"] if cut.keeps_parameter else []
         self._record(name, self.blueprint.styles[name], table, " ".join(forward), backward, ", ".join(note))
 
     def _adapt(self, region: Region) -> None:
         for (owner, attribute), value in region.attributes.items():
             setattr(self.module.get_submodule(owner), attribute, value)
+        if region.narrowed is not None and not region.gathered:
+            columns = [self.module.get_submodule(name) for name in region.columns]
+            Narrowing(region.narrowed[1], self.group.size()).install(
+                self.module.get_submodule(region.narrowed[0]), columns
+            )
         if region.arguments and region.sizes is not None:
             hook = _slicing_hook(region.arguments, region.sizes.heads, self.group.size(), self.group.rank())
             self.module.get_submodule(region.scope).register_forward_pre_hook(hook, with_kwargs=True)

@@ -277,6 +277,7 @@ def _like(decided: Region, region: Region) -> Region:
         cuts={columns[name]: cut for name, cut in decided.cuts.items()},
         attributes={(owners[name], attribute): value for (name, attribute), value in decided.attributes.items()},
         arguments=decided.arguments,
+        narrowed=None if decided.narrowed is None else (owners[decided.narrowed[0]], decided.narrowed[1]),
         note=decided.note,
     )
 

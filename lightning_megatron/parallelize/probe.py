@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 from lightning_megatron.parallelize.examples import BATCH
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes, local_attributes
 from lightning_megatron.parallelize.kinds import is_transposed, linear_sizes
-from lightning_megatron.parallelize.regions import Region, parent
+from lightning_megatron.parallelize.narrowing import Narrowing
+from lightning_megatron.parallelize.regions import Region, holder_of, parent
 from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
 from lightning_megatron.sharding import block_range
 
@@ -55,7 +56,7 @@ def settle(
     with _Bench(module, region, trace) as bench:
         whole = bench.output(None)
         for cuts in proposals(module, region, parts, packed):
-            for candidate in _candidates(module, region, cuts, parts, trace.calls[region.scope]):
+            for candidate in _candidates(module, region, cuts, parts, trace):
                 worst = bench.deviation(candidate, parts, whole)
                 if worst is None:
                     return candidate, ""
@@ -102,16 +103,19 @@ def _fused(out: int, sizes: HeadSizes, parts: int) -> ColumnCut | None:
 
 
 def _candidates(
-    module: nn.Module, region: Region, cuts: dict[str, ColumnCut], parts: int, call: Call
+    module: nn.Module, region: Region, cuts: dict[str, ColumnCut], parts: int, trace: Trace
 ) -> Iterator[Region]:
+    call, holder = trace.calls[region.scope], holder_of(trace, region)
     arguments = {} if region.sizes is None else head_arguments(call, region.sizes.heads)
     owners = {parent(name): module.get_submodule(parent(name)) for name in region.columns}
-    widths = {size for name in region.columns for size in cuts[name].segments}
-    widths |= {linear_sizes(module.get_submodule(region.row))[0]}
+    widths = {linear_sizes(module.get_submodule(region.row))[0]}
+    for cut in cuts.values():
+        widths |= {size for size, chosen in zip(cut.segments, cut.chosen, strict=True) if not chosen}
     read = len(region.sizes.read_by(parts, 0)) if region.sizes is not None else 1
-    for attributes in local_attributes(owners, region.sizes, widths, parts, read):
-        for chosen in ({}, arguments) if arguments else ({},):
-            yield replace(region, cuts=cuts, attributes=attributes, arguments=chosen)
+    for narrowed in (None, holder) if holder is not None else (None,):
+        for attributes in local_attributes(owners, region.sizes, widths, parts, read):
+            for chosen in ({}, arguments) if arguments else ({},):
+                yield replace(region, cuts=cuts, attributes=attributes, arguments=chosen, narrowed=narrowed)
 
 
 class _Bench:
@@ -201,6 +205,7 @@ class _Bench:
     def _local(self, region: Region, parts: int, rank: int) -> Iterator[None]:
         """One rank's weights, sizes and attributes for a while."""
         kept: list[tuple[Any, str, Any]] = []
+        hooks: list[Any] = []
 
         def put(owner: Any, name: str, value: Any) -> None:
             kept.append((owner, name, getattr(owner, name)))
@@ -220,8 +225,15 @@ class _Bench:
                 table.data = _take(table.data, 1, [block_range(table.shape[1], parts, rank)])
             for (name, attribute), value in region.attributes.items():
                 put(self._module.get_submodule(name), attribute, value)
+            if region.narrowed is not None:
+                columns = [self._module.get_submodule(name) for name in region.columns]
+                hooks += Narrowing(region.narrowed[1], parts).install(
+                    self._module.get_submodule(region.narrowed[0]), columns
+                )
             yield
         finally:
+            for handle in hooks:
+                handle.remove()
             for owner, name, value in reversed(kept):
                 setattr(owner, name, value)
 

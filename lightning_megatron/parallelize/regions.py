@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes, head_sizes
 from lightning_megatron.parallelize.kinds import is_linear, linear_sizes
@@ -38,6 +39,7 @@ class Region:
         arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
             or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
         sizes: attention sizes, if it is an attention.
+        narrowed: module and argument whose width its code reads, to be shown the local one (see ``narrowing``).
         note: what was decided and why, for people.
     """
 
@@ -52,6 +54,7 @@ class Region:
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     arguments: dict[int | str, str] = field(default_factory=dict)
     sizes: HeadSizes | None = None
+    narrowed: tuple[str, int | str] | None = None
     note: str = ""
 
     @property
@@ -172,6 +175,21 @@ def _nearest_columns(row: str, rows: list[str], columns: list[str]) -> list[str]
 def columns_between(columns: list[str], other_rows: list[str]) -> list[str]:
     """Columns that do not lie closer to another row."""
     return [c for c in columns if all(len(common_parent([c, r])) <= len(common_parent(columns)) for r in other_rows)]
+
+
+def holder_of(trace: Trace, region: Region) -> tuple[str, int | str] | None:
+    """The module around the columns that was handed the very tensor they read, and the argument it came in."""
+    holder = parent(region.columns[0])
+    if holder not in trace.calls or any(parent(name) != holder for name in region.columns):
+        return None
+    call, x = trace.calls[holder], trace.input_of(region.columns[0])
+    if any(trace.input_of(name) is not x for name in region.columns):
+        return None
+    keys: list[int | str] = []
+    for key, value in [*enumerate(call.args), *call.kwargs.items()]:
+        keys += [key for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    index = next((i for i, tensor in enumerate(call.tensors) if tensor is x), None)
+    return None if index is None else (holder, keys[index])
 
 
 def parent(name: str) -> str:

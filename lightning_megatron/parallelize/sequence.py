@@ -24,7 +24,7 @@ from lightning_megatron.collectives import gather_for_shards, gather_from_group,
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.examples import LENGTH
-from lightning_megatron.parallelize.regions import Region, parent
+from lightning_megatron.parallelize.regions import Region, holder_of
 from lightning_megatron.parallelize.report import ModuleRow
 from lightning_megatron.parallelize.styles import Style
 from lightning_megatron.parallelize.trace import Call, Trace
@@ -71,7 +71,7 @@ class SequencePlan:
             layer.register_forward_hook(_forgetting(stream), always_call=True)
         for name, key in {door for door in self.doors.values() if door is not None}:
             hook = _entering(key, self.dim, group)
-            self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+            self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def rows(self) -> list[ModuleRow]:
         """Lines of the report for the trunk's two ends."""
@@ -156,28 +156,11 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> tuple[str, int | s
             f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors (cross-attention); "
             "turn sequence parallelism off."
         )
-    holder = parent(region.columns[0])
-    if holder in layers or holder not in trace.calls or any(parent(name) != holder for name in region.columns):
+    door = holder_of(trace, region)
+    if door is None or door[0] in layers:
         return None
-    call, x = trace.calls[holder], trace.input_of(region.columns[0])
-    index = next((i for i, tensor in enumerate(call.tensors) if tensor is x), None)
-    if index is None:
-        return None
-    keys = [key for key, value in [*enumerate(call.args), *call.kwargs.items()] if isinstance(value, Tensor)]
-    if len(keys) != len(call.tensors):  # tensors nested in tuples: count only what comes before them
-        keys = _flat_keys(call)
-    _check_other_readers(trace, region, holder, x)
-    return holder, keys[index]
-
-
-def _flat_keys(call: Call) -> list[int | str]:
-    """The argument in which each tensor of a call lies."""
-    from torch.utils._pytree import tree_leaves
-
-    keys: list[int | str] = []
-    for key, value in [*enumerate(call.args), *call.kwargs.items()]:
-        keys += [key for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return keys
+    _check_other_readers(trace, region, door[0], trace.input_of(region.columns[0]))
+    return door
 
 
 def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -> None:

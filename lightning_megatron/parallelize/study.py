@@ -71,6 +71,7 @@ class Study:
                 inner=[rename(name) for name in region.inner],
                 others=[rename(name) for name in region.others],
                 cuts={rename(name): cut for name, cut in region.cuts.items()},
+                narrowed=None if region.narrowed is None else (rename(region.narrowed[0]), region.narrowed[1]),
                 attributes={(rename(name), key): value for (name, key), value in region.attributes.items()},
             )
 

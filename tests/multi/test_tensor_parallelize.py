@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tests.multi.tensor_models import (
 )
 
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
-GATHERS = {"phi3", "olmo2", "codegen", "gpt_bigcode"}
+GATHERS = {"phi3", "olmo2", "codegen"}
 NO_SEQUENCE_SHARDS = {"t5"}
 
 
@@ -143,13 +144,38 @@ def test_own_module_matches_one_process_over_six_adamw_steps_exactly(mesh, name,
 
 
 @run_ranks(tensor=2)
-def test_code_that_reads_global_sizes_is_gathered_and_the_plan_says_so(mesh):
+def test_plan_shows_what_was_adapted_and_what_had_to_be_gathered(mesh):
     torch.manual_seed(0)
-    gathered = parallelize(NanoGPT(CausalSelfAttention), mesh).explain()
-    adapted = parallelize(NanoGPT(HeadwiseAttention), mesh).explain()
+    from_input = parallelize(NanoGPT(CausalSelfAttention), mesh).explain()
+    from_attribute = parallelize(NanoGPT(HeadwiseAttention), mesh).explain()
+    gathered = parallelize(hugging_face("codegen"), mesh).explain()
+    assert "sees the local width" in from_input and "sees the local width" not in from_attribute
+    for text in (from_input, from_attribute):
+        assert "packed_colwise" in text and "n_head=2" in text and "n_embd=16" in text and "split_input" not in text
     assert "rowwise_split_input" in gathered and "gathered:" in gathered
-    assert "rowwise_split_input" not in adapted and "n_head=2" in adapted and "n_embd=16" in adapted
-    assert "packed_colwise" in adapted and "logits stay split" in adapted
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@run_ranks(tensor=2)
+def test_compiled_blocks_that_read_their_width_from_the_input_match(mesh, sequence_parallel):
+    torch.manual_seed(0)
+    module = enlarged(NanoGPT().double())
+    whole = copy.deepcopy(module)
+    report = parallelize(module, mesh, sequence_parallel=sequence_parallel)
+    blocks = module.transformer["h"]
+    for index in range(2):
+        blocks[index] = torch.compile(blocks[index], backend="aot_eager")
+    with warnings.catch_warnings():  # the compiler's own
+        warnings.simplefilter("ignore")
+        loss = nano_loss(module, tokens())
+        loss.backward()
+    expected = nano_loss(whole, tokens())
+    expected.backward()
+    torch.testing.assert_close(loss, expected, **EXACT)
+    for index in range(2):
+        blocks[index] = blocks[index]._orig_mod
+    reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
+    assert_same_gradients(module, report.parameters, whole)
 
 
 @run_ranks(tensor=2)

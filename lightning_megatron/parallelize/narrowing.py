@@ -1,0 +1,52 @@
+"""Lets code that takes its width from its input see the local width.
+
+Many attention modules begin with ``batch, seq, width = x.size()`` and later view the heads' output as [batch, seq, width].
+With local heads that width has to be ``width / t``, while the projections still need all of ``x``. So the module is handed
+a view of the first ``width / t`` features, and a projection that is called with this very view is given ``x`` instead.
+Whether the module uses its input in any other way is found out by trying it (see ``probe``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Narrowing:
+    """The view handed to a module, and the tensor that it stands for.
+
+    Args:
+        key: position or keyword of the argument.
+        parts: size of the tensor group.
+    """
+
+    def __init__(self, key: int | str, parts: int) -> None:
+        self._key = key
+        self._parts = parts
+        self._view: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    def install(self, holder: nn.Module, columns: Sequence[nn.Module]) -> list[RemovableHandle]:
+        """Hook into the module that takes the argument and into its projections."""
+        handles: list[RemovableHandle] = [
+            holder.register_forward_pre_hook(self._hand_over_view, with_kwargs=True),
+            holder.register_forward_hook(self._forget, always_call=True),
+        ]
+        handles += [column.register_forward_pre_hook(self._give_whole) for column in columns]
+        return handles
+
+    def _hand_over_view(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._whole = args[self._key] if isinstance(self._key, int) else kwargs[self._key]
+        self._view = self._whole.narrow(-1, 0, self._whole.shape[-1] // self._parts)
+        if isinstance(self._key, int):
+            return (*args[: self._key], self._view, *args[self._key + 1 :]), kwargs
+        return args, {**kwargs, self._key: self._view}
+
+    def _give_whole(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (self._whole, *args[1:]) if args and args[0] is self._view and self._view is not None else None
+
+    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._view = self._whole = None
