@@ -105,8 +105,9 @@ def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Consta
     core_forward, core_backward = _attention_seconds(shape, recipe, gpu, constants)
     forward += core_forward + _elementwise_seconds(shape, recipe, gpu, constants, False)
     data += core_backward + _elementwise_seconds(shape, recipe, gpu, constants, True)
-    floor = constants.launch
-    return LayerSeconds(max(forward, floor), max(data, floor), max(weight, 0.5 * floor), core_forward)
+    floor, wait = constants.launch, constants.blocking if recipe.software.blocking_launches else 0.0
+    forward = max(forward, floor) + wait
+    return LayerSeconds(forward, max(data, floor) + wait, max(weight, floor) + wait, core_forward)
 
 
 def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, backward: bool) -> float:

@@ -31,31 +31,33 @@ class Constants:
             and memory bandwidth from the compute.
         tensor_hidden: share of tensor-parallel transfers that overlapping software hides.
         launch: seconds of host time per layer and pass, a lower bound on the time of a small layer.
+        blocking: seconds of host time per layer and pass that add to the GPU's where the host waits for every layer.
         step: seconds per optimizer step outside of all of the above (data, logging, loss scale, norm).
         jitter: loss of speed per doubling of the ranks (the slowest rank of a step sets its time).
     """
 
     gemm_volta: float = 0.75
-    gemm_ampere: float = 0.794
-    gemm_hopper: float = 0.703
+    gemm_ampere: float = 0.8
+    gemm_hopper: float = 0.702
     gemm_blackwell: float = 0.70
-    gemm_fp8: float = 0.594
-    tile_waste: float = 0.355
+    gemm_fp8: float = 0.592
+    tile_waste: float = 0.358
     k_half: float = 122.0
-    memory: float = 0.69
-    attention_ampere: float = 0.551
-    attention_hopper: float = 0.432
-    misaligned: float = 0.029
-    nvlink: float = 0.722
-    network: float = 0.697
-    network_decay: float = 0.0485
-    score_passes: float = 5.4
-    eager_passes: float = 1.11
-    contention: float = 0.157
-    tensor_hidden: float = 0.597
+    memory: float = 0.692
+    attention_ampere: float = 0.549
+    attention_hopper: float = 0.431
+    misaligned: float = 0.0362
+    nvlink: float = 0.727
+    network: float = 0.696
+    network_decay: float = 0.0491
+    score_passes: float = 5.38
+    eager_passes: float = 1.12
+    contention: float = 0.159
+    tensor_hidden: float = 0.595
     launch: float = 0.00025
-    step: float = 0.0232
-    jitter: float = 0.00706
+    blocking: float = 0.00243
+    step: float = 0.0233
+    jitter: float = 0.00659
 
     def gemm(self, generation: str, precision: str) -> float:
         """Share of the peak that very large products reach on a GPU generation at a precision."""
@@ -93,6 +95,7 @@ SPREAD: dict[str, float] = {
     "eager_passes": 0.3,
     "contention": 0.5,
     "tensor_hidden": 0.2,
+    "blocking": 0.5,
     "step": 0.5,
     "jitter": 0.5,
 }
@@ -116,6 +119,7 @@ PRIORS: dict[str, float] = {
     "eager_passes": 1.0,
     "contention": 0.15,
     "tensor_hidden": 0.60,
+    "blocking": 2e-3,
     "step": 2e-2,
     "jitter": 5e-3,
 }

@@ -38,6 +38,8 @@ class Software:
         bucket: gradient elements that are copied for one reduction, of which two are under way.
         scatter_gather: tensor ranks that hold the same boundary activation each send their own 1/t of it; otherwise
             each sends all of it and keeps it until the backward.
+        blocking_launches: the host waits for the GPU in every layer (per-layer checkpointing that copies random states,
+            transfers that synchronise), so its own time adds up instead of running ahead.
         single_adapter: gathering of sharded weights reaches one network adapter per node and looks no layer ahead.
         post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
             ranks may start their next step at different times.
@@ -55,6 +57,7 @@ class Software:
     keeps_intermediates: bool = True
     bucket: float = 4e7
     scatter_gather: bool = True
+    blocking_launches: bool = False
     single_adapter: bool = False
     post_validation: bool = False
 
@@ -70,7 +73,9 @@ MEGATRON_2021 = Software(
     keeps_intermediates=False,
 )
 """Megatron-LM before fused attention: fused small kernels, no transfer beside compute."""
-MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False)
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False, blocking_launches=True
+)
 """The same layers under DeepSpeed's pipeline, which has ZeRO-1, large buckets and sends whole boundaries."""
 MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True, keeps_intermediates=False)
 """Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
