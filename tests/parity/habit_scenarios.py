@@ -196,3 +196,8 @@ def by_name(info: RankInfo) -> Any:
     torch.manual_seed(3)
     trainer.fit(Shuffled())
     return [trainer.global_step, type(trainer.strategy).__name__, _numbers(trainer)]
+
+
+def in_precision(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], precision: str) -> Any:
+    """The losses of two epochs in another precision."""
+    return _fit(info, layout, arguments, build("nanogpt"), precision=precision)[0]

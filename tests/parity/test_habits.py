@@ -46,3 +46,10 @@ def test_the_registered_name_trains_replicas_of_the_module() -> None:
     values = [outcome.value for outcome in run_trainers(habits.by_name, devices=2)]
     assert values[0] == values[1]
     assert values[0][:2] == [2, "MegatronStrategy"]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-true", 1e-1)])
+def test_other_precisions_stay_as_close_as_their_digits(precision: str, tolerance: float) -> None:
+    (plain,) = run_trainers(habits.in_precision, None, {}, precision, devices=1)
+    for outcome in run_trainers(habits.in_precision, (2, 1), {}, precision, devices=2):
+        assert outcome.value == pytest.approx(plain.value, abs=tolerance)
