@@ -156,6 +156,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             whole = ShardSpec.whole(self.out_proj.bias.shape)
             out["bias"] = ParameterSharding(whole, sums_gradient=sequence_dim is not None)
         table |= {f"out_proj.{key}": value for key, value in apply_specs(self.out_proj, out).items()}
+        self.register_forward_pre_hook(_no_fused_encoder)
         heads = block_range(self.num_heads, size, rank)
         self._sharding = AttentionSharding(group, heads, read, rows, sequence_dim, RankStream(name, rank))
         return table
@@ -190,6 +191,10 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
                 dim = 2 if name in ("bias_k", "bias_v") else 0
                 table[name] = ParameterSharding(_blocks(shape, dim, size, rank))
         return table
+
+
+def _no_fused_encoder(module: nn.Module, args: Any) -> None:
+    """Nothing; a hook keeps torch's encoder layer from its fused kernel, which would read the local weights as whole."""
 
 
 def _blocks(shape: Sequence[int], dim: int, size: int, rank: int) -> ShardSpec:

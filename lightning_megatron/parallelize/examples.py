@@ -68,8 +68,18 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
             reason = f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
             continue
         if any(result.sources.values()):
-            return result, ""
+            return _with_siblings(module, guess, result), ""
     return None, reason
+
+
+def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
+    """When only a single layer of a list could be run: the other layers of the list as well, on the same input."""
+    prefix, _, index = example.name.rpartition(".")
+    if not index.isdigit():
+        return found
+    names = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
+    others = [Example(name, example.args, example.kwargs) for name in names if name != example.name]
+    return _join([found, _merge(module, others)])
 
 
 def _merge(module: nn.Module, examples: list[Example]) -> Trace:

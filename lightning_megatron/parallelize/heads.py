@@ -129,7 +129,22 @@ def local_attributes(
             elif value in widths and value % parts == 0 and not re.search(_NO_WIDTHS, attribute):
                 wide[name, attribute] = value // parts
     options: list[dict[tuple[str, str], int]] = [{}, heads, wide, heads | wide]
+    for key, value in _unnamed(owners, widths, parts).items() if not heads else ():
+        options += [{key: value}, {key: value} | wide]
     return [option for i, option in enumerate(options) if option not in options[:i]]
+
+
+def _unnamed(owners: Mapping[str, nn.Module], widths: set[int], parts: int) -> dict[tuple[str, str], int]:
+    """Attributes that may be a number of heads although their names do not say so (``self.h``)."""
+    return {
+        (name, attribute): value // parts
+        for name, owner in owners.items()
+        for attribute, value in _integers(owner)
+        if value not in widths
+        and value % parts == 0
+        and all(width % value == 0 for width in widths)
+        and not re.search(_NO_WIDTHS, attribute)
+    }
 
 
 def _local_heads(attribute: str, value: int, sizes: HeadSizes | None, parts: int, read: int) -> int | None:

@@ -75,13 +75,19 @@ def proposals(module: nn.Module, region: Region, parts: int, packed: bool | None
     if packed is not False:
         if region.sizes is not None and len(outs) == 1:
             found += [{n: cut} for n, out in outs.items() if (cut := _fused(out, region.sizes, parts)) is not None]
+        inner = linear_sizes(module.get_submodule(region.row))[0]
+        found += [{n: ColumnCut.blocks(*([out] if out == inner else [out // 2] * 2)) for n, out in outs.items()}]
         found += [
             {name: ColumnCut.blocks(*[out // n] * n) for name, out in outs.items()}
             for n in (2, 3)
             if all(out % n == 0 for out in outs.values())
         ]
     for i, cuts in enumerate(found):
-        if cuts not in found[:i] and all(cut.fits(parts) for cut in cuts.values()):
+        if (
+            cuts not in found[:i]
+            and all(sum(cuts[n].segments) == out for n, out in outs.items())
+            and all(cut.fits(parts) for cut in cuts.values())
+        ):
             yield cuts
 
 

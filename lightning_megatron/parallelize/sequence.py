@@ -125,7 +125,13 @@ def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:
         )
     prefix = next(iter(trunks))
     children = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
-    return [name for name in trace.calls if name in children]
+    called = [name for name in trace.calls if name in children]
+    if not called:
+        raise ValueError(
+            f"`sequence_parallel=True` needs layers that are called; those of {prefix!r} are containers whose parts are "
+            "called one by one. Give them a `forward`, or turn it off."
+        )
+    return called
 
 
 def _hidden(call: Call) -> Tensor:

@@ -17,6 +17,7 @@ from tests.multi.tensor_helpers import (
     assert_same_gradients,
     assert_same_weights,
     count_collectives,
+    random_tensor,
     reduce_partial_gradients,
     tensor_group,
 )
@@ -31,6 +32,7 @@ from tests.multi.tensor_models import (
     hugging_face,
     tokens,
 )
+from tests.multi.tensor_models_own import BareLayers, ImageModel, ListLayers, Translator
 
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 GATHERS = {"phi3", "olmo2", "codegen"}
@@ -65,6 +67,14 @@ def encoder_loss(module, ids):
 
 def nano_loss(module, ids):
     return module(ids, ids.roll(-1, 1))[1]
+
+
+def image_loss(module, ids):
+    return F.cross_entropy(module(random_tensor(2, 3, 16, 16, seed=int(ids[0, 0]))), ids[:, 0] % 10)
+
+
+def translator_loss(module, ids):
+    return F.cross_entropy(module(ids, ids.roll(1, 1)).transpose(1, 2), ids)
 
 
 def check_hugging_face(mesh, name, sequence_parallel):
@@ -118,6 +128,34 @@ OWN = {
     "encoder, norm first": (lambda: Encoder(norm_first=True), encoder_loss),
     "encoder, sequence first": (lambda: Encoder(batch_first=False), encoder_loss),
 }
+OTHERS = {
+    "image model": (ImageModel, image_loss),
+    "translator": (Translator, translator_loss),
+    "bare layers": (BareLayers, encoder_loss),
+    "bare layers, one key/value head": (lambda: BareLayers(1), encoder_loss),
+    "list layers": (ListLayers, encoder_loss),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@run_ranks(tensor=2)
+def test_other_ways_of_writing_a_transformer_match_one_process_without_gathering(mesh, name):
+    build, loss_of = OTHERS[name]
+    torch.manual_seed(0)
+    module = build().double()
+    whole, group = copy.deepcopy(module), tensor_group(mesh)
+    report = parallelize(module, mesh)
+    assert "split_input" not in report.explain()
+    with count_collectives() as counts:
+        loss = loss_of(module, tokens())
+        loss.backward()
+    assert counts["all_gather_single"] == 0
+    reduce_partial_gradients(module, report.parameters, group)
+    loss_of(whole, tokens()).backward()
+    assert_same_gradients(module, report.parameters, whole)
+    got = train(module, report.parameters, group, loss_of, 3)
+    torch.testing.assert_close(got, train(whole, None, None, loss_of, 3), **EXACT)
+    assert_same_weights(module, report.parameters, whole)
 
 
 @pytest.mark.parametrize("name", OWN)
