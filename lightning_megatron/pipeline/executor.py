@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.pipeline.cursor import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.finality import final_parameters
+from lightning_megatron.pipeline.instructions import Kind
 from lightning_megatron.pipeline.micro_batches import map_tensors, shape_signature
 from lightning_megatron.pipeline.p2p import StageLinks, Transfer
 from lightning_megatron.pipeline.program import Action, Slot, compile_stage
@@ -141,8 +142,10 @@ class PipelineExecutor:
             action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
         }
         early = self._links is not None and self._links.posts_ahead and not self._variable_shapes
+        split = any(step.kind is Kind.BACKWARD_WEIGHT for step in schedule.instructions[self._stage.stage])
+        if split:
+            actions[Action.BACKWARD] = self._backward_in_halves
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
-        split = any(slot.action is Action.BACKWARD_WEIGHT for slot in slots)
         program: Program = []
         finals = self._final_parameters(schedule, split)
         for slot in slots:
@@ -221,6 +224,10 @@ class PipelineExecutor:
         with self._weight_gradients().putting_off(queue):
             self._backward(slot)
         self._factors[slot.place] = queue
+
+    def _backward_in_halves(self, slot: Slot) -> None:
+        self._backward_input(slot)
+        self._backward_weight(slot)
 
     def _backward_weight(self, slot: Slot) -> None:
         add_up(self._factors.pop(slot.place))

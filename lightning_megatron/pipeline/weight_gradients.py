@@ -7,8 +7,8 @@ them::
     I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
         └───▶ (g, x) put into the queue
 
-So autograd runs once per micro-batch, custom functions and recomputation included; a whole backward (``B``) through the
-same function multiplies at once. Parameters of other modules get their gradients in ``I``. The method is that of zero
+So autograd runs once per micro-batch, custom functions and recomputation included; a whole backward (``B``) is both
+halves in a row. Parameters of other modules get their gradients in ``I``. The method is that of zero
 bubble pipelining (arXiv 2401.10241); that one backward suffices follows from both factors being at hand in ``I``.
 """
 
@@ -73,6 +73,7 @@ class WeightGradients:
             _LinearCall(self, module) for layer in layers for module in layer.modules() if _is_plain_linear(module)
         ]
         self._queue: list[Factors] | None = None
+        self._anchors: dict[torch.device, Tensor] = {}
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -99,12 +100,25 @@ class WeightGradients:
         finally:
             self._queue = None
 
-    def put(self, factors: Factors) -> bool:
-        """Take the factors if a split backward runs."""
+    def put(self, factors: Factors) -> None:
+        """Take the factors of a product.
+
+        Raises:
+            RuntimeError: no backward of the schedule is running.
+        """
         if self._queue is None:
-            return False
+            raise RuntimeError(
+                "the step runs a backward of its own (`torch.autograd.grad` or `.backward()`), which a schedule that "
+                "splits backwards cannot follow; use `pipeline_schedule='1f1b'` or 'interleaved'."
+            )
         self._queue.append(factors)
-        return True
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """A number that wants a gradient and gets none."""
+        if device not in self._anchors:
+            with torch.inference_mode(False):
+                self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
 
 
 def add_up(queue: list[Factors]) -> None:
@@ -174,7 +188,9 @@ class _LinearCall:
             return cast(Tensor, self.forward(x))
         if torch.is_autocast_enabled(x.device.type):
             x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
-        return cast(Tensor, _SplitLinear.apply(self._owner, self._transposed, x, module.weight, module.bias))
+        anchor = None if x.requires_grad else self._owner.anchor(x.device)
+        parameters = (module.weight, module.bias)
+        return cast(Tensor, _SplitLinear.apply(self._owner, self._transposed, parameters, x, anchor))
 
     @staticmethod
     def _can_split(x: Any, weight: Any) -> bool:
@@ -189,32 +205,36 @@ class _LinearCall:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """x, weight, bias -> x weightᵀ + bias (x weight + bias if transposed)."""
+    """x -> x weightᵀ + bias (x weight + bias if transposed).
+
+    Autograd does not see the parameters, or it would call their hooks in ``I`` already, without a gradient. ``anchor``
+    is a tensor that wants a gradient where ``x`` does not, so that a backward comes here at all.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, owner: WeightGradients, transposed: bool, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None
+        ctx: Any,
+        owner: WeightGradients,
+        transposed: bool,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
+        x: Tensor,
+        anchor: Tensor | None,
     ) -> Tensor:
-        ctx.owner, ctx.transposed, ctx.parameters = owner, transposed, (weight, bias)
+        ctx.owner, ctx.transposed, ctx.parameters = owner, transposed, parameters
+        ctx.save_for_backward(x)
+        weight, bias = parameters
         with torch.autocast(x.device.type, enabled=False):
-            used = weight.to(x.dtype)
-            ctx.save_for_backward(x, used)
-            matrix = used.t() if transposed else used
+            matrix = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
             return torch.nn.functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, used = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
-        grad_x = None
-        if ctx.needs_input_grad[2]:
-            grad_x = grad.matmul(used.t() if ctx.transposed else used)
-        trained_bias = bias if ctx.needs_input_grad[4] else None
-        factors = Factors(weight, trained_bias, grad, x, ctx.transposed)
-        if ctx.owner.put(factors):
-            return None, None, grad_x, None, None
-        flat, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        product = x.t() @ flat if ctx.transposed else flat.t() @ x
-        bias_grad = None if trained_bias is None else flat.sum(0).to(bias.dtype)
-        return None, None, grad_x, product.to(weight.dtype), bias_grad
+        trained_bias = bias if bias is not None and bias.requires_grad else None
+        ctx.owner.put(Factors(weight, trained_bias, grad, x, ctx.transposed))
+        if not ctx.needs_input_grad[3]:
+            return None, None, None, None, None
+        matrix = weight.to(grad.dtype)
+        return None, None, None, grad.matmul(matrix.t() if ctx.transposed else matrix), None
