@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face causal language model, cut into pipeline stages, without touching the model.
+"""Fine-tune a Hugging Face causal language model over pipeline stages and tensor ranks, without touching the model.
 
 What differs from ``pretrain_gpt.py``: the network comes from ``transformers``, and examples are rows of different
 length that a collator pads. Two things follow, and both are shown here. The model computes its own loss from
@@ -7,7 +7,7 @@ micro-batches' means, because padding gives them different numbers of tokens: ``
 each has, which makes the step exact again.
 
     python examples/finetune_hf.py                                # a tiny Llama built on the spot, no download
-    python examples/finetune_hf.py --model path/to/model --data notes.jsonl --pipeline 4
+    python examples/finetune_hf.py --model path/to/model --data notes.jsonl --pipeline 4 --tensor 1
 
 It ends with the loss on held-out rows before and after, and a folder that ``AutoModelForCausalLM.from_pretrained``
 loads.
@@ -176,7 +176,8 @@ def load_model(name: str) -> PreTrainedModel:
 
 
 def make_trainer(args: argparse.Namespace) -> L.Trainer:
-    """An ordinary Trainer with the strategy."""
+    """An ordinary Trainer with the strategy, on GPUs where there are enough of them."""
+    devices = args.pipeline * args.data_parallel * args.tensor
     return L.Trainer(
         strategy=MegatronStrategy(
             pipeline_parallel_size=args.pipeline,
@@ -185,8 +186,8 @@ def make_trainer(args: argparse.Namespace) -> L.Trainer:
             micro_batch_size=args.micro_batch,
             micro_batch_loss_weight=count_targets,
         ),
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        devices=args.pipeline * args.data_parallel * args.tensor,
+        accelerator="gpu" if torch.cuda.device_count() >= devices else "cpu",
+        devices=devices,
         precision=args.precision,
         max_steps=args.steps,
         gradient_clip_val=1.0,
@@ -224,7 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
     layout.add_argument("--pipeline", type=int, default=2, help="stages that the layers are cut into")
     layout.add_argument("--data-parallel", type=int, default=1, help="replicas")
-    layout.add_argument("--tensor", type=int, default=1, help="processes that share each layer")
+    layout.add_argument("--tensor", type=int, default=2, help="processes that share each layer")
     training = parser.add_argument_group("training")
     training.add_argument("--batch", type=int, default=16, help="rows per step and replica")
     training.add_argument("--micro-batch", type=int, default=4, help="rows that a stage computes at once")

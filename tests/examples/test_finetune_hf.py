@@ -21,7 +21,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 @pytest.mark.launch
-def test_a_hugging_face_model_is_fine_tuned_over_two_stages_and_saved_for_transformers(
+def test_a_hugging_face_model_trains_on_two_stages_of_two_tensor_ranks_and_is_saved_whole(
     notes: Path, tmp_path: Path
 ) -> None:
     options = ("--data", str(notes), "--steps=40", "--batch=8", "--micro-batch=3", "--sequence=24", "--lr=5e-3")
