@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.parity.zoo import hazards, huggingface, huggingface_more, language, loops, tasks, vision, whole
+from tests.parity.zoo import foreign, hazards, huggingface, huggingface_more, language, loops, tasks, vision, whole
 
 STRICT = 1e-9
 FLOAT32 = 1e-5
@@ -59,6 +59,14 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "reentrant": partial(_task, tasks.TokenTask, hazards.Reentrant),
     "per_layer_masks": partial(_task, tasks.TokenTask, hazards.PerLayerMasks),
     "extra_tensors": hazards.ExtraTensors,
+    "pairs": partial(_task, tasks.TokenTask, foreign.Pairs),
+    "two_lists": partial(_task, tasks.TokenTask, foreign.TwoLists),
+    "own_stack": partial(_task, tasks.TokenTask, foreign.OwnStack),
+    "shared_norm": partial(_task, tasks.TokenTask, foreign.SharedNorm),
+    "tuple_sequential": partial(_task, tasks.TokenTask, foreign.TupleSequential),
+    "dict_state": partial(_task, tasks.TokenTask, foreign.DictState),
+    "embedding_twice": partial(_task, tasks.TokenTask, foreign.EmbeddingTwice),
+    "stages": partial(_task, tasks.ImageTask, foreign.Stages),
     "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),
     "checkpointed": partial(_task, tasks.TokenTask, language.Checkpointed),
     "two_heads": partial(_task, tasks.NestedTask, language.TwoHeads),
@@ -94,6 +102,7 @@ def _pretrained() -> dict[str, Specimen]:
 MAY_REFUSE = {
     *("outside_residual", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "indexed"),
     *("auxiliary_loss", "auxiliary_kept", "weight_penalty", "deep_supervision", "reentrant", "hf_t5"),
+    *("pairs", "two_lists"),
 }
 ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
 
