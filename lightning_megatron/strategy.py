@@ -277,7 +277,8 @@ class MegatronStrategy(GridStrategy):
         if self.mesh.layout.tensor == 1 or stage_of(module) is not None or self._brings_own_parallelism(module):
             return self._tensor_state
         group = self.mesh.group("tensor_parallel")
-        self.parallel_report = parallelize(module, group, self._tensor_plan, self._sequence_parallel)
+        with self.precision_plugin.forward_context():
+            self.parallel_report = parallelize(module, group, self._tensor_plan, self._sequence_parallel)
         return TensorState(self.parallel_report.parameters, group)
 
     @staticmethod

@@ -69,8 +69,6 @@ class HollowModule:
         for child in module.modules():
             self._hide_parameters(child, keep)
             self._hide_buffers(child)
-            child._forward_pre_hooks.clear()
-            child._forward_hooks.clear()
 
     def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
         for name, parameter in list(module._parameters.items()):
