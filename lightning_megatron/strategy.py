@@ -557,9 +557,3 @@ class MegatronStrategy(GridStrategy):
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop("log", None)
         super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="megatron")`` work."""
-        if "megatron" not in strategy_registry:
-            strategy_registry.register("megatron", cls, description="Megatron-style pipeline and data parallelism")

@@ -1,0 +1,72 @@
+"""Making ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
+
+If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
+What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_STRATEGIES = "lightning.pytorch.strategies"
+_NAME = "megatron"
+
+
+def register_when_lightning_is_imported() -> None:
+    """Register the strategy's name now, or right after Lightning's strategies are imported."""
+    if _STRATEGIES in sys.modules:
+        _register(sys.modules[_STRATEGIES])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _register(strategies: ModuleType) -> None:
+    registry = strategies.StrategyRegistry
+    if _NAME not in registry:
+        registry.register(_NAME, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
+
+
+def _build(**options: Any) -> Any:
+    from lightning_megatron.strategy import MegatronStrategy
+
+    return MegatronStrategy(**options)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds Lightning's strategies as Python would, and registers ours once they have run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Wrap the loader of the one module waited for; everything else is left to the other finders."""
+        if name != _STRATEGIES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(Loader):
+    """A loader that registers the strategy after running the module."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as the wrapped loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then register."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)
