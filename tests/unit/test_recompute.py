@@ -1,0 +1,140 @@
+"""Recomputation by name, by number and of attention alone: the same gradients from fewer saved tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.recompute import check_recompute, install_recompute
+from lightning_megatron.pipeline.trunk import find_trunk
+
+
+class Layer(nn.Module):
+    """Fused attention and an MLP, with dropout."""
+
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.fused = fused
+        self.qkv = nn.Linear(8, 24)
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.3)
+        else:
+            mixed = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        return x + scale * self.mlp(x + mixed)
+
+
+class Net(nn.Module):
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(fused) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+class Saved:
+    """Counts elements that autograd saves besides parameters."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.own = {parameter.data_ptr() for parameter in net.parameters()}
+        self.elements = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in self.own:
+            self.elements += tensor.numel()
+        return tensor
+
+
+def train(recompute: Any, fused: bool = True) -> tuple[list[Tensor], int, dict[str, int]]:
+    """Gradients, elements saved in forward, and how often each linear of a layer ran."""
+    torch.manual_seed(0)
+    net, calls = Net(fused).double(), dict.fromkeys(("qkv", "mlp"), 0)
+    for layer in net.layers:
+        for name in calls:
+
+            def count(*_: Any, name: str = name) -> None:
+                calls[name] += 1
+
+            (layer.qkv if name == "qkv" else layer.mlp[0]).register_forward_hook(count)
+    install_recompute(net, find_trunk(net), recompute)
+    x, saved = torch.randn(2, 5, 8, dtype=torch.float64), Saved(net)
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        loss = net(x).square().sum()
+    torch.rand(3)
+    loss.backward()
+    return [parameter.grad for parameter in net.parameters()], saved.elements, calls
+
+
+@pytest.mark.parametrize(
+    ("recompute", "runs"),
+    [
+        ("full", {"qkv": 8, "mlp": 8}),
+        ({"every": 2}, {"qkv": 6, "mlp": 6}),
+        (["layers.1", "layers.3"], {"qkv": 6, "mlp": 6}),
+        (["*.mlp"], {"qkv": 4, "mlp": 8}),
+        (["layers.0", "layers.0.mlp"], {"qkv": 5, "mlp": 5}),
+        ("selective", {"qkv": 4, "mlp": 4}),
+    ],
+    ids=str,
+)
+def test_gradients_stay_and_saved_activations_go(recompute: Any, runs: dict[str, int]) -> None:
+    plain, everything, _ = train(None)
+    grads, saved, calls = train(recompute)
+    assert all(torch.equal(one, other) for one, other in zip(grads, plain, strict=True)), "dropout is replayed"
+    assert calls == runs
+    assert saved < everything
+
+
+def test_a_second_installation_replaces_the_first() -> None:
+    net = Net()
+    for recompute in ("full", "selective", ["*.mlp"], None):
+        install_recompute(net, find_trunk(net), recompute)
+    assert all(module.forward.__func__ is type(module).forward for module in net.modules())
+
+
+def test_selective_says_what_it_looked_for_where_there_is_none() -> None:
+    with pytest.raises(RuntimeError, match=r"scaled_dot_product_attention.*'full'"):
+        train("selective", fused=False)
+
+
+def test_a_pattern_that_matches_nothing_lists_names() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"'\*\.attention'.*layers\.0\.qkv"):
+        install_recompute(net, find_trunk(net), ["*.attention"])
+
+
+@pytest.mark.parametrize("wrong", ["all", {"every": 0}, {"each": 2}, [], [1], 3, {"every": True}])
+def test_other_values_are_refused_with_the_choices(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation_recompute.*'selective'"):
+        check_recompute(wrong)
+
+
+def test_a_key_value_cache_is_not_filled_twice() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=11,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 11, (2, 6))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    install_recompute(model, find_trunk(model), "full")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True))
