@@ -1,8 +1,8 @@
 """Collectives as forward/backward pairs, so that a sharded layer is ordinary code to autograd.
 
-A tensor that is whole on every rank of the group is *replicated*; a tensor of which a rank holds its block along ``dim``
-is *split*; a tensor whose sum over the ranks is the value meant is *partial*. Each function moves between two of these,
-and its backward moves the gradient the other way:
+A tensor that is whole on every rank of the group is *replicated*; a tensor of which a rank holds its block along
+``dim`` is *split*; a tensor whose sum over the ranks is the value meant is *partial*. Each function moves between
+two of these, and its backward moves the gradient the other way:
 
 ====================  =========================  ==========================  =======================================
 name                  forward                    backward                    from -> to
@@ -146,7 +146,7 @@ class _CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return raw_all_reduce(grad, ctx.group), None
 
 
@@ -156,7 +156,7 @@ class _ReduceFromGroup(torch.autograd.Function):
         return raw_all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -167,7 +167,7 @@ class _GatherForShards(torch.autograd.Function):
         return raw_all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return raw_reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
@@ -178,7 +178,7 @@ class _ScatterPartial(torch.autograd.Function):
         return raw_reduce_scatter(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return raw_all_gather(grad, ctx.dim, ctx.group), None, None
 
 
@@ -189,7 +189,7 @@ class _GatherFromGroup(torch.autograd.Function):
         return raw_all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return own_block(grad, ctx.dim, ctx.group).contiguous(), None, None
 
 
@@ -200,38 +200,43 @@ class _SplitToGroup(torch.autograd.Function):
         return own_block(x, dim, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def _apply(function: Any, *args: Any) -> Tensor:
+    """Run an autograd function; torch leaves ``apply`` untyped."""
+    return cast(Tensor, function.apply(*args))
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """f: ``x`` unchanged; its gradient, partial on every rank, is summed. Any shape -> same shape."""
-    return x if group.size() == 1 else cast(Tensor, _CopyToGroup.apply(x, group))
+    return x if group.size() == 1 else _apply(_CopyToGroup, x, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g: partial ``x`` summed over the group; its gradient passes. Any shape -> same shape."""
-    return x if group.size() == 1 else cast(Tensor, _ReduceFromGroup.apply(x, group))
+    return x if group.size() == 1 else _apply(_ReduceFromGroup, x, group)
 
 
 def gather_for_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Join blocks along ``dim`` for sharded weights to read: [.., n, ..] -> [.., group * n, ..]."""
-    return x if group.size() == 1 else cast(Tensor, _GatherForShards.apply(x, dim, group))
+    return x if group.size() == 1 else _apply(_GatherForShards, x, dim, group)
 
 
 def scatter_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum partial ``x`` and keep this rank's block: [.., group * n, ..] -> [.., n, ..]."""
-    return x if group.size() == 1 else cast(Tensor, _ScatterPartial.apply(x, dim, group))
+    return x if group.size() == 1 else _apply(_ScatterPartial, x, dim, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Join blocks along ``dim`` for replicated code to read: [.., n, ..] -> [.., group * n, ..]."""
-    return x if group.size() == 1 else cast(Tensor, _GatherFromGroup.apply(x, dim, group))
+    return x if group.size() == 1 else _apply(_GatherFromGroup, x, dim, group)
 
 
 def split_to_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Keep this rank's block of a replicated tensor: [.., group * n, ..] -> [.., n, ..]."""
-    return x if group.size() == 1 else cast(Tensor, _SplitToGroup.apply(x, dim, group))
+    return x if group.size() == 1 else _apply(_SplitToGroup, x, dim, group)
 
 
 __all__ = [

@@ -1,9 +1,9 @@
 """Which part of which logical tensor is here: one description for every kind of piece.
 
-A tensor-parallel slice, a packed query/key/value slice, a padded vocabulary and a flat optimizer shard that starts in the
-middle of a row are all the same thing: a list of boxes of the logical (global, unsharded) tensor, each with the place in
-the local memory where its elements lie. Checkpoints, export and optimizer shards read these lists and need to know
-nothing about how a layer was split.
+A tensor-parallel slice, a packed query/key/value slice, a padded vocabulary and a flat optimizer shard that starts
+in the middle of a row are all the same thing: a list of boxes of the logical (global, unsharded) tensor, each with
+the place in the local memory where its elements lie. Checkpoints, export and optimizer shards read these lists and
+need to know nothing about how a layer was split.
 
 Example, ranks 0 and 1 of two, a fused query/key/value weight [12, 4] whose three segments are split one by one::
 
@@ -228,7 +228,7 @@ def _contiguous_parts(box: Box) -> list[Box]:
         return [box]
     if _rows_adjacent(box):
         return [box]
-    parts = []
+    parts: list[Box] = []
     for row in range(box.shape[0]):
         parts.extend(
             Box(

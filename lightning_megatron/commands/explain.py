@@ -19,8 +19,8 @@ def explain(
 ) -> None:
     """Print the tensor-parallel plan of a Hugging Face model: modules, styles, shapes, collectives.
 
-    Neither weights nor processes are needed: the model is built without memory, and one layer of each kind is tried with
-    random weights.
+    Neither weights nor processes are needed: the model is built without memory, and one layer of each kind is tried
+    with random weights.
     """
     from lightning_megatron.parallelize import explain as explain_module
 

@@ -1,9 +1,9 @@
 """Multi-head attention with its heads split over the tensor group.
 
-`torch.nn.MultiheadAttention` holds query, key and value in one parameter and reads its sizes from attributes, so it cannot
-be split by replacing linears inside it. This class has its constructor, its parameters and their names, is it without a
-mesh, and afterwards runs the local heads between one shared input (backward all-reduce) and one row-parallel output
-(forward all-reduce).
+`torch.nn.MultiheadAttention` holds query, key and value in one parameter and reads its sizes from attributes, so it
+cannot be split by replacing linears inside it. This class has its constructor, its parameters and their names, is
+it without a mesh, and afterwards runs the local heads between one shared input (backward all-reduce) and one
+row-parallel output (forward all-reduce).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
 
 def _no_fused_encoder(module: nn.Module, args: Any) -> None:
-    """Nothing; a hook keeps torch's encoder layer from its fused kernel, which would read the local weights as whole."""
+    """Nothing; a hook keeps torch's encoder layer from its fused kernel, which would take local weights for whole."""
 
 
 def _blocks(shape: Sequence[int], dim: int, size: int, rank: int) -> ShardSpec:

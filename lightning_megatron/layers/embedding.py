@@ -1,7 +1,7 @@
 """Token embedding split over the vocabulary.
 
-Every rank looks up the tokens it holds, contributes zeros for the others, and one all-reduce adds the contributions. The
-vocabulary is padded inside to a multiple of 128 per rank; nobody outside sees the padding.
+Every rank looks up the tokens it holds, contributes zeros for the others, and one all-reduce adds the
+contributions. The vocabulary is padded inside to a multiple of 128 per rank; nobody outside sees the padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Linear layers split by output (column) or by input (row) over the tensor group.
 
-With Y = f(X A) B, splitting A by columns and B by rows lets every rank compute its part of f(X A) and its term of the
-sum over the inner dim, so that one all-reduce per pair is all the communication forward, and one backward (Shoeybi et
-al., arXiv 1909.08053). Names are the mathematical ones: torch stores a linear's weight as [out, in], so a column-parallel
-layer holds rows of ``weight``.
+With Y = f(X A) B, splitting A by columns and B by rows lets every rank compute its part of f(X A) and its term of
+the sum over the inner dim, so that one all-reduce per pair is all the communication forward, and one backward
+(Shoeybi et al., arXiv 1909.08053). Names are the mathematical ones: torch stores a linear's weight as [out, in], so
+a column-parallel layer holds rows of ``weight``.
 
 Without a mesh both are `torch.nn.Linear`, bit for bit; `shard_` turns them into their local part, in place.
 """

@@ -1,10 +1,10 @@
 """Logits that stay split over the vocabulary until someone needs them whole.
 
-A vocabulary-parallel head returns a `VocabParallelLogits`: a tensor with the logical shape that holds only this rank's
-classes. What leaves the class axis alone (views, slices of tokens, casts, elementwise arithmetic) gives another one;
-``torch.nn.functional.cross_entropy`` runs vocabulary-parallel; everything else (argmax, sampling, metrics, indexing by
-class) first gathers the whole logits and then runs as usual, gradients included. Gathering is a collective: code that
-does it must do it on every rank of the tensor group.
+A vocabulary-parallel head returns a `VocabParallelLogits`: a tensor with the logical shape that holds only this
+rank's classes. What leaves the class axis alone (views, slices of tokens, casts, elementwise arithmetic) gives
+another one; ``torch.nn.functional.cross_entropy`` runs vocabulary-parallel; everything else (argmax, sampling,
+metrics, indexing by class) first gathers the whole logits and then runs as usual, gradients included. Gathering is
+a collective: code that does it must do it on every rank of the tensor group.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class VocabParallelLogits(torch.Tensor):
         whole = gather_from_group(self._local, self._dim, self._group)
         return whole.narrow(self._dim, 0, self._vocabulary)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"VocabParallelLogits(shape={tuple(self.shape)}, dtype={self.dtype}, local={tuple(self._local.shape)})"
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -87,7 +87,7 @@ class VocabParallelLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map(_whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -218,15 +218,16 @@ _METADATA = {
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),
 }
+_CASTS = (T.float, T.double, T.half, T.bfloat16, T.to, T.type_as, T.contiguous, T.clone, T.detach)
+_ARITHMETIC = (
+    *(T.mul, T.div, T.add, T.sub, T.true_divide, T.neg, T.tanh, T.clamp),
+    *(T.__mul__, T.__rmul__, T.__truediv__, T.__add__, T.__radd__, T.__sub__, T.__neg__),
+    *(torch.mul, torch.div, torch.add, torch.sub, torch.tanh, torch.clamp),
+)
 _SHARDED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys(_getters("requires_grad"), _requires_grad),
-    **dict.fromkeys(
-        (T.float, T.double, T.half, T.bfloat16, T.to, T.type_as, T.contiguous, T.clone, T.detach, T.tanh, torch.tanh)
-        + (T.mul, T.div, T.add, T.sub, T.__mul__, T.__rmul__, T.__truediv__, T.__add__, T.__radd__, T.__sub__)
-        + (torch.mul, torch.div, torch.add, torch.sub, T.true_divide, T.neg, T.__neg__, T.clamp, torch.clamp),
-        _elementwise,
-    ),
+    **dict.fromkeys((*_CASTS, *_ARITHMETIC), _elementwise),
     **dict.fromkeys((T.view, T.reshape, T.flatten, torch.flatten, torch.reshape, T.unflatten), _reshape),
     **dict.fromkeys((T.squeeze, T.unsqueeze, torch.squeeze, torch.unsqueeze), _reshape),
     **dict.fromkeys((T.transpose, torch.transpose, T.swapaxes), _transpose),

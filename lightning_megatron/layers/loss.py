@@ -1,13 +1,14 @@
 """Cross-entropy over a vocabulary that is split over the tensor group.
 
-No rank ever holds [tokens, vocabulary]: the largest logit, the sum of exponentials and the target's logit are per token,
-and only they travel. With z the logits of one token, y its target, w class weights, e the label smoothing and C classes::
+No rank ever holds [tokens, vocabulary]: the largest logit, the sum of exponentials and the target's logit are per
+token, and only they travel. With z the logits of one token, y its target, w class weights, e the label smoothing
+and C classes::
 
     log Z = log sum_c exp z_c
     loss  = (1 - e) w_y (log Z - z_y)  +  e/C sum_c w_c (log Z - z_c)
 
-which is `torch.nn.functional.cross_entropy`, option by option. Forward costs one all-reduce of a maximum and one of a
-sum; backward costs none.
+which is `torch.nn.functional.cross_entropy`, option by option. Forward costs one all-reduce of a maximum and one of
+a sum; backward costs none.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The matrix products of a sharded linear, with the weight's gradient as a separate product.
 
-Autograd computes both gradients of a linear in one node. Sharded layers need them apart: the gradient of the input has to
-be summed over the tensor group, and the product for the weight's gradient is the work that hides that sum. Column-parallel
-layers that read one tensor (query, key and value; gate and up) share its gradient's all-reduce as well:
+Autograd computes both gradients of a linear in one node. Sharded layers need them apart: the gradient of the input
+has to be summed over the tensor group, and the product for the weight's gradient is the work that hides that sum.
+Column-parallel layers that read one tensor (query, key and value; gate and up) share its gradient's all-reduce as
+well:
 
     forward    x --SharedInput--> x' --linear--> q, k, v
     backward   dq, dk, dv --linear: only dq Wq + dk Wk + dv Wv--> dx' --SharedInput: start all-reduce(dx'),
                compute dWq, dWk, dWv, wait--> dx
 
-`SharedInput` passes the weights through as well, so that the gradients it computes late reach them through autograd in
-the ordinary way, hooks included. Until then the linear's node stands in for them with a zero-stride tensor.
+`SharedInput` passes the weights through as well, so that the gradients it computes late reach them through autograd
+in the ordinary way, hooks included. Until then the linear's node stands in for them with a zero-stride tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _SharedInput(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.group, ctx.dim = pending, group, dim
         ctx.set_materialize_grads(False)
-        gathered = x.view_as(x) if dim is None else raw_all_gather(x, dim, group)
+        gathered = x.view_as(x) if dim is None or group is None else raw_all_gather(x, dim, group)
         return gathered, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod

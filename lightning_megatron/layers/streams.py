@@ -1,9 +1,10 @@
 """Random numbers inside sharded regions: one stream per tensor rank, replayed exactly by recomputation.
 
-Dropout on a replicated activation must draw the same mask on all ranks of the tensor group; dropout on a sharded one
-(attention probabilities of the local heads) must draw a different one on each. The second stream is derived from the
-first: on entering a region the device's generator is seeded from a digest of its own state, the region's name and the
-tensor rank; on leaving, the shared stream is put back, advanced by one draw if the region drew anything.
+Dropout on a replicated activation must draw the same mask on all ranks of the tensor group; dropout on a sharded
+one (attention probabilities of the local heads) must draw a different one on each. The second stream is derived
+from the first: on entering a region the device's generator is seeded from a digest of its own state, the region's
+name and the tensor rank; on leaving, the shared stream is put back, advanced by one draw if the region drew
+anything.
 
     shared stream   --- s0 ---------------- s1 -------
                          \\ digest, rank    /  one draw, only if the region drew

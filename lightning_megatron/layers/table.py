@@ -1,7 +1,7 @@
 """What became of each parameter when its module was sharded, as a table keyed by parameter name.
 
-Gradient buckets, the global norm, checkpoints and export all need to know which part of a parameter is here and whether
-its gradient is complete. They read this table; nothing is attached to the parameters themselves.
+Gradient buckets, the global norm, checkpoints and export all need to know which part of a parameter is here and
+whether its gradient is complete. They read this table; nothing is attached to the parameters themselves.
 """
 
 from __future__ import annotations

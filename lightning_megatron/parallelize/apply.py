@@ -124,6 +124,7 @@ class Builder:
     def _head_table(self, name: str) -> None:
         """An embedding of one value per head, cut by head."""
         module = self.module.get_submodule(name)
+        assert isinstance(module, nn.Embedding)
         shape = (module.num_embeddings, module.embedding_dim)
         block = block_range(shape[1], self.group.size(), self.group.rank())
         table = apply_specs(module, {"weight": ParameterSharding(ShardSpec.along(shape, 1, [block]))})

@@ -1,8 +1,8 @@
 """From a plan to decisions: the style of every module, and the settled regions, before anything is changed.
 
-Sources of a plan, in order: the argument; what a Hugging Face model says about itself; drop-in layers in the module; and
-rules that read a trace. Whatever the source, regions are settled by trying (see ``probe``) wherever the module could be
-run on a tiny input.
+Sources of a plan, in order: the argument; what a Hugging Face model says about itself; drop-in layers in the
+module; and rules that read a trace. Whatever the source, regions are settled by trying (see ``probe``) wherever the
+module could be run on a tiny input.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
             continue
         if trace is not None and (name not in trace.sources or trace.readers(name)):
             continue
-        if id(part) in named or id(part.get_parameter("weight")) in tied:
-            heads.add(name)
-        elif trace is not None and linear_sizes(part)[1] == largest:
+        as_many = trace is not None and linear_sizes(part)[1] == largest
+        if id(part) in named or id(part.get_parameter("weight")) in tied or as_many:
             heads.add(name)
     return heads
 
@@ -176,9 +175,9 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
     trace = blueprint.trace
     if trace is None:
         raise ValueError(
-            f"No tensor-parallel plan: {type(module).__name__} has none of its own and holds no drop-in layers, and the "
-            f"rules that read its execution could not run it ({blueprint.untraced}). Set `example_input_array` on the "
-            "LightningModule (or pass `example=` to `parallelize`), or pass `tensor_parallel_plan={pattern: style}`."
+            f"No tensor-parallel plan: {type(module).__name__} has none of its own and holds no drop-in layers, and "
+            f"the rules that read its execution could not run it ({blueprint.untraced}). Set `example_input_array` on "
+            "the LightningModule (or pass `example=` to `parallelize`), or `tensor_parallel_plan={pattern: style}`."
         )
     for name, call in trace.calls.items():
         if isinstance(call.module, nn.MultiheadAttention):

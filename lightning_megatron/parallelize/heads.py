@@ -1,8 +1,8 @@
 """Attention sizes as modules write them down, and what they become on one rank.
 
-Attention code reads its sizes from attributes (``num_heads``, ``split_size``, ``embed_dim``, ...) or from the shapes it
-gets. Attributes that hold a number of heads or a width have to hold the local one afterwards; which of them the code
-really uses is found out by trying (see ``probe``).
+Attention code reads its sizes from attributes (``num_heads``, ``split_size``, ``embed_dim``, ...) or from the
+shapes it gets. Attributes that hold a number of heads or a width have to hold the local one afterwards; which of
+them the code really uses is found out by trying (see ``probe``).
 """
 
 from __future__ import annotations

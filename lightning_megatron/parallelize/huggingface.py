@@ -1,6 +1,7 @@
 """What Hugging Face models say about themselves: their plans, their heads, their attention sizes.
 
-Everything is read by attribute, so that ``transformers`` is never imported here: a model that is one brings it along.
+Everything is read by attribute, so that ``transformers`` is never imported here: a model that is one brings it
+along.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def own_plan(module: nn.Module) -> dict[str, str]:
 def _plan_from_configs(model: Any) -> dict[str, str]:
     """Plans of the inner models, for releases that do not merge them."""
     plan: dict[str, str] = {}
-    for name, part in model.named_modules():
+    parts: dict[str, Any] = dict(model.named_modules())
+    for name, part in parts.items():
         if not is_hugging_face(part):
             continue
         entries = dict(type(part).__dict__.get("_tp_plan") or {})
         if getattr(part, "base_model", None) is part:
-            entries |= getattr(part.config, "base_model_tp_plan", None) or {}
+            entries |= getattr(getattr(part, "config", None), "base_model_tp_plan", None) or {}
         plan |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in entries.items()}
     return plan
 

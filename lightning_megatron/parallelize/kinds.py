@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,13 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def local_class(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
-    """Class of the parallel twin: ``base``, or a class of both when the module is a subclass with behaviour of its own."""
-    return _local_class(type(module), base)
+    """Class of the parallel twin: ``base``, or one of both where the module's class has behaviour of its own."""
+    classes: tuple[Any, Any] = type(module), base
+    return cast("type[nn.Module]", _local_class(*classes))
 
 
-@lru_cache(maxsize=None)
-def _local_class(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+@cache
+def _local_class(cls: Any, base: Any) -> Any:
     if issubclass(cls, base):
         return cls
     plain = {nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear}
@@ -60,7 +62,7 @@ def _local_class(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]
 
 
 def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether ``cls`` leaves the product (or look-up) to its torch base class, which the twin then takes the place of."""
+    """Whether ``cls`` leaves the product (or look-up) to its torch base class, whose place the twin then takes."""
     torch_base = next((b for b in (nn.Linear, nn.Embedding, nn.MultiheadAttention) if issubclass(base, b)), nn.Module)
     if not issubclass(cls, torch_base):
         return False

@@ -1,7 +1,7 @@
 """Patterns of a plan, matched against module names.
 
-A pattern is a dotted name in which ``*`` stands for one component, as in Hugging Face's ``base_model_tp_plan``. It matches
-a module of that name, or one whose name ends in it at a dot, so that ``layers.*.mlp.up_proj`` also finds
+A pattern is a dotted name in which ``*`` stands for one component, as in Hugging Face's ``base_model_tp_plan``. It
+matches a module of that name, or one whose name ends in it at a dot, so that ``layers.*.mlp.up_proj`` also finds
 ``model.layers.0.mlp.up_proj`` when the model sits inside another module.
 """
 

@@ -1,9 +1,10 @@
 """Tries a region on every rank's part, in this process, and compares with the unsharded module.
 
-The row-parallel sum is linear, so nothing has to be sent to try a plan: the code between the column- and the row-parallel
-layers is run once per rank with that rank's weights and attributes, each run's term of the sum is taken where it enters
-the row-parallel layer, and the terms are added. The weights are random for the occasion, because freshly initialised
-attention hardly depends on its queries and keys, and would hide a head paired with the wrong one.
+The row-parallel sum is linear, so nothing has to be sent to try a plan: the code between the column- and the
+row-parallel layers is run once per rank with that rank's weights and attributes, each run's term of the sum is
+taken where it enters the row-parallel layer, and the terms are added. The weights are random for the occasion,
+because freshly initialised attention hardly depends on its queries and keys, and would hide a head paired with the
+wrong one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_megatron.sharding import block_range
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
-class _Reached(Exception):  # noqa: N818 - a signal, not an error
+class _Reached(Exception):
     """The row-parallel layer was called; carries its input."""
 
     def __init__(self, x: Tensor) -> None:
@@ -252,7 +253,8 @@ def linear_fan(module: nn.Module) -> int:
 def head_arguments(call: Call, heads: int) -> dict[int | str, str]:
     """Arguments of a recorded call that hold one entry per head, and in which way."""
     found: dict[int | str, str] = {}
-    for key, value in [*enumerate(call.args), *call.kwargs.items()]:
+    named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    for key, value in named:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 3:
             continue
         if value.shape[-3] == heads:
@@ -267,7 +269,7 @@ def slice_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with one entry per head, cut to one rank's heads; those that are local already pass.
 
-    ``"heads"``: [.., heads, queries, keys] is cut along that dim. ``"batch"``: [batch * heads, ..] within the first dim.
+    ``"heads"``: [.., heads, queries, keys] is cut along that dim; ``"batch"``: [batch * heads, ..] within the first.
     """
     start, stop = block_range(heads, parts, rank)
 

@@ -1,14 +1,16 @@
 """Pairs of column- and row-parallel layers, read off a trace.
 
-A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that layer's
-input is computed completely: query, key and value before the output projection; up (and gate) before down. Splitting the
-outputs of the first and the input of the second then needs one sum at the end, whatever parameter-free code lies between.
+A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that
+layer's input is computed completely: query, key and value before the output projection; up (and gate) before down.
+Splitting the outputs of the first and the input of the second then needs one sum at the end, whatever
+parameter-free code lies between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -153,8 +155,8 @@ def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set
             if gathers != region.gathered:
                 wanted = "rowwise_split_input" if gathers else "colwise_gather_output or rowwise for the other"
                 raise ValueError(
-                    f"The plan gives {name!r} {styles[name].value} and {region.row!r} {styles[region.row].value}, which "
-                    f"do not fit together; use {wanted}."
+                    f"The plan gives {name!r} {styles[name].value} and {region.row!r} {styles[region.row].value}, "
+                    f"which do not fit together; use {wanted}."
                 )
 
 
@@ -186,7 +188,8 @@ def holder_of(trace: Trace, region: Region) -> tuple[str, int | str] | None:
     if any(trace.input_of(name) is not x for name in region.columns):
         return None
     keys: list[int | str] = []
-    for key, value in [*enumerate(call.args), *call.kwargs.items()]:
+    named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    for key, value in named:
         keys += [key for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     index = next((i for i, tensor in enumerate(call.tensors) if tensor is x), None)
     return None if index is None else (holder, keys[index])

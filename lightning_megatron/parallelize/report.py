@@ -73,7 +73,7 @@ class ParallelReport:
         """
         head = f"tensor parallel plan ({self.source}), {self.tensor_parallel_size} ranks"
         head += ", sequence parallel" if self.sequence_parallel else ""
-        lines = [("module", "style", "global", "local", "forward", "backward", "note")]
+        lines: list[tuple[str, ...]] = [("module", "style", "global", "local", "forward", "backward", "note")]
         seen: dict[tuple[str, ...], int] = {}
         for row in self.rows:
             name = row.name if every_layer else generalize(row.name)

@@ -6,9 +6,10 @@ Between regions (norms, dropout, residual additions) activations are split along
                              |
                              norm, + : on s/t     attention, MLP: [all-gather] .. local heads .. [reduce-scatter]
 
-The sequence is put together where a region begins: at the call of the module that holds the projections, when that module
-was handed the very tensor they read (attention code takes shapes from it), else at the projections. It is split again by
-the row-parallel layer's reduce-scatter. Parameters that act on sequence shards get partial gradients, and the table says so.
+The sequence is put together where a region begins: at the call of the module that holds the projections, when that
+module was handed the very tensor they read (attention code takes shapes from it), else at the projections. It is
+split again by the row-parallel layer's reduce-scatter. Parameters that act on sequence shards get partial
+gradients, and the table says so.
 """
 
 from __future__ import annotations
@@ -120,16 +121,16 @@ def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:
     if len(trunks) != 1:
         found = ", ".join(map(repr, trunks)) or "none"
         raise ValueError(
-            f"`sequence_parallel=True` needs one list of layers that holds the column/row pairs; found {found}. Turn it "
-            "off for encoder-decoder models and for models without a trunk."
+            f"`sequence_parallel=True` needs one list of layers that holds the column/row pairs; found {found}. Turn "
+            "it off for encoder-decoder models and for models without a trunk."
         )
     prefix = next(iter(trunks))
     children = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
     called = [name for name in trace.calls if name in children]
     if not called:
         raise ValueError(
-            f"`sequence_parallel=True` needs layers that are called; those of {prefix!r} are containers whose parts are "
-            "called one by one. Give them a `forward`, or turn it off."
+            f"`sequence_parallel=True` needs layers that are called; those of {prefix!r} are containers whose parts "
+            "are called one by one. Give them a `forward`, or turn it off."
         )
     return called
 
@@ -159,8 +160,8 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> tuple[str, int | s
     inputs = {id(trace.input_of(name)) for name in region.columns}
     if len(inputs) > 1:
         raise ValueError(
-            f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors (cross-attention); "
-            "turn sequence parallelism off."
+            f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors (cross-attention)"
+            "; turn sequence parallelism off."
         )
     door = holder_of(trace, region)
     if door is None or door[0] in layers:

@@ -1,8 +1,8 @@
 """A small stand-in for a module that has no weights yet, or too many layers to run.
 
-A plan is made by running the module on a tiny input. A module on the meta device cannot be run, and of a hundred equal
-layers two tell as much as all. The study copy keeps, of every list of layers, the first of each kind and one that
-represents its repetitions, gives it random weights on the CPU, and knows how its names map back::
+A plan is made by running the module on a tiny input. A module on the meta device cannot be run, and of a hundred
+equal layers two tell as much as all. The study copy keeps, of every list of layers, the first of each kind and one
+that represents its repetitions, gives it random weights on the CPU, and knows how its names map back::
 
     module   layers.0  layers.1  layers.2 ... layers.31
     study    layers.0  layers.1 (stands for 1 to 31)
@@ -169,10 +169,11 @@ def _materialise(module: nn.Module) -> None:
         return made[id(tensor)]
 
     for part in module.modules():
-        for table in (part._parameters, part._buffers, vars(part)):
+        tables: list[Any] = [part._parameters, part._buffers, vars(part)]
+        for table in tables:
             for key, value in list(table.items()):
                 if isinstance(value, Tensor) and value.is_meta:
-                    table[key] = real(value)  # type: ignore[index]
+                    table[key] = real(value)
 
 
 def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:

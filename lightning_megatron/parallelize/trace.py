@@ -1,8 +1,9 @@
 """Reads a module in execution order: which linear layers feed which, with what, inside which calls.
 
-The module runs once on a tiny input. Every call is recorded; autograd's graph of the outputs then tells, for each linear
-layer, the linear layers whose outputs its input was computed from, with nothing but parameter-free code, norms and the
-like in between. That, and not the order of registration or any name, is what pairs column- with row-parallel layers.
+The module runs once on a tiny input. Every call is recorded; autograd's graph of the outputs then tells, for each
+linear layer, the linear layers whose outputs its input was computed from, with nothing but parameter-free code,
+norms and the like in between. That, and not the order of registration or any name, is what pairs column- with
+row-parallel layers.
 """
 
 from __future__ import annotations

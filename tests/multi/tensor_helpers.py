@@ -1,4 +1,4 @@
-"""What the tensor-parallel tests share: comparing a sharded module with its unsharded twin, and counting collectives."""
+"""What the tensor-parallel tests share: comparing a sharded module with its whole twin, and counting collectives."""
 
 from __future__ import annotations
 

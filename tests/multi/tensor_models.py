@@ -1,4 +1,4 @@
-"""Modules that know nothing of tensor parallelism: tiny Hugging Face models, nanoGPT's shape, torch's encoder layers."""
+"""Modules that know nothing of tensor parallelism: tiny Hugging Face models, nanoGPT's shape, torch's encoders."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do(mesh):
 def test_sequence_length_that_does_not_divide_is_refused_with_the_length_to_use(mesh):
     module = hugging_face("llama")
     parallelize(module, mesh, sequence_parallel=True)
-    with pytest.raises(ValueError, match="13 is not divisible.*14 or 12"):
+    with pytest.raises(ValueError, match=r"13 is not divisible.*14 or 12"):
         module(input_ids=tokens(length=13))
     with pytest.raises(ValueError, match="encoder-decoder"):
         parallelize(hugging_face("t5"), mesh, sequence_parallel=True)

@@ -157,9 +157,9 @@ def test_all_reduce_of_the_input_gradient_runs_while_the_weight_gradient_is_comp
         events.append("product")
         return multiply(grad, x)
 
-    with mock.patch.object(products, "start_all_reduce", starting):
-        with mock.patch.object(products, "weight_gradient", multiplying):
-            layer(random_tensor(3, 6).requires_grad_()).sum().backward()
+    watched = mock.patch.multiple(products, start_all_reduce=starting, weight_gradient=multiplying)
+    with watched:
+        layer(random_tensor(3, 6).requires_grad_()).sum().backward()
     assert events == ["start", "product", "wait"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,7 +62,7 @@ def test_flat_ranges_of_every_slice_cover_it_exactly(sizes, dim, parts, cuts):
         spec = ShardSpec.along(sizes, dim, packed_ranges((sizes[dim] // 2, sizes[dim] // 2), parts, rank))
         flat = spec.slice_full(full).reshape(-1)
         borders = sorted({0, flat.numel(), *(int(cut * flat.numel()) for cut in cuts)})
-        for start, stop in zip(borders, borders[1:], strict=False):
+        for start, stop in itertools.pairwise(borders):
             specs.append(spec.flat_range(start, stop))
             pieces.append(flat[start:stop])
     assert sum(spec.numel for spec in specs) == full.numel()
