@@ -472,6 +472,11 @@ class MegatronStrategy(GridStrategy):
             ]
         return self._engine.gradient_norm(parameters)
 
+    @property
+    def records_timeline(self) -> bool:
+        """Whether ``record_timeline=True`` was given."""
+        return self._options.record_timeline
+
     def measured_timeline(self) -> Timeline | None:
         """When each computation of the latest training step started and ended on every stage of this pipeline.
 

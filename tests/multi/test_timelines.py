@@ -1,0 +1,44 @@
+"""What the executor records is what happened: the times of sleeping layers, the gaps, the order of the schedule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.pipeline.schedule import make_schedule
+from tests.benchmarks.sleeping import Sleeps, simulated
+from tests.harness import JobFailed, run_trainers
+from tests.multi.timeline_scenarios import recorded
+
+SLEEPS = Sleeps(stages=3, micro_batches=5, forward=0.02, backward_input=0.04, backward_weight=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_recorded_step_shows_the_schedule_and_its_times(schedule: str, tmp_path: Path) -> None:
+    outcomes = run_trainers(recorded, schedule, SLEEPS, str(tmp_path), devices=3)
+    first = outcomes[0].value
+    assert all(outcome.value["measured"] == first["measured"] for outcome in outcomes), (
+        "every rank has the same picture"
+    )
+    measured = first["measured"]
+    assert measured.schedule == make_schedule(schedule, SLEEPS.stages, SLEEPS.micro_batches)
+    assert measured.makespan > simulated(schedule, SLEEPS) * 0.99
+    chunks = measured.schedule.chunks
+    seconds = {"F": 0.02 / chunks, "I": 0.04 / chunks, "W": 0.02 / chunks, "B": 0.06 / chunks}
+    for rank, steps in enumerate(measured.schedule.instructions):
+        for step, start, end in zip(steps, measured.starts[rank], measured.ends[rank], strict=True):
+            assert end - start > seconds[step.kind.value] * 0.98, (rank, str(step), end - start)
+        assert all(end <= start for end, start in zip(measured.ends[rank], measured.starts[rank][1:], strict=False))
+    assert first["predicted"].makespan <= measured.makespan * 1.001
+    assert measured.bubble_fraction > 0
+    trace = json.loads((tmp_path / "timeline-step2.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == sum(map(len, measured.schedule.instructions))
+    assert all((tmp_path / f"timeline-step2{kind}.svg").read_text().startswith("<svg") for kind in ("", "-predicted"))
+
+
+def test_a_strategy_that_records_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="record_timeline=True"):
+        run_trainers(recorded, "1f1b", SLEEPS, str(tmp_path), False, devices=3)

@@ -1,0 +1,44 @@
+"""Records steps of stages that sleep for known times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.callbacks import PipelineTimeline
+from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
+from tests.harness import RankInfo, ReusedProcesses
+
+
+def recorded(info: RankInfo, schedule: str, sleeps: Sleeps, directory: str, record: bool = True) -> dict[str, Any]:
+    """Two batches; the second is written to ``directory``."""
+    callback = PipelineTimeline(directory, batch=2)
+    strategy = MegatronStrategy(
+        pipeline_parallel_size=sleeps.stages,
+        data_parallel_size=info.world_size // sleeps.stages,
+        micro_batch_size=1,
+        pipeline_schedule=schedule,
+        record_timeline=record,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=info.world_size,
+        strategy=strategy,
+        plugins=[ReusedProcesses(info)],
+        max_steps=2,
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=info.directory,
+    )
+    batches: Any = DataLoader(torch.randn(2, sleeps.micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Sleeper(sleeps), train_dataloaders=batches)
+    assert callback.measured is not None and callback.predicted is not None
+    return {"measured": callback.measured, "predicted": callback.predicted, "summary": callback.summary()}
