@@ -33,6 +33,8 @@ from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
 
+PROMPT = "    def __init__(self"  # no space at the end: to the tokenizer a space begins the next word
+
 say = rank_zero_only(print)
 
 
@@ -249,7 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     option(results, "--resume", None, "checkpoint to go on from; 'last': the newest, if any", str)
     option(results, "--validations", 5, "validation runs during training")
     option(results, "--validation-blocks", 256, "sequences per validation run")
-    option(results, "--prompt", None, "what the sample starts with [for Python's own source 'def ']", str)
+    option(results, "--prompt", None, f"what the sample starts with [for Python's own source {PROMPT.strip()!r}]", str)
     option(results, "--sample-length", 120, "tokens that the sample goes on for")
     return parser.parse_args()
 
@@ -318,7 +320,7 @@ def report(trainer: L.Trainer, module: LanguageModel, data: CorpusDataModule, ar
     weights = cast(MegatronStrategy, trainer.strategy).full_state_dict()
     if not trainer.is_global_zero:
         return
-    prompt = ("def " if args.data == STANDARD_LIBRARY else "") if args.prompt is None else args.prompt
+    prompt = (PROMPT if args.data == STANDARD_LIBRARY else "") if args.prompt is None else args.prompt
     text = sample(weights, module, data.tokenizer, prompt, args.sample_length)
     print(f"\nSample of the trained model:\n{'-' * 60}\n{text}\n{'-' * 60}")
     print(f"Validation loss  {loss:.3f} nats per token")
