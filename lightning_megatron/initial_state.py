@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.rng import collect_rng_state, mix, restore_rng_state
+from lightning_megatron.rng import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.sharding import ShardSpec
 
 _CHUNK_BYTES = 256 * 1024 * 1024
@@ -42,8 +42,8 @@ def _copy_random_state(rank: int, source: int, group: Any, device: torch.device)
 
 
 def agree_on_base_seed(device: torch.device) -> int:
-    """One seed for the whole world, drawn on global rank 0."""
-    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64).to(device)
+    """One seed for the whole world: what the random state of global rank 0 says, which stays as it is."""
+    seed = torch.tensor([state_digest()], dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.broadcast(seed, 0)
     return int(seed.item())
@@ -104,8 +104,7 @@ def materialize(
     holds them.
 
     A parameter that is split over tensor-parallel ranks is initialised whole, one submodule at a time, and then cut,
-    so its
-    logical values do not depend on the split either.
+    so its logical values do not depend on the split either.
 
     Args:
         module: this rank's part of the module.

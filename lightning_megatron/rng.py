@@ -2,20 +2,21 @@
 
 One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for
 the other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each
-layer, what runs after it) of every micro-batch draws from a stream of its own, seeded from the step's seed. The
-step's seed is one draw from the global stream, which the schedule otherwise leaves untouched: it stays equal on all
-stages of a replica, so shuffling and augmentation in the main process agree too.
+layer, what runs after it) of every micro-batch draws from a stream of its own, seeded from the run's seed and the
+step's number. The global stream is left untouched: it stays equal on all stages of a replica, so shuffling and
+augmentation in the main process agree, and draw what they would draw in one process.
 
 ::
 
-    global stream   ──seed──┬─────────────────────────────seed──▶
-                            ├─ micro-batch 0: before │ layer 0 │ layer 1 │ ... │ after
-                            └─ micro-batch 1: before │ layer 0 │ layer 1 │ ... │ after
+    global stream   ───────────────────────────────────────────▶   samplers, augmentation, the user's hooks
+    step k          ┬─ micro-batch 0: before │ layer 0 │ layer 1 │ ... │ after
+                    └─ micro-batch 1: before │ layer 0 │ layer 1 │ ... │ after
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,17 +47,21 @@ class SegmentStreams:
     Args:
         device: device whose generator is switched besides the CPU's.
         replica: data-parallel coordinate, so that replicas draw different numbers.
+        seed: equal on all stages of a replica.
     """
 
-    def __init__(self, device: torch.device, replica: int) -> None:
+    def __init__(self, device: torch.device, replica: int, seed: int) -> None:
         self._device = device
         self._replica = replica
+        self._seed = seed
+        self._steps = 0
         self._step_seed = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the step's seed, and leave the global streams as they are right after that draw."""
-        self._step_seed = int(torch.randint(0, _MASK, (), dtype=torch.int64).item())
+        """Run one step on streams of its own, and put the global ones back as they were."""
+        self._steps += 1
+        self._step_seed = mix(self._seed, self._steps)
         state = collect_rng_state(self._device)
         try:
             yield
@@ -117,6 +122,12 @@ class SegmentHooks:
         call = self._calls.get(segment, 0)
         self._calls[segment] = call + 1
         self._streams.enter(self._micro_batch, segment, call)
+
+
+def state_digest() -> int:
+    """Number that tells the state of torch's global CPU generator, without drawing from it."""
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK
 
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:

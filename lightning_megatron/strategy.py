@@ -58,8 +58,7 @@ class MegatronStrategy(GridStrategy):
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
         tensor_parallel_size: ranks that share each layer's matrices.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
-            ``"auto"``
-            takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
+            ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
         micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
             stage).
@@ -250,12 +249,12 @@ class MegatronStrategy(GridStrategy):
 
     def _build_engine(self, module: pl.LightningModule) -> None:
         mesh = self.mesh
-        streams = SegmentStreams(self.root_device, mesh.coordinates.data)
         agree_on_random_state(mesh, self.root_device)
+        seed = agree_on_base_seed(self.root_device)
+        streams = SegmentStreams(self.root_device, mesh.coordinates.data, seed)
         self.model = self.precision_plugin.convert_module(module)
         self._tensor_state = self._split_layers(module)
         stage = self._cut(module, streams)
-        seed = agree_on_base_seed(self.root_device)
         materialize(module, self.root_device, seed, self._tensor_state.table)
         self.model_to_device()
         if self._recompute is not None or stage is not None:

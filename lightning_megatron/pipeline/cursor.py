@@ -14,7 +14,7 @@ A :class:`StageCursor` follows the layer calls of one run and does the replacing
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,11 +117,10 @@ class StageCursor:
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
         if self._next < self.stop or self.stop < self._layers:
-            called = f"{self._next} of the {self._layers}" if self._next else "never the"
+            called = f"called only {self._next} of the {self._layers}" if self._next else "did not call the"
             raise RuntimeError(
-                f"the step called {called} layers of `{self._trunk}`; under a pipeline every layer must be called "
-                f"exactly once, "
-                f"and layer {self._next} was not called. If these are not the module's layers, name them with "
+                f"the step {called} layers of `{self._trunk}`; under a pipeline every layer must be called exactly "
+                f"once, and layer {self._next} was not called. If these are not the module's layers, name them with "
                 "`pipeline_layers=...`; otherwise use `pipeline_parallel_size=1`."
             )
 
@@ -132,7 +131,7 @@ class StageCursor:
         self._check_order(index)
         self._next += 1
         if index < self.first:
-            return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=index > 0)
+            return self._skip(index, call, args, kwargs)
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
@@ -141,6 +140,21 @@ class StageCursor:
         if index == self._layers - 1:
             self._enter_stream(1 + self._layers)
         return output
+
+    def is_inside(self, index: int) -> bool:
+        """Whether layer ``index``, a container of modules that are called one by one, has been entered already."""
+        return self.running and self._next == index + 1
+
+    def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A further call inside a layer that is a container."""
+        return self._skip(index, call, args, kwargs) if index < self.first else call.forward(*args, **kwargs)
+
+    def _skip(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of a layer before this stage's. The last one gives a tensor of its own, which will become the
+        input.
+        """
+        reuse = 0 < index < self.first - 1
+        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
@@ -227,9 +241,12 @@ class StageCursor:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if index == self.first:
             main = call.main_leaves(args, kwargs)
-            for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
+            for place, leaf in enumerate(self.received.leaves):
+                stand_in, tensor = leaves[leaf.index], self.received.tensors[place]
                 if leaf.index not in main:
-                    self._aliases[id(leaves[leaf.index])] = (leaves[leaf.index], tensor)
+                    self._aliases[id(stand_in)] = (stand_in, tensor)
+                elif _become(stand_in, tensor):
+                    self.received.tensors[place] = tensor = stand_in
                 leaves[leaf.index] = tensor
         else:
             leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -247,6 +264,24 @@ class StageCursor:
 
     def _enter_stream(self, segment: int) -> None:
         self._streams.enter(self.micro_batch, segment)
+
+
+def _become(stand_in: Any, received: Tensor) -> bool:
+    """Turn the very tensor that the user's code passed into the received one, so that other uses of it see it too.
+
+    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done.
+    """
+    if not isinstance(stand_in, Tensor) or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
+        return False
+    if not torch.is_grad_enabled():
+        stand_in.copy_(received)
+        return True
+    if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
+        return False
+    stand_in.detach_()
+    stand_in.data = received.detach()
+    stand_in.requires_grad_(received.requires_grad)
+    return True
 
 
 def _in_backward() -> bool:
@@ -287,6 +322,39 @@ class LayerCall:
                 "sends the first argument of a layer to the next stage, so it must be a tensor or a nest of tensors."
             )
         return found
+
+
+class InnerCall(LayerCall):
+    """Installed on the modules inside a layer that is a mere container: the first of them to be called enters the
+    layer.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _in_backward() and self.cursor.is_inside(self.index):
+            return self.cursor.call_inside(self.index, self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class GuardedNames:
+    """Installed as ``named_parameters`` on a module with parts elsewhere.
+
+    Reading the first few is harmless (for a dtype). Reading all of them inside a step would silently leave out what
+    other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
+    """
+
+    def __init__(self, cursor: StageCursor, name: str, module: nn.Module) -> None:
+        self._cursor, self._name, self._module = cursor, name, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(self._module).named_parameters(self._module, *args, **kwargs)
+        if self._cursor.running:
+            raise RuntimeError(
+                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a "
+                f"pipeline each "
+                "stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
+                "instead of "
+                "a penalty in the loss, or `pipeline_parallel_size=1`."
+            )
 
 
 def _first_parameter(forward: Callable[..., Any]) -> str:

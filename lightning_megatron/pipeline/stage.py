@@ -14,6 +14,8 @@ from torch import nn
 from lightning_megatron.pipeline.cursor import (
     Boundary,
     FirstCall,
+    GuardedNames,
+    InnerCall,
     LayerCall,
     PartCall,
     StageCursor,
@@ -51,6 +53,19 @@ class StageModule:
         self._wrap_layers(self._kept_parameters())
         self._hollow_units(self._kept_parameters())
         self._skip_repeated_units()
+        self._guard_parameters()
+
+    def _guard_parameters(self) -> None:
+        """Let nobody sum over "all" parameters inside a step where only some are here."""
+        partial = {""}
+        for name in (*self.partition.trunk.layer_names, *self.partition.units):
+            while name:
+                name = name.rpartition(".")[0]
+                partial.add(name)
+        for name in partial:
+            module = self.module.get_submodule(name)
+            guard = GuardedNames(self.cursor, name, module)
+            module.named_parameters = guard  # type: ignore[method-assign, assignment]
 
     def _kept_parameters(self) -> frozenset[int]:
         holders = self.partition.holders
@@ -61,7 +76,9 @@ class StageModule:
         owned = self.partition.layers_of(self.stage)
         for index, name in enumerate(self.partition.trunk.layer_names):
             layer = self.module.get_submodule(name)
-            layer.forward = LayerCall(self.cursor, index, name, layer)  # type: ignore[method-assign, assignment]
+            for path, called in _called_modules(layer, name):
+                call = (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called)
+                called.forward = call  # type: ignore[method-assign, assignment]
             if index not in owned:
                 self.hidden += HollowModule(layer, name, self._device, kept).hidden
 
@@ -154,6 +171,13 @@ class StageModule:
     def counted_here(self, name: str) -> bool:
         """Whether this rank, among all stages that hold parameter ``name``, is the one that counts it in a norm."""
         return min(self.partition.holders[name]) == self.stage
+
+
+def _called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The modules whose calls show that ``layer`` runs: itself, or what is inside a container without a forward."""
+    if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+        return [(name, layer)]
+    return [called for key, child in layer.named_children() for called in _called_modules(child, f"{name}.{key}")]
 
 
 def stage_of(module: nn.Module) -> StageModule | None:
