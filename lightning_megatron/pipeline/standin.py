@@ -11,6 +11,7 @@ depended on numbers another stage should have computed, and raises an error inst
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,7 @@ class HollowModule:
         for child in module.modules():
             self._hide_parameters(child, keep)
             self._hide_buffers(child)
+        module.__class__ = _hollow_class(type(module))
 
     def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
         for name, parameter in list(module._parameters.items()):
@@ -84,6 +86,26 @@ class HollowModule:
                 empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
                 module.__dict__[name] = empty
                 module._non_persistent_buffers_set.discard(name)
+
+
+class _Elsewhere:
+    """Mixin of hollow modules: says why an attribute that a forward would have set is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}. This module is on another pipeline stage, where its forward may set `{name}`; pass "
+                f"values between "
+                "layers through their arguments and outputs, or use `pipeline_parallel_size=1`."
+            ) from None
+
+
+@functools.cache
+def _hollow_class(original: Any) -> Any:
+    """A subclass of ``original`` for its hollow instances; one per class, so that equal layers stay equal."""
+    return type(original.__name__, (_Elsewhere, original), {"__module__": original.__module__})
 
 
 def hide_parameter(module: nn.Module, name: str, sentinel: Sentinel, device: torch.device) -> None:
