@@ -10,9 +10,10 @@ Without a mesh both are `torch.nn.Linear`, bit for bit; `shard_` turns them into
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,14 +43,7 @@ from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vo
 Mesh = DeviceMesh | dist.ProcessGroup
 
 
-class _Settings:
-    """Run-time settings of a sharded layer; a copied module shares its group instead of copying it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-
-class ColumnEntry(_Settings):
+class ColumnEntry:
     """Where one tensor enters the sharded weights that read it (query, key and value; gate and up).
 
     The first member that is called with a tensor brings it in for all of them: one all-gather forward under sequence
@@ -79,6 +73,12 @@ class ColumnEntry(_Settings):
         self._shared: tuple[Tensor, ...] = ()
         self._pending = PendingProducts(0)
         self._waiting: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ColumnEntry:
+        copied = ColumnEntry(self.group, self.gather_dim, copy.deepcopy(self.stream, memo), self.reduces)
+        memo[id(self)] = copied
+        copied.members = [copy.deepcopy(member, memo) for member in self.members]
+        return copied
 
     def product(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
         """Local output of ``member``. x: [.., in] -> [.., out / group]."""
@@ -128,7 +128,7 @@ class ColumnEntry(_Settings):
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnSharding(_Settings):
+class ColumnSharding:
     """How a column-parallel layer runs.
 
     Attributes:
@@ -143,9 +143,12 @@ class ColumnSharding(_Settings):
     output: str = "split"
     vocabulary: int = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ColumnSharding:
+        return replace(self, entry=copy.deepcopy(self.entry, memo))
+
 
 @dataclass(frozen=True, eq=False)
-class RowSharding(_Settings):
+class RowSharding:
     """How a row-parallel layer runs.
 
     Attributes:
@@ -160,6 +163,10 @@ class RowSharding(_Settings):
     scatter_dim: int | None = None
     stream: RankStream | None = None
     entries: list[ColumnEntry] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSharding:
+        stream, entries = copy.deepcopy(self.stream, memo), copy.deepcopy(self.entries, memo)
+        return replace(self, stream=stream, entries=entries)
 
 
 class ColumnParallelLinear(nn.Linear):

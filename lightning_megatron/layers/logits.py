@@ -130,8 +130,14 @@ def _cross_entropy(func: Any, input: VocabParallelLogits, target: Tensor, *args:
     return vocab_parallel_cross_entropy(local, target, input._group, input._vocabulary, **options)
 
 
-def _requires_grad(func: Any, logits: VocabParallelLogits) -> bool:
-    return logits._local.requires_grad
+def _of_local(func: Any, logits: VocabParallelLogits, *args: Any) -> Any:
+    """Questions about the graph, which the local part answers."""
+    return func(logits._local, *args)
+
+
+def _format(func: Any, logits: VocabParallelLogits, spec: str) -> str:
+    """Printing must not communicate: it is often done on one rank only."""
+    return repr(logits)
 
 
 def _elementwise(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> VocabParallelLogits:
@@ -215,10 +221,14 @@ T = Tensor
 _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
 _METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
+    *_getters("is_nested", "is_mkldnn", "_version", "output_nr"),
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),
 }
-_CASTS = (T.float, T.double, T.half, T.bfloat16, T.to, T.type_as, T.contiguous, T.clone, T.detach)
+_CASTS = (
+    *(T.float, T.double, T.half, T.bfloat16, T.to, T.type_as, T.contiguous, T.clone, T.detach, T.cpu, T.cuda),
+    *(torch.clone, torch.detach),
+)
 _ARITHMETIC = (
     *(T.mul, T.div, T.add, T.sub, T.true_divide, T.neg, T.tanh, T.clamp),
     *(T.__mul__, T.__rmul__, T.__truediv__, T.__add__, T.__radd__, T.__sub__, T.__neg__),
@@ -226,7 +236,8 @@ _ARITHMETIC = (
 )
 _SHARDED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys(_getters("requires_grad"), _requires_grad),
+    T.__format__: _format,
+    **dict.fromkeys(_getters("requires_grad", "grad_fn", "is_leaf"), _of_local),
     **dict.fromkeys((*_CASTS, *_ARITHMETIC), _elementwise),
     **dict.fromkeys((T.view, T.reshape, T.flatten, torch.flatten, torch.reshape, T.unflatten), _reshape),
     **dict.fromkeys((T.squeeze, T.unsqueeze, torch.squeeze, torch.unsqueeze), _reshape),

@@ -39,7 +39,7 @@ class RankStream:
         self._start: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankStream:
-        return RankStream(self.name, self.rank)
+        return memo.setdefault(id(self), RankStream(self.name, self.rank))
 
     @property
     def is_open(self) -> bool:

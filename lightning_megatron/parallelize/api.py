@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from lightning_megatron.parallelize.apply import Builder
 from lightning_megatron.parallelize.blueprint import Blueprint, draw_up
 from lightning_megatron.parallelize.report import ParallelReport, whole_table
 from lightning_megatron.parallelize.sequence import SequencePlan, plan_sequence
-from lightning_megatron.parallelize.study import study_of
+from lightning_megatron.parallelize.study import copy_of, study_of
 
 
 def parallelize(
@@ -83,7 +82,7 @@ def explain(
         return ParallelReport("none", 1, False, whole_table(module))
     blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
     weightless = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    paper = copy.deepcopy(module, dict(weightless))
+    paper = copy_of(module, weightless)
     if sequence is not None:
         sequence.module = paper
     return _carry_out(paper, cast(dist.ProcessGroup, _PaperGroup(size)), blueprint, sequence)

@@ -26,8 +26,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a linear layer: ``nn.Linear``, a subclass, or ``Conv1D``."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Whether this is a linear layer with its weight at hand: ``nn.Linear``, a subclass, or ``Conv1D``."""
+    holds_weight = isinstance(module._parameters.get("weight"), torch.Tensor)
+    return holds_weight and (isinstance(module, nn.Linear) or is_transposed(module))
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:

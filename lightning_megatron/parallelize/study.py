@@ -122,7 +122,7 @@ def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study
     """
     if not any(parameter.is_meta for parameter in module.parameters()):
         return Study(module, {})
-    stand_in = copy.deepcopy(module)
+    stand_in = copy_of(module)
     kept: dict[str, tuple[tuple[int, ...], ...]] = {}
     numbered = not isinstance(plan, str) and any(part.isdigit() for p in plan for part in p.split("."))
     for name, part in [] if numbered else list(stand_in.named_modules()):
@@ -131,6 +131,18 @@ def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study
             kept[name] = _shorten(part)
     _materialise(stand_in)
     return Study(stand_in, kept)
+
+
+def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy that leaves out what a LightningModule refers to but does not own.
+
+    Args:
+        module: what to copy.
+        replacements: id of an object in it -> what stands in its place in the copy.
+    """
+    owners = (vars(part).get(key) for part in module.modules() for key in ("_trainer", "_fabric"))
+    shared = {id(owner): owner for owner in owners if owner is not None}
+    return copy.deepcopy(module, {**shared, **(replacements or {})})
 
 
 def _number(name: str) -> int:

@@ -297,3 +297,35 @@ def test_generation_from_split_logits_is_that_of_one_process(mesh):
     prompt = tokens(length=4)
     options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
     assert torch.equal(module.generate(prompt, **options), whole.generate(prompt, **options))
+
+
+@run_ranks(tensor=2)
+def test_copy_of_a_split_module_computes_on_its_own(mesh):
+    torch.manual_seed(0)
+    module = NanoGPT().double()
+    report = parallelize(module, mesh)
+    twin = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.data.mul_(1.5)
+    torch.manual_seed(0)
+    whole = NanoGPT().double()
+    loss = twin(tokens(), tokens())[1]
+    loss.backward()
+    expected = whole(tokens(), tokens())[1]
+    expected.backward()
+    torch.testing.assert_close(loss, expected, **EXACT)
+    assert_same_gradients(twin, report.parameters, whole)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@run_ranks(tensor=2)
+def test_printing_and_detaching_split_logits_sends_nothing(mesh):
+    head = ColumnParallelLinear(4, VOCABULARY)
+    head.shard_(mesh, output="logits")
+    logits = head(torch.randn(2, 3, 4))
+    with count_collectives() as counts:
+        assert "VocabParallelLogits" in f"{logits} {logits!r}" and logits.requires_grad and not logits.is_leaf
+        kept = {"logits": torch.detach(logits), "same": logits.cpu().clone()}
+        assert all(isinstance(value, VocabParallelLogits) for value in kept.values())
+        assert not kept["logits"].requires_grad and len(kept["same"]) == 2
+    assert not counts
