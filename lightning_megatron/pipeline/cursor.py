@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.pipeline.standin import OutputShapes, Sentinel
 from lightning_megatron.rng import SegmentStreams
 
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+
 
 class StageDone(BaseException):
     """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
@@ -203,8 +205,8 @@ class StageCursor:
         )
 
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, _ = pytree.tree_flatten((args, kwargs))
-        main = call.main_leaves(args, kwargs)
+        leaves = _flatten(args, kwargs)
+        main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
         side = self._side_of(leaves, main)
         tensors = [self._original(leaves[index]) for index in (*main, *side)]
         self.sent = Boundary(
@@ -238,6 +240,11 @@ class StageCursor:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.first == 0 or (index > self.first and not self._aliases):
             return args, kwargs
+        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
+        if index == self.first and alone and args and type(args[0]) is Tensor:
+            if _become(args[0], self.received.tensors[0]):
+                self.received.tensors[0] = args[0]
+            return (self.received.tensors[0], *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if index == self.first:
             main = call.main_leaves(args, kwargs)
@@ -282,6 +289,14 @@ def _become(stand_in: Any, received: Tensor) -> bool:
     stand_in.data = received.detach()
     stand_in.requires_grad_(received.requires_grad)
     return True
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a call's arguments; pytree is asked only where there is a nest."""
+    values = [*args, *kwargs.values()]
+    if all(type(value) in _LEAVES for value in values):
+        return values
+    return pytree.tree_leaves((args, kwargs))
 
 
 def _in_backward() -> bool:

@@ -154,10 +154,17 @@ class OutputShapes:
         if key not in self._known:
             self._known[key] = _abstract_run(forward, args, kwargs)
         leaves, spec = self._known[key]
-        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        first = next(tensors, None) if reuse else None
+        first = _first_tensor(args, kwargs) if reuse else None
+        if spec is None:
+            return _fill(leaves[0], first, sentinel)
         filled = [_fill(leaf, first, sentinel) for leaf in leaves]
         return pytree.tree_unflatten(filled, spec)
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    if args and type(args[0]) is Tensor:
+        return args[0]
+    return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
 class _TensorShape:
@@ -183,6 +190,8 @@ def _abstract_run(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
         # Shapes that depend on data cannot be had abstractly: run once on zeros instead.
         with torch.no_grad(), torch.random.fork_rng(enabled=True):
             output = forward(*args, **kwargs)
+    if isinstance(output, Tensor):
+        return [_TensorShape(output)], None
     leaves, spec = pytree.tree_flatten(output)
     return [_TensorShape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
