@@ -140,6 +140,7 @@ class ScheduleRow:
         schedule: name, or key of `FUNCTIONS`.
         stages: pipeline stages; 0 for the plain one-process Trainer.
         replicas: data-parallel replicas.
+        tensor: tensor-parallel size.
         micro_batch: samples per micro-batch and replica; batches have 8 samples, the last of an epoch 4.
         recompute: ``activation_recompute``, as text.
         others: further arguments of the strategy, as text.
@@ -150,6 +151,7 @@ class ScheduleRow:
     virtual: int | None = None
     micro_batch: int = 2
     replicas: int = 1
+    tensor: int = 1
     module: str = "tied"
     clip: str = "norm"
     accumulate: int = 1
@@ -159,18 +161,21 @@ class ScheduleRow:
 
     @property
     def devices(self) -> int:
-        return max(1, self.stages * self.replicas)
+        return max(1, self.stages * self.replicas * self.tensor)
 
     @property
     def reference(self) -> ScheduleRow:
         """The same training on one process: plain, or with dropout cut into the same micro-batches."""
-        plain = replace(self, stages=0, replicas=1, virtual=None, schedule="1f1b", recompute="None", others="{}")
+        plain = replace(
+            self, stages=0, replicas=1, tensor=1, virtual=None, schedule="1f1b", recompute="None", others="{}"
+        )
         return replace(plain, stages=1) if self.module == "dropout" else replace(plain, micro_batch=0)
 
     def __str__(self) -> str:
         virtual = "" if self.virtual is None else f"-v{self.virtual}"
         recompute = "" if self.recompute == "None" else f"-{self.recompute}"
         layout = f"pp{self.stages}" + ("" if self.replicas == 1 else f"xdp{self.replicas}")
+        layout += "" if self.tensor == 1 else f"xtp{self.tensor}"
         rest = "" if self.others == "{}" else f"-{self.others}"
         return (
             f"{self.schedule}-{layout}{virtual}-mb{self.micro_batch}-{self.module}-{self.clip}-acc{self.accumulate}"
@@ -185,6 +190,7 @@ def strategy_of(row: ScheduleRow) -> Any:
     return MegatronStrategy(
         pipeline_parallel_size=row.stages,
         data_parallel_size=row.replicas,
+        tensor_parallel_size=row.tensor,
         micro_batch_size=row.micro_batch,
         pipeline_schedule=FUNCTIONS.get(row.schedule, row.schedule),
         virtual_pipeline_parallel_size=row.virtual,
@@ -212,7 +218,8 @@ def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
     torch.manual_seed(7)
     module = MODULES[row.module]()
     trainer.fit(module)
-    trace.weights, trace.steps = local_weights(module), trainer.global_step
+    whole = trainer.strategy.full_state_dict() if row.tensor > 1 else None  # type: ignore[attr-defined]
+    trace.weights, trace.steps = local_weights(module) if whole is None else whole, trainer.global_step
     trace.best_name = Path(best.best_model_path).name
     trace.best_score = float("nan") if best.best_model_score is None else float(best.best_model_score)
     leftovers = [

@@ -38,6 +38,9 @@ ROWS = [
             ("dualpipe-v", "{'every': 3}"),
         )
     ),
+    ScheduleRow("zb-v", tensor=2, micro_batch=2, recompute="'full'"),
+    ScheduleRow("interleaved", tensor=2, micro_batch=3, recompute="['*.mlp']"),
+    ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch"),
     ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']", steps=3),
 ]
 
