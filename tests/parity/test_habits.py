@@ -13,7 +13,6 @@ from tests.parity.scenario import compare_scenario, differences, one_process
 SAME = [
     habits.shuffled,
     habits.hand_made,
-    habits.skipped,
     habits.named_samples,
     habits.fast_dev_run,
     habits.unfrozen_later,
@@ -23,6 +22,12 @@ SAME = [
 @pytest.mark.parametrize("scenario", SAME, ids=lambda scenario: scenario.__name__)
 def test_a_habit_gives_what_it_gives_on_one_process(scenario: Any) -> None:
     compare_scenario(scenario, (2, 1))
+
+
+def test_a_batch_without_a_loss_is_refused_on_every_rank_under_a_pipeline() -> None:
+    for outcome in run_trainers(habits.skipped, (2, 1), {}, devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.output}"
+        assert "did not call the layers" in said and "`pipeline_parallel_size=1`" in said, said
 
 
 def test_the_first_rank_shows_real_losses_and_the_whole_model() -> None:
