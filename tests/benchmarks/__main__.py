@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -42,19 +43,27 @@ def main() -> None:
 
 
 def _summary(name: str, ranks: list[list[tuple[Round, Round]]]) -> dict[str, Any]:
-    """Ratios of the slowest rank's step times, round by round; prints one line per contestant."""
-    ours = [max(rank[index][0].seconds for rank in ranks) for index in range(len(ranks[0]))]
-    theirs = [max(rank[index][1].seconds for rank in ranks) for index in range(len(ranks[0]))]
-    ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True))
-    for contestant, seconds in zip(PAIRS[name], (ours, theirs), strict=True):
-        spread = f"{min(seconds) * 1e3:.1f}..{max(seconds) * 1e3:.1f}"
-        print(f"{name}  {contestant.__name__:16s} {statistics.median(seconds) * 1e3:8.1f} ms per step ({spread})")
-    known = [
-        [rank[-1][which].loss for rank in ranks if rank[-1][which].loss == rank[-1][which].loss] for which in (0, 1)
-    ]
-    print(f"{name}  last losses {known}")
-    print(f"{name}  ours / theirs    {statistics.median(ratios):8.3f} (rounds {ratios[0]:.3f}..{ratios[-1]:.3f})")
-    return {"ours_s": ours, "theirs_s": theirs, "ratios": ratios, "median_ratio": statistics.median(ratios)}
+    """Ratios round by round, of the slowest rank's wall time and of all ranks' processor time; prints them."""
+    report: dict[str, Any] = {}
+    for measure, combine in (("seconds", max), ("cpu", sum)):
+        sides = [
+            [combine(getattr(rank[index][side], measure) for rank in ranks) for index in range(len(ranks[0]))]
+            for side in (0, 1)
+        ]
+        ratios = sorted(one / other for one, other in zip(*sides, strict=True))
+        for contestant, values in zip(PAIRS[name], sides, strict=True):
+            spread = f"{min(values) * 1e3:.1f}..{max(values) * 1e3:.1f}"
+            print(
+                f"{name}  {measure:7s} {contestant.__name__:16s} {statistics.median(values) * 1e3:8.1f} ms ({spread})"
+            )
+        print(
+            f"{name}  {measure:7s} ours / theirs    {statistics.median(ratios):8.3f} "
+            f"(rounds {ratios[0]:.3f}..{ratios[-1]:.3f}; best of each {min(sides[0]) / min(sides[1]):.3f})"
+        )
+        report[measure] = {"ours": sides[0], "theirs": sides[1], "median_ratio": statistics.median(ratios)}
+    losses = [[rank[-1][side].loss for rank in ranks if not math.isnan(rank[-1][side].loss)] for side in (0, 1)]
+    print(f"{name}  last losses: ours {losses[0]}, theirs {losses[1]}")
+    return report
 
 
 def _parse() -> argparse.Namespace:

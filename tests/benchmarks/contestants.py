@@ -26,28 +26,42 @@ class Round:
 
     Attributes:
         seconds: wall time per step, from barrier to barrier.
+        cpu: processor seconds of this process per step, which neighbours on the machine disturb less.
         loss: the last step's loss where this rank knows it, so that rounds can be seen to do the same work.
     """
 
     seconds: float
+    cpu: float
     loss: float
+
+
+class Clock:
+    """Wall and processor time since the start, per step."""
+
+    def __init__(self) -> None:
+        distributed.barrier()
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def per_step(self, steps: int) -> tuple[float, float]:
+        """Both, divided by ``steps``, once every rank has arrived."""
+        cpu = time.process_time() - self.cpu
+        distributed.barrier()
+        return (time.perf_counter() - self.wall) / steps, cpu / steps
 
 
 class Stopwatch(Callback):
     """Times a Trainer's steps, everything between them included."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.begin, self.seconds = steps, 0.0, 0.0
+        self.steps, self.result = steps, (0.0, 0.0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == WARM_UP:
-            distributed.barrier()
-            self.begin = time.perf_counter()
+            self.clock = Clock()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == WARM_UP + self.steps - 1:
-            distributed.barrier()
-            self.seconds = (time.perf_counter() - self.begin) / self.steps
+            self.result = self.clock.per_step(self.steps)
 
 
 def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequences: int) -> Round:
@@ -70,7 +84,7 @@ def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequenc
     torch.manual_seed(0)
     batches: Any = DataLoader(make_batches(size, WARM_UP + steps, sequences), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(Task(size), train_dataloaders=batches)
-    return Round(watch.seconds, float(trainer.callback_metrics["train_loss"]))
+    return Round(*watch.result, float(trainer.callback_metrics["train_loss"]))
 
 
 def ours_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
@@ -92,11 +106,10 @@ def torch_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
     module = FirstHalf(whole) if info.rank == 0 else SecondHalf(whole)
     stage = PipelineStage(module, info.rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, size.micro_batches, loss_fn=token_loss)
-    optimizer, losses, begin = optimizer_of(module), [], 0.0
+    optimizer, losses, clock = optimizer_of(module), [], Clock()
     for index, (tokens, targets) in enumerate(make_batches(size, WARM_UP + steps, size.batch)):
         if index == WARM_UP:
-            distributed.barrier()
-            begin = time.perf_counter()
+            clock = Clock()
         optimizer.zero_grad()
         losses = []
         if info.rank == 0:
@@ -104,9 +117,8 @@ def torch_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
         else:
             schedule.step(target=targets, losses=losses, return_outputs=False)
         optimizer.step()
-    distributed.barrier()
-    seconds = (time.perf_counter() - begin) / steps
-    return Round(seconds, float(torch.stack(losses).detach().mean()) if losses else float("nan"))
+    times = clock.per_step(steps)
+    return Round(*times, float(torch.stack(losses).detach().mean()) if losses else float("nan"))
 
 
 def ours_data(info: RankInfo, size: Size, steps: int) -> Round:
