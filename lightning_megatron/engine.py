@@ -59,6 +59,7 @@ class EngineOptions:
     bucket_bytes: int
     variable_shapes: bool
     record_timeline: bool
+    sequence_parallel: bool
 
     @property
     def schedule_shape(self) -> ScheduleShape:
@@ -321,12 +322,21 @@ class StepEngine:
     def _pipeline(self) -> PipelineExecutor:
         if self._executor is None:
             assert self._stage is not None
-            links = StageLinks(self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device)
+            links = StageLinks(
+                self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device, self._equal_boundaries()
+            )
             self._executor = PipelineExecutor(
                 self._stage, links, self._device, self._options.variable_shapes, self._recorder
             )
         self._executor.gradients = self.gradients
         return self._executor
+
+    def _equal_boundaries(self) -> Any:
+        """Group of ranks that hold the same hidden state between layers: the tensor group, where this package split it
+        and not along the sequence.
+        """
+        split = self._mesh.layout.tensor > 1 and bool(self._tensor.table)
+        return self._mesh.group("tensor_parallel") if split and not self._options.sequence_parallel else None
 
     def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         key = (micro_batches, forward_only)

@@ -151,6 +151,7 @@ class MegatronStrategy(GridStrategy):
             bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
             record_timeline=record_timeline,
+            sequence_parallel=sequence_parallel,
         )
         check_recompute(activation_recompute)
         self._recompute = activation_recompute

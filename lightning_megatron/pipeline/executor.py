@@ -118,7 +118,7 @@ class PipelineExecutor:
         self._inputs: dict[Place, Boundary] = {}
         self._roots: dict[Place, list[Any]] = {}
         self._output_grads: dict[Place, list[Tensor]] = {}
-        self._input_grads: dict[Place, list[Tensor]] = {}
+        self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
 
@@ -210,7 +210,7 @@ class PipelineExecutor:
         if slot.onward is not None:
             self._output_grads[slot.onward] = found
         else:
-            self._input_grads[place] = found
+            self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
 
     def _backward_from_loss(self, run: StageRun) -> None:
         assert self._step.loss_scales is not None
@@ -256,16 +256,17 @@ class PipelineExecutor:
                 f"{_shapes(leaves)} now. The step cuts or pads by the batch's content; pass "
                 "`MegatronStrategy(variable_shapes=True)`."
             )
-        self._links.send(slot.peer, run.sent.tensors, slot.tag)
+        self._links.send(slot.peer, run.sent.tensors, slot.tag, scatter=True)
         run.sent = Boundary(run.sent.leaves)  # the transfer keeps them alive until it is done; backward has its roots
 
     def _send_backward(self, slot: Slot) -> None:
         assert self._links is not None
-        self._links.send(slot.peer, self._input_grads.pop(slot.place), slot.tag)
+        grads, scatter = self._input_grads.pop(slot.place)
+        self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
 
     def _post_forward_early(self, slot: Slot) -> None:
         if self._key(slot, slot.virtual) in self._received_leaves:
-            self._post(slot, 0, self._received_leaves[self._key(slot, slot.virtual)])
+            self._post(slot, 0, self._received_leaves[self._key(slot, slot.virtual)], scatter=True)
 
     def _post_backward_early(self, slot: Slot) -> None:
         if slot.place in self.runs:
@@ -279,17 +280,20 @@ class PipelineExecutor:
         key = self._key(slot, slot.virtual)
         if self._variable_shapes or key not in self._received_leaves:
             self._received_leaves[key] = self._links.receive_object(slot.peer, slot.tag)
-        self._post(slot, 0, self._received_leaves[key])
+        self._post(slot, 0, self._received_leaves[key], scatter=True)
 
     def _post_backward(self, slot: Slot) -> None:
         if (1, slot.place) not in self._arriving:
             leaves = self.runs[slot.place].sent.leaves
-            self._post(slot, 1, [leaf for leaf in leaves if leaf.requires_grad])
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            self._post(slot, 1, wanted, scatter=leaves[0].requires_grad)
 
-    def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf]) -> None:
+    def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf], *, scatter: bool) -> None:
+        """Post a receive; the hidden state, which comes first, may come in parts, other values come whole."""
         assert self._links is not None
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._arriving[direction, slot.place] = (self._links.receive(slot.peer, shapes, slot.tag), leaves)
+        transfer = self._links.receive(slot.peer, shapes, slot.tag, scatter=scatter)
+        self._arriving[direction, slot.place] = (transfer, leaves)
 
     def _wait_forward(self, slot: Slot) -> None:
         transfer, leaves = self._arriving.pop((0, slot.place))

@@ -4,10 +4,17 @@ Sends never block: a blocking send in the steady state of 1F1B, where two neighb
 time, deadlocks. A sent tensor is kept alive until its transfer is done. Receives may be posted ahead of use where the
 backend matches messages by tag (gloo); NCCL matches by order alone, so there they are posted exactly where the
 schedule says.
+
+Tensor-parallel ranks of one stage hold equal boundary tensors. Sending all of them t times would carry the same numbers
+over t links, so each rank sends its t-th and the receivers put the whole together (SC21, section 4.1)::
+
+    stage 0, tensor 0   [a b] ──a──▶ stage 1, tensor 0   a ──┐ all-gather ┌──▶ [a b]
+    stage 0, tensor 1   [a b] ──b──▶ stage 1, tensor 1   b ──┘            └──▶ [a b]
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +23,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.collectives import raw_all_gather
+
 
 class Transfer:
-    """A receive in flight: call :meth:`wait` for its tensors."""
+    """A receive in flight: call :meth:`wait` for its tensors.
 
-    def __init__(self, tensors: list[Tensor], works: list[Any]) -> None:
+    Args:
+        tensors: buffers.
+        works: their receives.
+        whole: shape of the first tensor if its buffer is for this rank's part of it only.
+        replicas: the group whose parts make the whole.
+    """
+
+    def __init__(
+        self, tensors: list[Tensor], works: list[Any], whole: tuple[int, ...] | None = None, replicas: Any = None
+    ) -> None:
         self._tensors = tensors
         self._works = works
+        self._whole = whole
+        self._replicas = replicas
 
     def wait(self) -> list[Tensor]:
         """Block until every tensor has arrived (on a GPU: make the current stream wait) and return them."""
         for work in self._works:
             work.wait()
         self._works = []
+        if self._whole is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tensors[0] = raw_all_gather(self._tensors[0], 0, self._replicas).view(self._whole)
+            self._whole = None
         return self._tensors
 
 
@@ -39,29 +63,58 @@ class StageLinks:
         group: the pipeline's process group.
         ranks: global ranks of the pipeline, first stage first.
         device: where tensors live.
+        replicas: group of ranks of the same stage that hold equal boundary tensors, if any.
+
+    Attributes:
+        scatter_from: size in bytes from which a tensor is sent in parts; below, latency is all there is.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+    scatter_from = 64 * 1024
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: torch.device,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._replicas = replicas
         self._group = group
         self._ranks = list(ranks)
         self._device = device
         self._pending: list[tuple[Any, Tensor]] = []
         self.posts_ahead = dist.get_backend(group) != "nccl"
 
-    def send(self, stage: int, tensors: Sequence[Tensor], tag: int) -> None:
-        """Start sending ``tensors`` to ``stage``."""
+    def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
+        """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
         self._reap()
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             data = tensor.detach().contiguous()
+            if scatter and index == 0 and self._scatters(data.shape, data.dtype):
+                assert self._replicas is not None
+                data = data.view(self._replicas.size(), -1)[self._replicas.rank()]
             work = dist.isend(data, self._ranks[stage], group=self._group, tag=tag)
             self._pending.append((work, data))
 
-    def receive(self, stage: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], tag: int) -> Transfer:
-        """Start receiving tensors of the given shapes and dtypes from ``stage``."""
+    def _scatters(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        elements = math.prod(shape)
+        if self._replicas is None or elements * dtype.itemsize < max(1, self.scatter_from):
+            return False
+        return elements % self._replicas.size() == 0
+
+    def receive(
+        self, stage: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], tag: int, *, scatter: bool = False
+    ) -> Transfer:
+        """Start receiving tensors of the given shapes and dtypes from ``stage``; ``scatter`` as the sender has it."""
+        whole = None
+        if scatter and shapes and self._scatters(*shapes[0]):
+            assert self._replicas is not None
+            whole, dtype = shapes[0]
+            shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
         with torch.inference_mode(False):
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
-        return Transfer(tensors, works)
+        return Transfer(tensors, works, whole, self._replicas)
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""
