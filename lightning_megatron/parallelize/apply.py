@@ -64,11 +64,12 @@ class Builder:
         return {name: i for i, (name, _) in enumerate(self.module.named_modules())}
 
     def _region(self, region: Region) -> None:
+        sequence = self._sequence_of(region)
         stream = None
-        if not region.gathered and self.sequence is None:
+        if not region.gathered and sequence is None:
             stream = RankStream(region.row, self.group.rank())
-        dims = (None, None) if self.sequence is None else self.sequence.dims(region)
-        brought_in = self.sequence is not None and self.sequence.enters_above(region)
+        dims = (None, None) if sequence is None else sequence.dims(region)
+        brought_in = sequence is not None and sequence.enters_above(region)
         entry = ColumnEntry(self.group, dims[0], stream, reduces=not brought_in)
         for name in region.columns:
             self._column(region, name, entry)
@@ -76,7 +77,7 @@ class Builder:
         table = layer.shard_(
             self.group, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry]
         )
-        ends = "all-reduce" if self.sequence is None else "reduce-scatter"
+        ends = "all-reduce" if sequence is None else "reduce-scatter"
         back = " ".join(
             filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else ""))
         )
@@ -91,6 +92,10 @@ class Builder:
         scope = self.module.get_submodule(region.scope)
         scope.register_forward_hook(_end_of_region(entry, stream), always_call=True)
 
+    def _sequence_of(self, region: Region) -> SequencePlan | None:
+        """The sequence plan, where it concerns the region."""
+        return self.sequence if self.sequence is not None and self.sequence.splits(region) else None
+
     def _column(self, region: Region, name: str, entry: ColumnEntry) -> None:
         layer, cut = self._twin(name, ColumnParallelLinear), region.cuts[name]
         size, rank = self.group.size(), self.group.rank()
@@ -100,9 +105,10 @@ class Builder:
         else:
             table = layer.shard_(self.group, entry=entry, segments=cut.segments, output=output)
         first = name == region.columns[0]
-        forward = ["all-gather"] if first and self.sequence is not None else []
+        sequence = self._sequence_of(region)
+        forward = ["all-gather"] if first and sequence is not None else []
         forward += ["all-gather output"] if region.gathered else []
-        backward = ("all-reduce" if self.sequence is None else "reduce-scatter") if first else "shared"
+        backward = ("all-reduce" if sequence is None else "reduce-scatter") if first else "shared"
         owner = name.rpartition(".")[0]
         note = [f"{attribute}={value}" for (o, attribute), value in region.attributes.items() if o == owner and first]
         note += ["sees the local width"] if first and region.narrowed is not None and not region.gathered else []

@@ -27,6 +27,7 @@ from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.examples import LENGTH
 from lightning_megatron.parallelize.regions import Region, holder_of
 from lightning_megatron.parallelize.report import ModuleRow
+from lightning_megatron.parallelize.sequence_check import check_layers
 from lightning_megatron.parallelize.styles import Style
 from lightning_megatron.parallelize.trace import Call, Trace
 
@@ -39,14 +40,18 @@ class SequencePlan:
         module: the module.
         layers: names of the trunk's layers, in execution order.
         dim: the sequence's dim in their hidden state.
-        doors: per region, by row name: the module at whose call the sequence is gathered and the argument, or None when
-            the projections gather it.
+        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and the argument,
+            or None when the projections gather it.
     """
 
     module: nn.Module
     layers: list[str]
     dim: int
     doors: dict[str, tuple[str, int | str] | None] = field(default_factory=dict)
+
+    def splits(self, region: Region) -> bool:
+        """Whether the region lies in the trunk, where the sequence is split."""
+        return region.row in self.doors
 
     def dims(self, region: Region) -> tuple[int | None, int]:
         """Gather dim of the region's projections (None: gathered above them) and scatter dim of its row."""
@@ -99,12 +104,9 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     dim = _sequence_dim(_hidden(call), layers[0])
     plan = SequencePlan(module, layers, dim)
     for region in blueprint.regions:
-        if not any(region.row.startswith(f"{layer}.") for layer in layers):
-            raise ValueError(
-                f"`sequence_parallel=True`: {region.row!r} lies outside the layers {layers[0]!r} to {layers[-1]!r}; "
-                "leave it out of the plan, or turn sequence parallelism off."
-            )
-        plan.doors[region.row] = _door(trace, region, layers)
+        if any(region.row.startswith(f"{layer}.") for layer in layers):
+            plan.doors[region.row] = _door(trace, region, layers)
+    check_layers(module, blueprint, trace, layers, plan.doors, dim)
     return plan
 
 

@@ -30,7 +30,7 @@ class Call:
         args: positional arguments, tensors detached and copied.
         kwargs: keyword arguments, likewise.
         tensors: the original tensors among the arguments, in order.
-        output: what it returned.
+        output: what it returned, tensors detached and copied.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _after(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[...,
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = names[id(module)]
         if result.counts[name] == 1:
-            result.calls[name].output = output
+            result.calls[name].output = tree_map(_copy, output)
         if is_tagged(module):
             nodes.writes(name, output)
 
@@ -168,8 +168,9 @@ class _Nodes:
 
 @contextlib.contextmanager
 def _prepared(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, restored afterwards; random numbers are not consumed."""
+    """Evaluation mode; modes and states are restored afterwards, and random numbers are not consumed."""
     modes = {m: m.training for m in module.modules()}
+    before = {m: (dict(vars(m)), dict(m._buffers)) for m in modes}
     with torch.random.fork_rng(devices=[]), quiet_fast_paths():
         try:
             for m in modes:
@@ -177,7 +178,19 @@ def _prepared(module: nn.Module) -> Iterator[None]:
             yield
         finally:
             for m, mode in modes.items():
+                for now, then in zip((vars(m), m._buffers), before[m], strict=True):
+                    _put_back(now, then)
                 m.training = mode
+
+
+def _put_back(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Undo what a run has left in a module: states and caches that are tensors."""
+    for key, value in list(now.items()):
+        if isinstance(value, Tensor) and then.get(key) is not value:
+            if key in then:
+                now[key] = then[key]
+            else:
+                del now[key]
 
 
 @contextlib.contextmanager

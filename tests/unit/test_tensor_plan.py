@@ -58,6 +58,16 @@ def test_replicated_key_value_heads_are_whole_and_their_gradients_summed():
     assert report.parameters[name].replicated and name in report.partial_gradients
 
 
+def test_attention_left_whole_is_refused_under_sequence_shards():
+    plan = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    assert explain(hugging_face("llama"), 2, plan).source == "argument"
+    with pytest.raises(ValueError, match=r"model\.layers\.0.* mixes tokens"):
+        explain(hugging_face("llama"), 2, plan, sequence_parallel=True)
+    plan = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
+    with pytest.raises(ValueError, match=r"transformer\.h\.0.* mixes tokens.*deviates"):
+        explain(NanoGPT(), 2, plan, sequence_parallel=True)
+
+
 def test_module_that_cannot_be_run_says_what_to_give():
     class Closed(nn.Module):
         def __init__(self):

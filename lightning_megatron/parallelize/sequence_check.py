@@ -1,0 +1,194 @@
+"""Makes sure that nothing between split regions mixes tokens, before it is given only some of them.
+
+Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see all. An attention that the plan
+leaves whole would then silently attend within its own shard. So each kind of layer is run once on the last few tokens
+of the traced input (the first would not tell, for causal attention), its regions answering what they answered for the
+whole sequence, cut to those tokens. That is what the last rank will see; the output must be the last tokens of the
+traced one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.parallelize.blueprint import Blueprint
+from lightning_megatron.parallelize.examples import BATCH
+from lightning_megatron.parallelize.patterns import generalize
+from lightning_megatron.parallelize.probe import TOLERANCE
+from lightning_megatron.parallelize.regions import Region
+from lightning_megatron.parallelize.styles import Style
+from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
+
+
+def check_layers(
+    module: nn.Module,
+    blueprint: Blueprint,
+    trace: Trace,
+    layers: list[str],
+    doors: dict[str, tuple[str, int | str] | None],
+    dim: int,
+) -> None:
+    """Run each kind of layer, and each kind of module at whose call the sequence is gathered, on part of the sequence.
+
+    Args:
+        module: the traced module.
+        blueprint: its regions and styles.
+        trace: its trace.
+        layers: names of the trunk's layers.
+        doors: per region, where the sequence is gathered (see `SequencePlan`); a door that does not fit is replaced by
+            None, in place.
+        dim: the sequence's dim in the hidden state.
+
+    Raises:
+        ValueError: a layer mixes tokens outside its regions, or a region's code needs all of what it is not given.
+    """
+    check = _Check(module, trace, dim, _hidden(trace.calls[layers[0]]))
+    for region in blueprint.regions:
+        door = doors.get(region.row)
+        if door is not None and not check.door_fits(door, region.row):
+            doors[region.row] = None
+    for layer in layers:
+        answers: dict[str, Any] = {}
+        for region in blueprint.regions:
+            if region.row.startswith(f"{layer}."):
+                answers |= check.answers_of(region, doors[region.row])
+        for name, style in blueprint.styles.items():
+            if style is Style.HEADS and name.startswith(f"{layer}."):
+                answers[name] = check.part(trace.calls[name].output)
+        check.layer(layer, answers)
+
+
+class _Check:
+    """Replays parts of a traced module as the last rank of a sequence-parallel group would run them."""
+
+    def __init__(self, module: nn.Module, trace: Trace, dim: int, hidden: Tensor) -> None:
+        self._module = module
+        self._trace = trace
+        self._dim = dim
+        self._shape = hidden.shape
+        self._seen: dict[Any, str] = {}
+
+    def part(self, value: Any) -> Any:
+        """The last tokens of every hidden state in a value."""
+        length = self._shape[self._dim]
+        return tree_map(lambda x: _last_tokens(x, self._dim, length, length // 2), value)
+
+    def answers_of(self, region: Region, door: tuple[str, int | str] | None) -> dict[str, Any]:
+        """What the modules of a region answer: all tokens inside, this rank's at its end."""
+        calls = self._trace.calls
+        if door is None:
+            inside = {name: calls[name].output for name in region.columns}
+        elif region.row.startswith(f"{door[0]}."):
+            return {door[0]: self.part(calls[door[0]].output)}
+        else:
+            inside = {door[0]: calls[door[0]].output}
+        return {**inside, region.row: self.part(calls[region.row].output)}
+
+    def door_fits(self, door: tuple[str, int | str], row: str) -> bool:
+        """Whether a module handed the whole sequence uses it for its region only (and adds no residual to it)."""
+        if not row.startswith(f"{door[0]}."):
+            return True
+        call = self._trace.calls[door[0]]
+        whole = {door[1]}
+        args = tuple(v if i in whole else self._shorter(v) for i, v in enumerate(call.args))
+        kwargs = {k: v if k in whole else self._shorter(v) for k, v in call.kwargs.items()}
+        return not self._difference(call, args, kwargs, {row: self.part(self._trace.calls[row].output)})
+
+    def layer(self, name: str, answers: dict[str, Any]) -> None:
+        """Raise a ``ValueError`` unless the layer computes the last tokens of its output from those of its input."""
+        call = self._trace.calls[name]
+        if call.args:
+            args, kwargs = (self.part(call.args[0]), *call.args[1:]), call.kwargs
+        else:
+            args, kwargs = (), {**call.kwargs, "hidden_states": self.part(call.kwargs["hidden_states"])}
+        problem = self._difference(call, args, kwargs, answers)
+        if problem:
+            raise ValueError(
+                f"`sequence_parallel=True`: {name!r} mixes tokens outside what the plan splits ({problem}); split its "
+                "attention as well, or turn sequence parallelism off."
+            )
+
+    def _shorter(self, value: Any) -> Any:
+        """Further arguments of the hidden state's shape come from the residual stream, and are cut."""
+        return self.part(value) if isinstance(value, Tensor) and value.shape == self._shape else value
+
+    def _difference(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
+        """What goes wrong; empty if nothing does. Modules of one kind are run once."""
+        kind = (generalize(call.name), type(call.module), tuple(generalize(name) for name in answers))
+        if kind not in self._seen:
+            self._seen[kind] = self._run(call, args, kwargs, answers)
+        return self._seen[kind]
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
+        try:
+            with _answering(self._module, answers), torch.no_grad():
+                got = _first_tensor(call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs)))
+        except Exception as error:  # the module's own code may fail in any way on a shorter sequence
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        want = _first_tensor(self.part(call.output))
+        if got.shape != want.shape:
+            return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        difference = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
+        return "" if difference <= TOLERANCE.get(want.dtype, 1e-4) else f"its output deviates by {difference:.1e}"
+
+
+def _fresh(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _last_tokens(x: Any, dim: int, length: int, kept: int) -> Any:
+    """[.., length, ..] -> [.., kept, ..]; tokens that were flattened to [batch * length, hidden] likewise."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.dim() == 2 and x.shape[0] == BATCH * length:
+        batched = x.unflatten(0, (BATCH, length) if dim == 1 else (length, BATCH))
+        return batched.narrow(dim, length - kept, kept).flatten(0, 1)
+    return x.narrow(dim, length - kept, kept) if x.dim() == 3 and x.shape[dim] == length else x
+
+
+def _hidden(call: Call) -> Tensor:
+    found: Tensor = call.args[0] if call.args else call.kwargs["hidden_states"]
+    return found
+
+
+def _first_tensor(value: Any) -> Tensor:
+    found: Tensor = next(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return found
+
+
+@contextlib.contextmanager
+def _answering(module: nn.Module, answers: dict[str, Any]) -> Iterator[None]:
+    """Evaluation mode, with some modules giving fixed answers instead of computing them."""
+    modes = {part: part.training for part in module.modules()}
+    shown = {name: vars(module.get_submodule(name)).get("forward") for name in answers}
+    with torch.random.fork_rng(devices=[]), quiet_fast_paths():
+        try:
+            for part in modes:
+                part.training = False
+            for name, answer in answers.items():
+                vars(module.get_submodule(name))["forward"] = _Answer(answer)
+            yield
+        finally:
+            for name, forward in shown.items():
+                if forward is None:
+                    del vars(module.get_submodule(name))["forward"]
+                else:
+                    vars(module.get_submodule(name))["forward"] = forward
+            for part, mode in modes.items():
+                part.training = mode
+
+
+class _Answer:
+    """Returns what it was given, whatever it is called with."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(_fresh, self._value)
