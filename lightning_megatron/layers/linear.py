@@ -31,6 +31,7 @@ from lightning_megatron.collectives import (
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.products import (
     PendingProducts,
+    PutOff,
     autocast_input,
     row_product,
     sharded_product,
@@ -95,7 +96,10 @@ class ColumnEntry:
         self._waiting.discard(index)
         if not self._waiting:
             self.forget()
-        return sharded_product(shared, weight, bias, pending, index)
+        put_off = member.put_off if _may_put_off(member, shared) else None
+        if put_off is not None and bias is not None:
+            bias = bias.detach()
+        return sharded_product(shared, weight, bias, pending, index, put_off)
 
     def forget(self) -> None:
         """Let go of the tensor brought in."""
@@ -116,7 +120,10 @@ class ColumnEntry:
     def _bring_in(self, x: Tensor, index: int) -> None:
         if self._source is not None and self._source() is x and index in self._waiting:
             return
-        weights = [autocast_input(member.local_weight()) for member in self.members]
+        weights = [
+            autocast_input(member.local_weight().detach() if _may_put_off(member, x) else member.local_weight())
+            for member in self.members
+        ]
         self._pending = PendingProducts(len(weights))
         group = self.group if self.reduces else None
         self._shared = share_input(autocast_input(x), weights, self._pending, group, self._dim(x))
@@ -183,6 +190,7 @@ class ColumnParallelLinear(nn.Linear):
 
     gather_output = False
     transposed = False
+    put_off: PutOff | None = None
     _sharding: ColumnSharding | None = None
 
     def __init__(
@@ -292,6 +300,7 @@ class RowParallelLinear(nn.Linear):
 
     input_is_parallel = True
     transposed = False
+    put_off: PutOff | None = None
     _sharding: RowSharding | None = None
 
     def __init__(
@@ -359,6 +368,17 @@ class RowParallelLinear(nn.Linear):
         return table
 
 
+def _may_put_off(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> bool:
+    """Whether a split backward may compute the gradient of a layer's weight later: the whole parameter takes part, and
+    autograd comes by for the gradient of the input.
+    """
+    whole = getattr(layer._sharding, "rows", None) is None
+    weight = layer.weight
+    return (
+        layer.put_off is not None and whole and x.requires_grad and weight.requires_grad and not weight._backward_hooks
+    )
+
+
 def _take_rows(tensor: Tensor, rows: tuple[Range, ...] | None) -> Tensor:
     if rows is None:
         return tensor
@@ -384,7 +404,9 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
         x = split_to_group(x, -1, sharding.group)
     weight = layer.weight.t() if layer.transposed else layer.weight
     dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
-    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim)
+    put_off = layer.put_off if _may_put_off(layer, x) else None
+    weight = weight if put_off is None else weight.detach()
+    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim, put_off)
     return out if layer.bias is None else out + autocast_input(layer.bias)
 
 

@@ -15,7 +15,7 @@ in the ordinary way, hooks included. Until then the linear's node stands in for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,10 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of a linear's weight. grad: [.., out], x: [.., in] -> [out, in]."""
     return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+
+
+PutOff = Callable[[Tensor, Tensor], None]
+"""Takes the factors ``(grad, x)`` of a weight's gradient that a split backward multiplies later."""
 
 
 class PendingProducts:
@@ -88,9 +92,15 @@ class _ShardedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: PendingProducts, index: int, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        pending: PendingProducts,
+        index: int,
+        put_off: PutOff | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.pending, ctx.index = pending, index
+        ctx.pending, ctx.index, ctx.put_off = pending, index, put_off
         ctx.save_for_backward(x, weight)
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -99,20 +109,24 @@ class _ShardedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         stand_in, bias = None, None
-        if ctx.needs_input_grad[3]:
+        if ctx.put_off is not None:
+            ctx.put_off(grad, x)
+        if ctx.needs_input_grad[4]:
             ctx.pending.put(ctx.index, grad, x)
             stand_in = grad.new_zeros(()).expand(weight.shape)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return None, None, input_gradient(grad, weight) if ctx.needs_input_grad[2] else None, stand_in, bias
+        return None, None, None, input_gradient(grad, weight) if ctx.needs_input_grad[3] else None, stand_in, bias
 
 
 class _RowProduct(torch.autograd.Function):
     """x, weight -> sum over the group of x weight^T, whole (all-reduce) or this rank's block (reduce-scatter)."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, dim: int | None, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, dim: int | None, put_off: PutOff | None, x: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.put_off = group, dim, put_off
         ctx.save_for_backward(x, weight)
         partial = x.matmul(weight.t())
         if dim is not None:
@@ -123,15 +137,18 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         if ctx.dim is not None:
             grad = raw_all_gather(grad, ctx.dim, ctx.group)
+        if ctx.put_off is not None:
+            ctx.put_off(grad, x)
         return (
             None,
             None,
-            input_gradient(grad, weight) if ctx.needs_input_grad[2] else None,
-            weight_gradient(grad, x) if ctx.needs_input_grad[3] else None,
+            None,
+            input_gradient(grad, weight) if ctx.needs_input_grad[3] else None,
+            weight_gradient(grad, x) if ctx.needs_input_grad[4] else None,
         )
 
 
@@ -153,14 +170,29 @@ def share_input(
     return cast("tuple[Tensor, ...]", _SharedInput.apply(pending, group, dim, x, *weights))
 
 
-def sharded_product(x: Tensor, weight: Tensor, bias: Tensor | None, pending: PendingProducts, index: int) -> Tensor:
-    """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group]."""
-    return cast(Tensor, _ShardedProduct.apply(pending, index, x, weight, bias))
+def sharded_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pending: PendingProducts,
+    index: int,
+    put_off: PutOff | None = None,
+) -> Tensor:
+    """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group].
+
+    With ``put_off``, weight and bias come detached, and the factors of their gradients go there.
+    """
+    return cast(Tensor, _ShardedProduct.apply(pending, index, put_off, x, weight, bias))
 
 
-def row_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int | None) -> Tensor:
-    """Sum of the ranks' products. x: [.., in / group], weight: [out, in / group] -> [.., out], split along ``dim``."""
-    return cast(Tensor, _RowProduct.apply(group, dim, x, weight))
+def row_product(
+    x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int | None, put_off: PutOff | None = None
+) -> Tensor:
+    """Sum of the ranks' products. x: [.., in / group], weight: [out, in / group] -> [.., out], split along ``dim``.
+
+    With ``put_off``, the weight comes detached, and the factors of its gradient go there.
+    """
+    return cast(Tensor, _RowProduct.apply(group, dim, put_off, x, weight))
 
 
 def autocast_input(x: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.layers.linear import ColumnParallelLinear
+
 
 class Factors(NamedTuple):
     """A put-off product: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
@@ -69,16 +71,18 @@ class WeightGradients:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._calls = [
-            _LinearCall(self, module) for layer in layers for module in layer.modules() if _is_plain_linear(module)
-        ]
+        modules = [module for layer in layers for module in layer.modules()]
+        self._calls: list[_LinearCall | _ShardedCall] = [_LinearCall(self, m) for m in modules if _is_plain_linear(m)]
+        self._calls += [_ShardedCall(self, m) for m in modules if _is_sharded_linear(m)]
         self._queue: list[Factors] | None = None
         self._anchors: dict[torch.device, Tensor] = {}
 
     @property
     def parameters(self) -> frozenset[int]:
         """Ids of the parameters whose gradients may be put off."""
-        return frozenset(id(p) for call in self._calls for p in (call.module.weight, call.module.bias) if p is not None)
+        return frozenset(
+            id(parameter) for call in self._calls for parameter in call.parameters if parameter is not None
+        )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -151,6 +155,38 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def _is_sharded_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear split over the tensor group that can leave its weight's gradient to others."""
+    return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not _is_plain_linear(module)
+
+
+class _ShardedCall:
+    """Takes the factors of one sharded linear while a split schedule is active.
+
+    Attributes:
+        parameters: whose gradients come of them: the bias of a row-parallel linear is added after the sum, by autograd.
+    """
+
+    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+        self.module: Any = module
+        self._owner = owner
+        self._bias = module.bias if isinstance(module, ColumnParallelLinear) else None
+        self.parameters: tuple[Any, ...] = (module.weight, self._bias)
+
+    def install(self) -> None:
+        """Offer to take them."""
+        self.module.put_off = self
+
+    def remove(self) -> None:
+        """Take them no longer."""
+        del self.module.put_off
+
+    def __call__(self, grad: Tensor, x: Tensor) -> None:
+        weight, bias = self.module.weight, self._bias
+        trained = bias if bias is not None and bias.requires_grad else None
+        self._owner.put(Factors(weight, trained, grad, x, self.module.transposed))
+
+
 class _LinearCall:
     """Stands in for one linear's ``forward`` while a split schedule is active."""
 
@@ -160,6 +196,7 @@ class _LinearCall:
         self._owner = owner
         self._transposed = not isinstance(module, nn.Linear)
         self._holder: Any = None
+        self.parameters: tuple[Any, ...] = (self.module.weight, self.module.bias)
 
     def install(self) -> None:
         """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
