@@ -11,7 +11,6 @@ Without a mesh both are `torch.nn.Linear`, bit for bit; `shard_` turns them into
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,114 +23,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron.collectives import (
     check_divisible,
     gather_from_group,
-    raw_all_gather,
     resolve_group,
     split_to_group,
 )
+from lightning_megatron.layers.entry import ColumnEntry, may_put_off
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.products import (
-    PendingProducts,
     PutOff,
     autocast_input,
     row_product,
-    sharded_product,
-    share_input,
 )
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vocabulary
 
 Mesh = DeviceMesh | dist.ProcessGroup
-
-
-class ColumnEntry:
-    """Where one tensor enters the sharded weights that read it (query, key and value; gate and up).
-
-    The first member that is called with a tensor brings it in for all of them: one all-gather forward under sequence
-    parallelism, one all-reduce or reduce-scatter backward. Nothing is kept once every member has been called, or when
-    `forget` ends the region.
-
-    Args:
-        group: the tensor group.
-        gather_dim: dim along which the input is split (sequence parallelism), or None when it is replicated.
-        stream: stream for dropout between here and the row-parallel layer, if any.
-        reduces: whether gathering and summing happen here; False where both are done further up.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        gather_dim: int | None = None,
-        stream: RankStream | None = None,
-        reduces: bool = True,
-    ) -> None:
-        self.group = group
-        self.reduces = reduces
-        self.gather_dim = gather_dim
-        self.stream = stream
-        self.members: list[ColumnParallelLinear] = []
-        self._source: weakref.ref[Tensor] | None = None
-        self._shared: tuple[Tensor, ...] = ()
-        self._pending = PendingProducts(0)
-        self._waiting: set[int] = set()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ColumnEntry:
-        copied = ColumnEntry(self.group, self.gather_dim, copy.deepcopy(self.stream, memo), self.reduces)
-        memo[id(self)] = copied
-        copied.members = [copy.deepcopy(member, memo) for member in self.members]
-        return copied
-
-    def product(self, member: ColumnParallelLinear, x: Tensor) -> Tensor:
-        """Local output of ``member``. x: [.., in] -> [.., out / group]."""
-        index = self.members.index(member)
-        bias = member.local_bias()
-        bias = None if bias is None else autocast_input(bias)
-        if not torch.is_grad_enabled():
-            gathered = autocast_input(self._gathered(x))
-            self._open_stream(member, gathered)
-            return nn.functional.linear(gathered, autocast_input(member.local_weight()), bias)
-        self._bring_in(x, index)
-        self._open_stream(member, x)
-        shared, weight, pending = self._shared[0], self._shared[1 + index], self._pending
-        self._waiting.discard(index)
-        if not self._waiting:
-            self.forget()
-        put_off = member.put_off if _may_put_off(member, shared) else None
-        if put_off is not None and bias is not None:
-            bias = bias.detach()
-        return sharded_product(shared, weight, bias, pending, index, put_off)
-
-    def forget(self) -> None:
-        """Let go of the tensor brought in."""
-        self._source, self._shared, self._waiting = None, (), set()
-
-    def _dim(self, x: Tensor) -> int | None:
-        """Gather dim of ``x``; tokens that were flattened to [tokens, hidden] are gathered along the first."""
-        return self.gather_dim if self.gather_dim is None or x.dim() > 2 else 0
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        if self.gather_dim is None:
-            return x
-        if self._source is None or self._source() is not x or len(self._shared) != 1:
-            self._shared = (raw_all_gather(x, self._dim(x) or 0, self.group),)
-            self._source = weakref.ref(x)
-        return self._shared[0]
-
-    def _bring_in(self, x: Tensor, index: int) -> None:
-        if self._source is not None and self._source() is x and index in self._waiting:
-            return
-        weights = [
-            autocast_input(member.local_weight().detach() if _may_put_off(member, x) else member.local_weight())
-            for member in self.members
-        ]
-        self._pending = PendingProducts(len(weights))
-        group = self.group if self.reduces else None
-        self._shared = share_input(autocast_input(x), weights, self._pending, group, self._dim(x))
-        self._source, self._waiting = weakref.ref(x), set(range(len(weights)))
-
-    def _open_stream(self, member: nn.Module, x: Tensor) -> None:
-        if self.stream is not None and member.training:
-            self.stream.open(x.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,17 +274,6 @@ class RowParallelLinear(nn.Linear):
         return table
 
 
-def _may_put_off(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> bool:
-    """Whether a split backward may compute the gradient of a layer's weight later: the whole parameter takes part, and
-    autograd comes by for the gradient of the input.
-    """
-    whole = getattr(layer._sharding, "rows", None) is None
-    weight = layer.weight
-    return (
-        layer.put_off is not None and whole and x.requires_grad and weight.requires_grad and not weight._backward_hooks
-    )
-
-
 def _take_rows(tensor: Tensor, rows: tuple[Range, ...] | None) -> Tensor:
     if rows is None:
         return tensor
@@ -404,7 +299,7 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
         x = split_to_group(x, -1, sharding.group)
     weight = layer.weight.t() if layer.transposed else layer.weight
     dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
-    put_off = layer.put_off if _may_put_off(layer, x) else None
+    put_off = layer.put_off if may_put_off(layer, x) else None
     weight = weight if put_off is None else weight.detach()
     out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim, put_off)
     return out if layer.bias is None else out + autocast_input(layer.bias)

@@ -124,13 +124,7 @@ def vocab_parallel_cross_entropy(
         ValueError: an unknown reduction, or shapes that do not belong together.
         IndexError: a target that is neither a class nor ``ignore_index``.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction={reduction!r}` is not a reduction; use 'mean', 'sum' or 'none'.")
-    if logits.shape[:-1] != target.shape:
-        raise ValueError(
-            f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
-            f"got {tuple(target.shape)}."
-        )
+    _check_shapes(logits, target, reduction)
     start, held = local_vocabulary(vocabulary, group)
     dtype = logits.dtype
     values = logits[..., :held].reshape(target.numel(), held)
@@ -153,6 +147,16 @@ def vocab_parallel_cross_entropy(
         return loss.view(target.shape).to(dtype)
     summed = loss.sum()
     return (summed if reduction == "sum" else summed / factor.sum()).to(dtype)
+
+
+def _check_shapes(logits: Tensor, target: Tensor, reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction={reduction!r}` is not a reduction; use 'mean', 'sum' or 'none'.")
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
+            f"got {tuple(target.shape)}."
+        )
 
 
 def _check_targets(target: Tensor, kept: Tensor, vocabulary: int) -> None:

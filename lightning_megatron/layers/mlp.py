@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.collectives import resolve_group
-from lightning_megatron.layers.linear import ColumnEntry, ColumnParallelLinear, Mesh, RowParallelLinear
+from lightning_megatron.layers.entry import ColumnEntry
+from lightning_megatron.layers.linear import ColumnParallelLinear, Mesh, RowParallelLinear
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ShardTable
 

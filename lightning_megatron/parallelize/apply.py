@@ -20,7 +20,7 @@ from lightning_megatron.layers import (
     ShardTable,
     VocabParallelEmbedding,
 )
-from lightning_megatron.layers.linear import ColumnEntry
+from lightning_megatron.layers.entry import ColumnEntry
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.parallelize.blueprint import Blueprint
