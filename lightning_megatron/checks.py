@@ -80,7 +80,7 @@ def check_options(
             raise ValueError(
                 f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, "
                 f"one per "
-                "pipeline stage and chunk, in the order of the layers."
+                "pipeline stage and chunk, in the order of the layers; or 'profile'."
             )
     if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
         raise ValueError(f"`bucket_size_mb={bucket_size_mb!r}` must be a positive number of MiB.")

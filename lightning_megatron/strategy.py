@@ -28,10 +28,11 @@ from lightning_megatron.initial_state import (
     agree_on_weights,
     materialize,
 )
+from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.mesh import Holders
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, parallelize
-from lightning_megatron.pipeline.partition import make_partition
+from lightning_megatron.pipeline.partition import Partition, make_partition
 from lightning_megatron.pipeline.recompute import Recompute, check_recompute, recompute_layers
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import StageModule, stage_of
@@ -71,7 +72,8 @@ class MegatronStrategy(GridStrategy):
         virtual_pipeline_parallel_size: pieces of the module per stage, for ``"interleaved"`` (2 when not given) and
             functions of your own.
         pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
-        pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head.
+        pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head; ``"profile"``
+            does the same, measures the layers in the first steps, and reports the imbalance and a more even split.
         pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
             what is not named is placed by reading the module's code.
         activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
@@ -132,14 +134,15 @@ class MegatronStrategy(GridStrategy):
             pipeline_schedule=pipeline_schedule,
             pipeline_schedule_options=pipeline_schedule_options,
             virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
-            pipeline_split=pipeline_split,
+            pipeline_split="auto" if pipeline_split == "profile" else pipeline_split,
             pipeline_parallel_size=pipeline_parallel_size,
             bucket_size_mb=bucket_size_mb,
             micro_batch_loss_weight=micro_batch_loss_weight,
         )
         self._stages = pipeline_parallel_size
         self._pipeline_layers = pipeline_layers
-        self._pipeline_split = pipeline_split
+        self._profiles = pipeline_split == "profile"
+        self._pipeline_split = "auto" if self._profiles else pipeline_split
         self._pipeline_placement = pipeline_placement
         self._options = EngineOptions(
             micro_batch_size=micro_batch_size,
@@ -150,7 +153,7 @@ class MegatronStrategy(GridStrategy):
             loss_weight=micro_batch_loss_weight,
             bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
-            record_timeline=record_timeline,
+            record_timeline=record_timeline or self._profiles,
             sequence_parallel=sequence_parallel,
         )
         check_recompute(activation_recompute)
@@ -222,6 +225,8 @@ class MegatronStrategy(GridStrategy):
         module = self.lightning_module
         checks.check_run(trainer, module, self._stages, self._options.micro_batch_size)
         lightning_state.insert_failure_callback(trainer, self._report)
+        if self._profiles:
+            insert_profile(trainer)
         if self._engine is None or self._engine_module is not module:
             self._build_engine(module)
         else:
@@ -471,6 +476,12 @@ class MegatronStrategy(GridStrategy):
                 p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
         return self._engine.gradient_norm(parameters)
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which stage owns what; ``None`` with one stage, and before ``setup``."""
+        stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
+        return None if stage is None else stage.partition
 
     @property
     def records_timeline(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.benchmarks.sleeping import Sleeps, simulated
 from tests.harness import JobFailed, run_trainers
-from tests.multi.timeline_scenarios import recorded
+from tests.multi.timeline_scenarios import profiled, recorded
 
 SLEEPS = Sleeps(stages=3, micro_batches=5, forward=0.02, backward_input=0.04, backward_weight=0.02)
 
@@ -42,3 +42,14 @@ def test_a_recorded_step_shows_the_schedule_and_its_times(schedule: str, tmp_pat
 def test_a_strategy_that_records_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="record_timeline=True"):
         run_trainers(recorded, "1f1b", SLEEPS, str(tmp_path), False, devices=3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_profile_names_the_imbalance_and_the_split_that_would_be_even(schedule: str) -> None:
+    # 4 layers whose forwards take 1, 2, 3 and 4 units, and a head that takes 2: two stages are even as 1+2+3 and 4+2.
+    sleeps = Sleeps(stages=2, micro_batches=3, forward=0.02, backward_input=0.0, backward_weight=0.0)
+    values = [outcome.value for outcome in run_trainers(profiled, schedule, sleeps, [2, 2], devices=2)]
+    assert values[0] == values[1]
+    assert values[0]["split"] == [3, 1]
+    assert 1.3 < values[0]["imbalance"] < 1.7, "3 and 9 units: 1.5 times the mean"
+    assert "`pipeline_split=[3, 1]` instead of [2, 2]" in values[0]["report"], values[0]["report"]

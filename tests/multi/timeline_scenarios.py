@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.callbacks import PipelineTimeline
+from lightning_megatron.callbacks import PipelineProfile, PipelineTimeline
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
 from tests.harness import RankInfo, ReusedProcesses
 
@@ -42,3 +44,46 @@ def recorded(info: RankInfo, schedule: str, sleeps: Sleeps, directory: str, reco
     trainer.fit(Sleeper(sleeps), train_dataloaders=batches)
     assert callback.measured is not None and callback.predicted is not None
     return {"measured": callback.measured, "predicted": callback.predicted, "summary": callback.summary()}
+
+
+class Uneven(Sleeper):
+    """Layers that sleep longer and longer, and a head that sleeps too."""
+
+    def __init__(self, sleeps: Sleeps) -> None:
+        super().__init__(sleeps)
+        for index, layer in enumerate(self.layers):
+            layer.sleeps = replace(sleeps, forward=sleeps.forward * (1 + index))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(self.layers[0].sleeps.forward)
+        return loss
+
+
+def profiled(info: RankInfo, schedule: str, sleeps: Sleeps, split: list[int]) -> dict[str, Any]:
+    """Six batches, of which two are measured."""
+    callback = PipelineProfile(batches=2)
+    strategy = MegatronStrategy(
+        pipeline_parallel_size=sleeps.stages,
+        micro_batch_size=1,
+        pipeline_schedule=schedule,
+        pipeline_split=split,
+        record_timeline=True,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=info.world_size,
+        strategy=strategy,
+        plugins=[ReusedProcesses(info)],
+        max_steps=6,
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=info.directory,
+    )
+    batches: Any = DataLoader(torch.randn(6, sleeps.micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Uneven(sleeps), train_dataloaders=batches)
+    return {"report": callback.report, "imbalance": callback.imbalance, "split": callback.split}
