@@ -195,11 +195,19 @@ def _kill_late(team: list[Worker], late: list[int], why: str, seconds: float) ->
     """Kills the whole team, since ranks that are done may be kept alive by the others; keeps the late ones' stacks."""
     for rank in late:
         team[rank].request_stacks()
-    time.sleep(0.5)
+    _wait_for_stacks([team[rank] for rank in late])
     for member in team:
         member.kill()
     error = f"killed while running: {why}"
     return {rank: Outcome(rank, error=error, stacks=team[rank].stacks(), seconds=seconds) for rank in late}
+
+
+def _wait_for_stacks(late: list[Worker], seconds: float = 5.0) -> None:
+    """Waits until every process has written its stacks; a busy machine takes a while, a process in C code may never."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all("most recent call first" in member.stacks() for member in late):
+        time.sleep(0.1)
+    time.sleep(0.2)  # the rest of the file
 
 
 def _finish(team: list[Worker]) -> bool:

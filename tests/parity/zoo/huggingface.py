@@ -32,7 +32,7 @@ _GPT = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": LA
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _NO_DROP = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
-# class prefix -> configuration; the model is {prefix}ForCausalLM unless the name says otherwise
+# name -> configuration class, model class, options
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_LLAMA, **_IDS}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_LLAMA, **_IDS, "sliding_window": 4}),
