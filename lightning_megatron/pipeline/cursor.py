@@ -242,7 +242,7 @@ class StageCursor:
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
         if index == self.first and alone and args and type(args[0]) is Tensor:
-            if _become(args[0], self.received.tensors[0]):
+            if _become(args[0], self.received.tensors[0], self.training):
                 self.received.tensors[0] = args[0]
             return (self.received.tensors[0], *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -252,7 +252,7 @@ class StageCursor:
                 stand_in, tensor = leaves[leaf.index], self.received.tensors[place]
                 if leaf.index not in main:
                     self._aliases[id(stand_in)] = (stand_in, tensor)
-                elif _become(stand_in, tensor):
+                elif _become(stand_in, tensor, self.training):
                     self.received.tensors[place] = tensor = stand_in
                 leaves[leaf.index] = tensor
         else:
@@ -273,16 +273,20 @@ class StageCursor:
         self._streams.enter(self.micro_batch, segment)
 
 
-def _become(stand_in: Any, received: Tensor) -> bool:
+def _become(stand_in: Any, received: Tensor, training: bool) -> bool:
     """Turn the very tensor that the user's code passed into the received one, so that other uses of it see it too.
 
-    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done.
+    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done; not inside
+    the user's own activation checkpointing, which has saved the tensor already.
     """
     if not isinstance(stand_in, Tensor) or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
         return False
     if not torch.is_grad_enabled():
-        stand_in.copy_(received)
-        return True
+        if not training:
+            stand_in.copy_(received)
+        return not training
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
     if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
         return False
     stand_in.detach_()

@@ -137,10 +137,23 @@ def whole_view(hidden: list[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[No
 
 
 class OutputShapes:
-    """Shapes of what a forward returns, learned once per input signature and shared by equal layers."""
+    """Shapes of what a forward returns, learned once per input signature and shared by modules that look the same."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
+        self._looks: dict[int, tuple[nn.Module, int]] = {}
+
+    def _look_of(self, module: nn.Module) -> int:
+        """Hash of a module's class, options and shapes: two embeddings may differ in nothing but their width."""
+        if id(module) not in self._looks:
+            tensors = [
+                tuple(value.shape)
+                for child in module.modules()
+                for value in (*child.__dict__.values(), *child._parameters.values(), *child._buffers.values())
+                if isinstance(value, Tensor)
+            ]
+            self._looks[id(module)] = (module, hash((type(module), repr(module), tuple(tensors))))
+        return self._looks[id(module)][1]
 
     def stand_in(
         self, module: nn.Module, sentinel: Sentinel, forward: Callable[..., Any], args: Any, kwargs: Any, reuse: bool
@@ -150,7 +163,7 @@ class OutputShapes:
         With ``reuse``, a leaf shaped like the first tensor argument is that tensor, which saves filling a new one; the
         caller vouches that a sentinel already stands behind it.
         """
-        key = (type(module), module.training, signature(args), signature(kwargs))
+        key = (self._look_of(module), module.training, signature(args), signature(kwargs))
         if key not in self._known:
             self._known[key] = _abstract_run(forward, args, kwargs)
         leaves, spec = self._known[key]
