@@ -12,7 +12,12 @@ from lightning.pytorch import LightningModule
 from tests.parity.zoo import foreign, hazards, huggingface, huggingface_more, language, loops, tasks, vision, whole
 
 STRICT = 1e-9
-FLOAT32 = 1e-5
+# A Hugging Face model that is given labels= computes its loss in float32: one unit in the last place is 2e-7 here,
+# measured differences are up to 7e-7. Their gradients, and so their weights, still agree to 1e-14.
+FLOAT32_LOSS = 2e-6
+# These compute norms (Gemma, Cohere) or the state (Mamba) in float32: weights differ by up to 9e-9 after six steps.
+FLOAT32_INSIDE = ("gemma", "cohere", "mamba")
+FLOAT32_WEIGHTS = 1e-7
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,13 @@ class Specimen:
 
     Attributes:
         build: makes it; called after seeding, so that every process makes the same.
-        tolerance: absolute and relative, on losses, metrics and weights.
+        tolerance: absolute and relative, on losses and metrics.
+        weight_tolerance: the same on weights.
     """
 
     build: Callable[[], LightningModule]
     tolerance: float = STRICT
+    weight_tolerance: float = STRICT
 
 
 def _task(task: type[tasks.Task], net: Callable[[], torch.nn.Module]) -> LightningModule:
@@ -85,15 +92,18 @@ def _pretrained() -> dict[str, Specimen]:
     """Each Hugging Face model with its own loss, and every third one with the step's loss instead."""
     found = {}
     for index, name in enumerate(huggingface.CONFIGS):
+        inside = FLOAT32_WEIGHTS if name.startswith(FLOAT32_INSIDE) else STRICT
         build = partial(huggingface.PretrainedTask, name, labels=True, encoded=index % 4 == 1)
-        found[f"hf_{name}"] = Specimen(build, FLOAT32)
+        found[f"hf_{name}"] = Specimen(build, FLOAT32_LOSS, inside)
         if index % 3 == 0 and name != "t5":
-            found[f"hf_{name}_logits"] = Specimen(partial(huggingface.PretrainedTask, name, labels=False), FLOAT32)
+            found[f"hf_{name}_logits"] = Specimen(
+                partial(huggingface.PretrainedTask, name, labels=False), inside, inside
+            )
     for name in ("llama", "gpt2", "opt"):
         build = partial(huggingface.PretrainedTask, name, labels=True, recompute=True)
-        found[f"hf_{name}_recomputed"] = Specimen(build, FLOAT32)
+        found[f"hf_{name}_recomputed"] = Specimen(build, FLOAT32_LOSS)
     for name in huggingface_more.CLASSIFIERS:
-        found[f"hf_{name}"] = Specimen(partial(huggingface_more.Classifier, name), FLOAT32)
+        found[f"hf_{name}"] = Specimen(partial(huggingface_more.Classifier, name))
     return found
 
 
