@@ -265,7 +265,7 @@ class StepEngine:
         name: str,
     ) -> StepResult:
         schedule = self._schedule(len(parts), forward_only=scales is None)
-        with self.recording(name), self._streams.step():
+        with self.recording(name), self._streams.step(training=scales is not None):
             recorder = self.recorder
             assert recorder is not None
             step = Step(schedule, _Recorded(call, recorder, weights), parts, scales)

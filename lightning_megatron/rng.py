@@ -54,14 +54,17 @@ class SegmentStreams:
         self._device = device
         self._replica = replica
         self._seed = seed
-        self._steps = 0
+        self._steps = {True: 0, False: 0}
         self._step_seed = 0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Run one step on streams of its own, and put the global ones back as they were."""
-        self._steps += 1
-        self._step_seed = mix(self._seed, self._steps)
+    def step(self, *, training: bool) -> Iterator[None]:
+        """Run one step on streams of its own, and put the global ones back as they were.
+
+        Training steps are counted by themselves: one stage evaluates without streams, and must draw the same dropout.
+        """
+        self._steps[training] += 1
+        self._step_seed = mix(self._seed, self._steps[training], training)
         state = collect_rng_state(self._device)
         try:
             yield
