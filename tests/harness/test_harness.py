@@ -70,6 +70,12 @@ def test_a_failing_rank_is_named_and_the_others_do_not_wait_for_the_deadline() -
     assert "fail_on" in zero.stacks
 
 
+def test_stacks_are_written_after_a_trainer_has_been_in_the_process() -> None:
+    run_trainers(fit_boring, devices=2)
+    outcomes = run_job(hang_in_a_named_function, 2, deadline=1.0, check=False)
+    assert all("hang_in_a_named_function" in outcome.stacks for outcome in outcomes)
+
+
 def test_a_hang_is_killed_with_every_ranks_stack_and_the_next_job_gets_fresh_processes() -> None:
     before = {outcome.value[2] for outcome in run_job(whoami, 2)}
     with pytest.raises(JobFailed) as caught:

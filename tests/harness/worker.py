@@ -44,6 +44,8 @@ def main(jobs: Connection, lifeline: Connection, log_path: str) -> None:
             data = jobs.recv_bytes()
         except EOFError:
             return
+        faulthandler.unregister(signal.SIGUSR1)  # a Trainer before may have reset it, which register would not notice
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         outcome = _run(data)
         jobs.send_bytes(_packed(outcome))
         if jobs.recv_bytes() != FINISH:
