@@ -79,8 +79,7 @@ def check_options(
         if not valid or len(pipeline_split) != expected or any(not isinstance(n, int) or n < 1 for n in pipeline_split):
             raise ValueError(
                 f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, "
-                f"one per "
-                "pipeline stage and chunk, in the order of the layers; or 'profile'."
+                "one per pipeline stage and chunk, in the order of the layers; or 'profile'."
             )
     if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
         raise ValueError(f"`bucket_size_mb={bucket_size_mb!r}` must be a positive number of MiB.")
@@ -125,25 +124,22 @@ def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
         config = getattr(child, "config", None)
         if getattr(config, "output_router_logits", False) is True:
             raise MisconfigurationException(
-                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss "
-                f"collects values from "
-                f"the layers of all stages. Set it to False, or {advice}"
+                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss collects "
+                f"values from the layers of all stages. Set it to False, or {advice}"
             )
 
 
 def _check_steps(module: pl.LightningModule) -> None:
     if is_overridden("backward", module):
         raise MisconfigurationException(
-            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; "
-            "remove the "
-            "override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; remove "
+            "the override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise MisconfigurationException(
                 f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
-                f"take a "
-                "`batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+                "take a `batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
             )
 
 
@@ -158,15 +154,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
     if len(optimizers) > 1:
         raise MisconfigurationException(
             f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot "
-            f"schedule; "
-            "return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
+            "schedule; return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
                 "LBFGS takes inner products over all parameters, which lie on different stages; use another "
-                "optimizer, or "
-                "`pipeline_parallel_size=1`."
+                "optimizer, or `pipeline_parallel_size=1`."
             )
 
 
@@ -174,7 +168,6 @@ def already_cut(earlier: StageModule, stages: int) -> str:
     """Message for a module that another layout's run has cut."""
     before = len(set(earlier.partition.owners))
     return (
-        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; "
-        f"a run "
-        f"with {stages} stages needs a new module. Build it again and load the checkpoint."
+        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a "
+        f"run with {stages} stages needs a new module. Build it again and load the checkpoint."
     )

@@ -360,8 +360,7 @@ class StepEngine:
         if not bool((everyone == mine).all()):
             raise RuntimeError(
                 "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
-                "seed the "
-                "sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
+                "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
                 "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
             )
 

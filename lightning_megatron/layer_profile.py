@@ -61,7 +61,7 @@ class PipelineProfile(Callback):
         strategy = trainer.strategy
         if not getattr(strategy, "records_timeline", False):
             raise MisconfigurationException(
-                f"PipelineProfile needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
+                "PipelineProfile needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
                 f"has {type(strategy).__name__} without it."
             )
 

@@ -119,8 +119,8 @@ def load_optimizer(
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"the checkpoint's optimizer has {len(groups)} parameter groups, this run's has "
-            f"{len(optimizer.param_groups)}; "
-            "return the same groups from `configure_optimizers`, or load the weights only."
+            f"{len(optimizer.param_groups)}; return the same groups from `configure_optimizers`, or load the weights "
+            "only."
         )
     order = [name for group in names for name in group]
     by_name = {order[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
@@ -165,9 +165,8 @@ def read_tensors(
         if name in shapes:
             if shapes[name] != tensor.logical_shape(name, value):
                 raise ValueError(
-                    f"`{name}` has shape {tuple(value.shape)} in the module but {tuple(shapes[name])} in {path}; "
-                    f"build the module "
-                    "as it was when the checkpoint was saved."
+                    f"`{name}` has shape {tuple(value.shape)} in the module but {tuple(shapes[name])} in {path}; build "
+                    "the module as it was when the checkpoint was saved."
                 )
             wanted[name] = torch.empty(shapes[name], dtype=value.dtype, device=value.device)
     mine = set(parameter_names(module).values())

@@ -122,9 +122,8 @@ class LogRecorder:
             if module is value:
                 return name
         raise ValueError(
-            f"`self.log` was given a {type(value).__name__} that is not an attribute of the LightningModule; assign "
-            f"it to "
-            "`self` so that every rank can find it."
+            f"`self.log` was given a {type(value).__name__} that is not an attribute of the LightningModule; assign it "
+            "to `self` so that every rank can find it."
         )
 
     @staticmethod

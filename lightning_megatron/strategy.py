@@ -543,7 +543,7 @@ class MegatronStrategy(GridStrategy):
         if self._watch.reported and not self._watch.gather(seconds=5.0):
             print(
                 f"{self.mesh.layout.describe(self.global_rank)}: no checkpoint at {filepath}: not all ranks failed "
-                f"together"
+                "together"
             )
             return
         if isinstance(self.checkpoint_io, MegatronCheckpointIO) or self.is_global_zero:

@@ -50,7 +50,7 @@ class PipelineTimeline(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, MegatronStrategy) or not strategy.records_timeline:
             raise MisconfigurationException(
-                f"PipelineTimeline needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
+                "PipelineTimeline needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
                 f"has {type(strategy).__name__} without it."
             )
 

@@ -67,7 +67,7 @@ class GradientBuckets:
         self._data_group = data_group
         self._shared = shared
         self._bucket_bytes = bucket_bytes
-        self._final = False
+        self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
         self._divide_by = 1
@@ -84,8 +84,8 @@ class GradientBuckets:
         can follow); then ``.grad`` becomes the view, and autograd adds further ones in place.
 
         Args:
-            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None`` decides
-                per parameter by whether it has a ``.grad``, as autograd would.
+            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None``
+                decides per parameter by whether it has a ``.grad``, as autograd would.
             reduce: whether the sum over replicas follows at the end of this batch.
             divide_by: what the sums are divided by: the number of replicas, unless the loss was scaled already.
         """
@@ -191,9 +191,8 @@ class GradientBuckets:
         if bucket.launched:
             raise RuntimeError(
                 f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several "
-                f"parts of the "
-                "module under reentrant activation checkpointing; use `torch.utils.checkpoint.checkpoint(..., "
-                "use_reentrant=False)`."
+                "parts of the module under reentrant activation checkpointing; use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
         if self._final is True or (self._final and id(parameter) in self._final):
             bucket.ready.add(index)
@@ -225,7 +224,7 @@ class GradientBuckets:
         """Copy all gradients of a bucket at once: one launch instead of one per parameter."""
         pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
         if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])
+            torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
         for view, parameter in pairs:
             parameter.grad = view
 

@@ -177,17 +177,16 @@ class StageCursor:
             return f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}."
         return (
             f"`{part}` was called when layer {self._next} of `{self._trunk}` was expected, and it is not on this "
-            f"stage. If the step "
-            f"leaves layers out, it cannot run under a pipeline (use `pipeline_parallel_size=1`); if `{part}` "
-            f"belongs there, {keep}."
+            "stage. If the step leaves layers out, it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
+            f"if `{part}` belongs there, {keep}."
         )
 
     def _check_order(self, index: int) -> None:
         if not self.running:
             raise RuntimeError(
-                f"the layers of `{self._trunk}` were called outside of a training, validation, test or predict "
-                f"step. They are "
-                "spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` for this."
+                f"the layers of `{self._trunk}` were called outside of a training, validation, test or predict step. "
+                "They are spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` "
+                "for this."
             )
         if index == self._next:
             return
@@ -200,8 +199,7 @@ class StageCursor:
             )
         raise RuntimeError(
             f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second "
-            f"forward, no "
-            "generation, no layer dropping) or use `pipeline_parallel_size=1`."
+            "forward, no generation, no layer dropping) or use `pipeline_parallel_size=1`."
         )
 
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -337,8 +335,8 @@ class LayerCall:
         if not found:
             raise RuntimeError(
                 f"layer `{self.sentinel.name}` was called with a {type(main).__name__} as its first argument; a "
-                f"pipeline "
-                "sends the first argument of a layer to the next stage, so it must be a tensor or a nest of tensors."
+                "pipeline sends the first argument of a layer to the next stage, so it must be a tensor or a nest of "
+                "tensors."
             )
         return found
 
@@ -368,11 +366,9 @@ class GuardedNames:
         yield from type(self._module).named_parameters(self._module, *args, **kwargs)
         if self._cursor.running:
             raise RuntimeError(
-                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a "
-                f"pipeline each "
-                "stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
-                "instead of "
-                "a penalty in the loss, or `pipeline_parallel_size=1`."
+                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
+                "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
+                "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
             )
 
 

@@ -328,9 +328,8 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise RuntimeError(
-            f"`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every "
-            f"micro-batch; it "
-            f"returned {type(output).__name__}. A step cannot be skipped in distributed training."
+            "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
+            f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
         )
     return loss
 

@@ -232,9 +232,8 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Seque
 
         return numpy.concatenate(outputs)
     raise ValueError(
-        f"`{where}` returned a {type(first).__name__} for each of {len(outputs)} micro-batches, which cannot be "
-        f"merged into "
-        f"one output; return tensors, lists or dicts, or set `micro_batch_size={sum(sizes)}`."
+        f"`{where}` returned a {type(first).__name__} for each of {len(outputs)} micro-batches, which cannot be merged "
+        f"into one output; return tensors, lists or dicts, or set `micro_batch_size={sum(sizes)}`."
     )
 
 
@@ -255,8 +254,7 @@ def _merge_tensors(outputs: Sequence[Tensor], weights: Sequence[float], sizes: S
     shapes = [tuple(output.shape) for output in outputs]
     raise ValueError(
         f"`{where}` returned tensors of shapes {shapes} for micro-batches of {list(sizes)} samples, which cannot be "
-        f"merged; "
-        f"make dimension 0 the batch, or set `micro_batch_size={sum(sizes)}`."
+        f"merged; make dimension 0 the batch, or set `micro_batch_size={sum(sizes)}`."
     )
 
 

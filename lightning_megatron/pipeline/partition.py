@@ -166,8 +166,7 @@ def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str 
     if layers < stages:
         raise ValueError(
             f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); "
-            f"use "
-            f"`pipeline_parallel_size` × chunks of at most {layers}, or add layers."
+            f"use `pipeline_parallel_size` × chunks of at most {layers}, or add layers."
         )
     if split == "auto":
         costs, before, after = _costs(module, trunk, uses)

@@ -70,7 +70,8 @@ class HollowModule:
         for child in module.modules():
             self._hide_parameters(child, keep)
             self._hide_buffers(child)
-        module.__class__ = _hollow_class(type(module))
+        original: Any = type(module)
+        module.__class__ = _hollow_class(original)
 
     def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
         for name, parameter in list(module._parameters.items()):
@@ -96,9 +97,8 @@ class _Elsewhere:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError as error:
             raise AttributeError(
-                f"{error}. This module is on another pipeline stage, where its forward may set `{name}`; pass "
-                f"values between "
-                "layers through their arguments and outputs, or use `pipeline_parallel_size=1`."
+                f"{error}. This module is on another pipeline stage, where its forward may set `{name}`; pass values "
+                "between layers through their arguments and outputs, or use `pipeline_parallel_size=1`."
             ) from None
 
 

@@ -44,9 +44,9 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
     candidates = list(_candidates(module))
     if not candidates:
         raise ValueError(
-            "no trunk found: the module has no nn.ModuleList or nn.Sequential of at least two layers of one class with "
-            f"parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a "
-            f"container with "
+            "no trunk found: the module has no nn.ModuleList or nn.Sequential of at least two layers of one class "
+            f"with parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a "
+            "container with "
             '`pipeline_layers="..."`, or use `pipeline_parallel_size=1`.'
         )
     best = max(candidates, key=lambda candidate: candidate[:2])

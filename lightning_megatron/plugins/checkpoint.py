@@ -100,8 +100,7 @@ class MegatronCheckpointIO(CheckpointIO):
                     raise
                 raise RuntimeError(
                     f"{path / _META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you "
-                    f"trust the file, "
-                    "pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`."
+                    "trust the file, pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`."
                 ) from error
 
     def _choose(self, weights_only: bool | None) -> bool:

@@ -59,6 +59,5 @@ def megatron_precision(plugin: Precision | None) -> Precision:
         return MegatronHalfPrecision("bf16-true")
     raise ValueError(
         f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; "
-        f"use "
-        "'32-true', '64-true' or 'bf16-true'."
+        "use '32-true', '64-true' or 'bf16-true'."
     )
