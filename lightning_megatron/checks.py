@@ -171,3 +171,11 @@ def already_cut(earlier: StageModule, stages: int) -> str:
         f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a "
         f"run with {stages} stages needs a new module. Build it again and load the checkpoint."
     )
+
+
+def already_split(before: int, tensor: int) -> str:
+    """Message for a module that another layout's run has split over tensor-parallel ranks."""
+    return (
+        f"this module was set up for `tensor_parallel_size={before}` by an earlier run and holds this rank's part; a "
+        f"run with `tensor_parallel_size={tensor}` needs a new module. Build it again and load the checkpoint."
+    )

@@ -130,6 +130,13 @@ class StepEngine:
         shared = {name: groups[holder] for name in parameters if (holder := self.holders_of(name)) in groups}
         self.gradients = GradientBuckets(parameters, data_group, shared, self._options.bucket_bytes)
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a parameter's gradient comes from several ranks or several backward passes."""
+        layout = self._mesh.layout
+        several = layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
+        return several or self._tensor.sums_gradients
+
     def holders_of(self, name: str) -> Holders:
         """Who holds parameter ``name``."""
         stages = tuple(sorted(self._stage.partition.holders[name])) if self._stage is not None else (self._mesh.stage,)

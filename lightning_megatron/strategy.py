@@ -12,42 +12,31 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checks, lightning_state
+from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
-from lightning_megatron.grid_strategy import GridStrategy
-from lightning_megatron.initial_state import (
-    agree_on_base_seed,
-    agree_on_random_state,
-    agree_on_weights,
-    materialize,
-)
 from lightning_megatron.layer_profile import insert_profile
-from lightning_megatron.mesh import Holders
 from lightning_megatron.metrics import MetricRouter
-from lightning_megatron.parallelize import ParallelReport, parallelize
-from lightning_megatron.pipeline.partition import Partition, make_partition
-from lightning_megatron.pipeline.recompute import Recompute, check_recompute, recompute_layers
+from lightning_megatron.parallelize import ParallelReport
+from lightning_megatron.pipeline.partition import Partition
+from lightning_megatron.pipeline.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedule import Placement
-from lightning_megatron.pipeline.stage import StageModule, stage_of
-from lightning_megatron.pipeline.standin import whole_view
+from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
-from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
-from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.state_strategy import StateStrategy
 from lightning_megatron.tensor_state import TensorState
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MegatronStrategy(GridStrategy):
+class MegatronStrategy(StateStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
@@ -139,12 +128,16 @@ class MegatronStrategy(GridStrategy):
             bucket_size_mb=bucket_size_mb,
             micro_batch_loss_weight=micro_batch_loss_weight,
         )
-        self._stages = pipeline_parallel_size
-        self._pipeline_layers = pipeline_layers
+        check_recompute(activation_recompute)
         self._profiles = pipeline_split == "profile"
-        self._pipeline_split = "auto" if self._profiles else pipeline_split
-        self._pipeline_placement = pipeline_placement
-        self._options = EngineOptions(
+        self._module_options = ModuleOptions(
+            pipeline_layers=pipeline_layers,
+            pipeline_split="auto" if self._profiles else pipeline_split,
+            pipeline_placement=pipeline_placement,
+            activation_recompute=activation_recompute,
+            tensor_plan=tensor_parallel_plan,
+        )
+        self._engine_options = EngineOptions(
             micro_batch_size=micro_batch_size,
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             schedule=pipeline_schedule,
@@ -156,9 +149,7 @@ class MegatronStrategy(GridStrategy):
             record_timeline=record_timeline or self._profiles,
             sequence_parallel=sequence_parallel,
         )
-        check_recompute(activation_recompute)
-        self._recompute = activation_recompute
-        placement = self._options.schedule_shape.placement
+        placement = self._engine_options.schedule_shape.placement
         sizes = {
             "tensor": tensor_parallel_size,
             "data": data_parallel_size,
@@ -175,13 +166,7 @@ class MegatronStrategy(GridStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._groups: dict[Holders, Any] = {}
-        self._tensor_plan = tensor_parallel_plan
-        self._sequence_parallel = sequence_parallel
-        self._tensor_state = TensorState()
-        self.parallel_report: ParallelReport | None = None
-        self._engine: StepEngine | None = None
-        self._engine_module: pl.LightningModule | None = None
+        self._assembled: Assembled | None = None
         self._metrics: MetricRouter | None = None
         self._reduce_gradients = True
         self._scheduled = False
@@ -202,126 +187,57 @@ class MegatronStrategy(GridStrategy):
         if self._precision_plugin is not None:
             self._precision_plugin.norm_of = self.gradient_norm  # type: ignore[attr-defined]
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint plugin in use."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MegatronCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are read once this rank knows which tensors it holds."""
-        return True
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the module, make the ranks alike, and set up gradients and optimizers."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        checks.check_run(trainer, module, self._stages, self._options.micro_batch_size)
+        checks.check_run(trainer, module, self._sizes["pipeline"], self._engine_options.micro_batch_size)
         lightning_state.insert_failure_callback(trainer, self._report)
         if self._profiles:
             insert_profile(trainer)
-        if self._engine is None or self._engine_module is not module:
-            self._build_engine(module)
+        if self._assembled is None or self._assembled.module is not module:
+            self._assemble(module)
         else:
             self.model_to_device()
-        assert self._engine is not None
+        assert self._assembled is not None
         lightning_state.show_whole_summary(trainer, self._logical_view)
         if self._metrics is not None:
             self._metrics.attach(module)
         module.__dict__["log"] = self._log
         if trainer.state.fn == TrainerFn.FITTING:
-            if self._needs_gradients:
-                self._engine.prepare_gradients(self._groups)
+            if self._assembled.needs_gradients:
+                self._engine.prepare_gradients(self._assembled.groups)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    @property
-    def _needs_gradients(self) -> bool:
+    def _assemble(self, module: pl.LightningModule) -> None:
+        assembler = Assembler(
+            self.mesh, self.root_device, self.precision_plugin, self._module_options, self._engine_options
+        )
+        self._assembled = assembler.assemble(module)
+        self.model = self._assembled.module
         layout = self.mesh.layout
-        assert self.lightning_module is not None
-        if self._brings_own_parallelism(self.lightning_module):
-            return False
-        split = any(entry.sums_gradient for entry in self._tensor_state.table.values())
-        return layout.pipeline > 1 or layout.data > 1 or split or self._options.micro_batch_size != "auto"
+        self._metrics = None
+        if layout.pipeline * layout.tensor > 1:
+            self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.in_step)
 
-    def _build_engine(self, module: pl.LightningModule) -> None:
-        mesh = self.mesh
-        agree_on_random_state(mesh, self.root_device)
-        seed = agree_on_base_seed(self.root_device)
-        streams = SegmentStreams(self.root_device, mesh.coordinates.data, seed)
-        self.model = self.precision_plugin.convert_module(module)
-        self._tensor_state = self._split_layers(module)
-        stage = self._cut(module, streams)
-        materialize(module, self.root_device, seed, self._tensor_state.table)
-        self.model_to_device()
-        if self._recompute is not None or stage is not None:
-            recompute_layers(module, stage, self._recompute, self._pipeline_layers)
-        self._engine = StepEngine(module, mesh, self.root_device, stage, streams, self._tensor_state, self._options)
-        if not self._brings_own_parallelism(module):
-            holders = {name: self._engine.holders_of(name) for name, _ in module.named_parameters()}
-            self._groups = mesh.holder_groups(self._all_holders(stage))
-            agree_on_weights(module, mesh, {n: self._groups[h] for n, h in holders.items() if h in self._groups})
-        self._engine_module = module
-        self._metrics = (
-            MetricRouter(mesh, self.root_device, lambda: self._engine is not None and self._engine.in_step)
-            if mesh.layout.pipeline * mesh.layout.tensor > 1
-            else None
-        )
+    @property
+    def _engine(self) -> StepEngine:
+        """The engine; there is one from ``setup`` on."""
+        assert self._assembled is not None
+        return self._assembled.engine
 
-    def _split_layers(self, module: pl.LightningModule) -> TensorState:
-        """Split the layers over the tensor group, by plan."""
-        if self.mesh.layout.tensor == 1 or stage_of(module) is not None or self._brings_own_parallelism(module):
-            return self._tensor_state
-        group = self.mesh.group("tensor_parallel")
-        with self.precision_plugin.forward_context():
-            self.parallel_report = parallelize(module, group, self._tensor_plan, self._sequence_parallel)
-        return TensorState(self.parallel_report.parameters, group)
+    @property
+    def _tensor_state(self) -> TensorState:
+        return self._assembled.tensor_state if self._assembled is not None else TensorState()
 
-    @staticmethod
-    def _brings_own_parallelism(module: pl.LightningModule) -> bool:
-        """Whether the module's own ``configure_model`` has split it (``parallelize_module``, ``fully_shard``)."""
-        return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-    def _all_holders(self, stage: StageModule | None) -> list[Holders]:
-        """Every combination of holders in the world besides one stage's own: equal on all ranks."""
-        sets = stage.partition.shared_stage_sets() if stage is not None else []
-        holders = [Holders(stages, False) for stages in sets]
-        if any(entry.sums_gradient for entry in self._tensor_state.table.values()):
-            singles = [(index,) for index in range(self.mesh.layout.pipeline)]
-            holders += [Holders(stages, True) for stages in (*sets, *singles)]
-        return holders
-
-    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
-        earlier = stage_of(module)
-        mesh = self.mesh
-        if mesh.layout.pipeline == 1:
-            if earlier is not None:
-                raise RuntimeError(checks.already_cut(earlier, 1))
-            return None
-        schedule = self._options.make_schedule(mesh.layout.pipeline, 1, forward_only=True)
-        if earlier is not None:
-            owners = tuple(schedule.owner(virtual)[0] for virtual in range(schedule.virtual_stages))
-            if earlier.partition.owners != owners or earlier.stage != mesh.stage:
-                raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
-            earlier.cursor.use_streams(streams)
-            return earlier
-        partition = make_partition(
-            module,
-            schedule,
-            pipeline_layers=self._pipeline_layers,
-            pipeline_split=self._pipeline_split,
-            placement=self._pipeline_placement,
-        )
-        return StageModule(module, partition, mesh.stage, self.root_device, streams)
+    @property
+    def parallel_report(self) -> ParallelReport | None:
+        """The tensor-parallel plan; ``None`` before ``setup`` and with one tensor-parallel rank."""
+        return self._assembled.report if self._assembled is not None else None
 
     def model_to_device(self) -> None:
         """Move this rank's part of the module to its device."""
@@ -333,19 +249,6 @@ class MegatronStrategy(GridStrategy):
         """Build tensors on the CPU (or nowhere, with ``empty_init``): the stage moves to its device once it is cut."""
         device = torch.device("meta" if empty_init else "cpu")
         with device, self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
-    def _whole_view(self) -> Generator[None, None, None]:
-        stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
-        with whole_view(stage.hidden if stage is not None else []):
-            yield
-
-    @contextmanager
-    def _logical_view(self) -> Generator[None, None, None]:
-        """Show the module as it is in one process, to code that only counts."""
-        assert self.lightning_module is not None
-        with self._tensor_state.logical_view(self.lightning_module), self._whole_view():
             yield
 
     def explain(self) -> str:
@@ -367,12 +270,12 @@ class MegatronStrategy(GridStrategy):
         with self._whole_view():
             super().setup_optimizers(trainer)
             names = lightning_state.parameter_names(self.lightning_module)
-            checks.check_optimizers(self.optimizers, self._stages)
+            checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
-        assert self._engine is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         module, batch = self.lightning_module, args[0] if args else next(iter(kwargs.values()))
         step = functools.partial(self._call_step, module.training_step, args, kwargs)
         with self._naming_failures(), self.precision_plugin.train_step_context():
@@ -402,7 +305,7 @@ class MegatronStrategy(GridStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._engine is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         batch = args[0] if args else next(iter(kwargs.values()))
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
@@ -420,7 +323,7 @@ class MegatronStrategy(GridStrategy):
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
         assert self.lightning_module is not None
-        if self._engine is not None and self._engine.recorder is not None:
+        if self._assembled is not None and self._engine.recorder is not None:
             self._engine.recorder.log(*args, **kwargs)
             return
         replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
@@ -428,7 +331,7 @@ class MegatronStrategy(GridStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""
-        assert self._engine is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         module, precision, engine = self.lightning_module, self.precision_plugin, self._engine
         closure_loss = precision.pre_backward(closure_loss, module)
         with self._naming_failures():
@@ -442,7 +345,7 @@ class MegatronStrategy(GridStrategy):
 
     def _replay_plain(self) -> None:
         """Replay the logs of a plain step: after its backward, so that the replicas' values could travel meanwhile."""
-        assert self._engine is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         result, self._unreplayed = self._unreplayed, None
         if result is None:
             return
@@ -470,7 +373,6 @@ class MegatronStrategy(GridStrategy):
         Returns:
             Scalar, equal on every rank.
         """
-        assert self._engine is not None
         if parameters is None:
             parameters = [
                 p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
@@ -486,7 +388,7 @@ class MegatronStrategy(GridStrategy):
     @property
     def records_timeline(self) -> bool:
         """Whether ``record_timeline=True`` was given."""
-        return self._options.record_timeline
+        return self._engine_options.record_timeline
 
     def measured_timeline(self) -> Timeline | None:
         """When each computation of the latest training step started and ended on every stage of this pipeline.
@@ -500,73 +402,14 @@ class MegatronStrategy(GridStrategy):
         Raises:
             RuntimeError: the strategy was made without ``record_timeline=True``.
         """
-        assert self._engine is not None
         return self._engine.measured_timeline()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, split tensors in their logical shape (on the first tensor-parallel rank)."""
-        assert self.lightning_module is not None
-        return self._tensor_state.logical_state(self.lightning_module.state_dict())
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
-        return lightning_state.gather_state_dict(self.lightning_module_state_dict(), self.mesh)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a whole or partial state."""
-        assert self.lightning_module is not None
-        with self._whole_view():
-            whole = set(self.lightning_module.state_dict())
-        lightning_state.load_module(self.lightning_module, checkpoint, whole, strict, self._tensor_state)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer by parameter name."""
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        index = next(i for i, candidate in enumerate(self.optimizers) if candidate is optimizer)
-        assert self.lightning_module is not None
-        state = lightning_state.optimizer_state(optimizer, self._optimizer_names[index], self.lightning_module)
-        return self._tensor_state.logical_optimizer(state)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer states."""
-        assert self.lightning_module is not None
-        states = checkpoint["optimizer_states"]
-        for optimizer, names, state in zip(self.optimizers, self._optimizer_names, states, strict=True):
-            lightning_state.load_optimizer(optimizer, names, self.lightning_module, state, self._tensor_state)
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save; every rank takes part. After a failure of some ranks only, nothing can be saved, and a message
-        says so.
-        """
-        assert self._watch is not None
-        if self._watch.reported and not self._watch.gather(seconds=5.0):
-            print(
-                f"{self.mesh.layout.describe(self.global_rank)}: no checkpoint at {filepath}: not all ranks failed "
-                "together"
-            )
-            return
-        if isinstance(self.checkpoint_io, MegatronCheckpointIO) or self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file."""
-        assert self.lightning_module is not None
-        path = self.broadcast(checkpoint_path)
-        checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        if isinstance(self.checkpoint_io, MegatronCheckpointIO):
-            fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-            lightning_state.read_tensors(
-                self.checkpoint_io, path, checkpoint, self.lightning_module, fitting, self._tensor_state
-            )
-        return checkpoint
 
     def teardown(self) -> None:
         """Release what belongs to a run; the module stays cut, so that another ``fit`` or ``test`` can follow."""
         assert self.cluster_environment is not None
         if self._watch is not None:
             self._watch.stop()
-        if self._engine is not None:
+        if self._assembled is not None:
             self._engine.close()
         if self._metrics is not None:
             self._metrics.detach()

@@ -1,8 +1,7 @@
 """Local tensors of a tensor-parallel rank, and the logical tensors they are parts of.
 
 Checkpoints, exported states and summaries speak of logical tensors: unsplit, unpadded. This module translates, by
-the table
-that sharding left behind.
+the table that sharding left behind.
 """
 
 from __future__ import annotations
@@ -43,6 +42,11 @@ class TensorState:
     def is_trivial(self) -> bool:
         """Whether every local tensor is the logical one."""
         return not self._split
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether there is a parameter whose gradient must be summed over the tensor group."""
+        return any(entry.sums_gradient for entry in self.table.values())
 
     def summed(self, name: str) -> bool:
         """Whether autograd leaves a partial gradient that must be summed over the tensor group."""

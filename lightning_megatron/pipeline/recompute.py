@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lightning_megatron.pipeline.cursor import LayerCall
+from lightning_megatron.pipeline.calls import LayerCall
 from lightning_megatron.pipeline.stage import StageModule
 from lightning_megatron.pipeline.trunk import Trunk, find_trunk
 

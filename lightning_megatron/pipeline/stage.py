@@ -11,17 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.pipeline.cursor import (
-    Boundary,
-    FirstCall,
-    GuardedNames,
-    InnerCall,
-    LayerCall,
-    PartCall,
-    StageCursor,
-    StageDone,
-    StageRun,
-)
+from lightning_megatron.pipeline.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.cursor import Boundary, StageCursor, StageDone, StageRun
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.pipeline.partition import Partition
 from lightning_megatron.pipeline.standin import HollowModule, Sentinel, hide_parameter, meta_like

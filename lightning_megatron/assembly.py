@@ -1,0 +1,184 @@
+"""From a whole module to this rank's part of it, ready to run steps.
+
+The order matters, and is the same on every rank::
+
+    agree on random state -> convert dtype -> split layers over tensor ranks -> cut into stages
+        -> materialize what is on the meta device -> move -> recompute -> engine -> agree on weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron import checks
+from lightning_megatron.engine import EngineOptions, StepEngine
+from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random_state, agree_on_weights, materialize
+from lightning_megatron.mesh import Holders, ParallelMesh
+from lightning_megatron.parallelize import ParallelReport, parallelize
+from lightning_megatron.pipeline.partition import make_partition
+from lightning_megatron.pipeline.recompute import Recompute, recompute_layers
+from lightning_megatron.pipeline.stage import StageModule, stage_of
+from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.tensor_state import TensorState
+
+_SPLIT = "_lightning_megatron_split"
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """How the user wants the module divided; see ``MegatronStrategy``."""
+
+    pipeline_layers: str
+    pipeline_split: str | Sequence[int]
+    pipeline_placement: Mapping[str, str] | None
+    activation_recompute: Recompute
+    tensor_plan: str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How an earlier run split a module over tensor-parallel ranks; kept with the module, like the cut itself."""
+
+    size: int
+    state: TensorState
+    report: ParallelReport
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What a run needs of a module.
+
+    Attributes:
+        module: this rank's part.
+        engine: runs its steps.
+        tensor_state: how its tensors are split.
+        report: the tensor-parallel plan, where layers were split.
+        groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
+    """
+
+    module: pl.LightningModule
+    engine: StepEngine
+    tensor_state: TensorState
+    report: ParallelReport | None
+    groups: dict[Holders, Any]
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients have to be summed over ranks or micro-batches, so that there must be buckets."""
+        return self.engine.sums_gradients and not _brings_own_parallelism(self.module)
+
+
+class Assembler:
+    """Divides one module over the mesh.
+
+    Args:
+        mesh: the grid.
+        device: this rank's device.
+        precision: converts the module and its parameters.
+        options: how to divide the module.
+        engine_options: passed on to the engine.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        device: torch.device,
+        precision: Precision,
+        options: ModuleOptions,
+        engine_options: EngineOptions,
+    ) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._precision = precision
+        self._options = options
+        self._engine_options = engine_options
+
+    def assemble(self, module: pl.LightningModule) -> Assembled:
+        """Divide ``module``, in place.
+
+        Args:
+            module: whole, or divided by an earlier run of the same layout.
+
+        Raises:
+            ValueError: the module cannot be divided so; the message says what to change.
+            RuntimeError: an earlier run cut the module for another layout.
+        """
+        mesh = self._mesh
+        agree_on_random_state(mesh, self._device)
+        seed = agree_on_base_seed(self._device)
+        streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
+        module = self._precision.convert_module(module)  # type: ignore[assignment]
+        tensor_state, report = self._split_layers(module)
+        stage = self._cut(module, streams)
+        materialize(module, self._device, seed, tensor_state.table)
+        module.to(self._device)
+        if self._options.activation_recompute is not None or stage is not None:
+            recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
+        engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)
+        groups: dict[Holders, Any] = {}
+        if not _brings_own_parallelism(module):
+            holders = {name: engine.holders_of(name) for name, _ in module.named_parameters()}
+            groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
+            agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
+        return Assembled(module, engine, tensor_state, report, groups)
+
+    def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
+        """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
+        tensor = self._mesh.layout.tensor
+        earlier: _Split | None = module.__dict__.get(_SPLIT)
+        if earlier is not None or stage_of(module) is not None:
+            before = earlier.size if earlier is not None else 1
+            if before != tensor:
+                raise RuntimeError(checks.already_split(before, tensor))
+        if tensor == 1 or _brings_own_parallelism(module):
+            return TensorState(), None
+        if earlier is None:
+            group = self._mesh.group("tensor_parallel")
+            with self._precision.forward_context():
+                report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
+            earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)
+        return earlier.state, earlier.report
+
+    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
+        earlier = stage_of(module)
+        mesh = self._mesh
+        if mesh.layout.pipeline == 1:
+            if earlier is not None:
+                raise RuntimeError(checks.already_cut(earlier, 1))
+            return None
+        schedule = self._engine_options.make_schedule(mesh.layout.pipeline, 1, forward_only=True)
+        if earlier is not None:
+            owners = tuple(schedule.owner(virtual)[0] for virtual in range(schedule.virtual_stages))
+            if earlier.partition.owners != owners or earlier.stage != mesh.stage:
+                raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
+            earlier.cursor.use_streams(streams)
+            return earlier
+        partition = make_partition(
+            module,
+            schedule,
+            pipeline_layers=self._options.pipeline_layers,
+            pipeline_split=self._options.pipeline_split,
+            placement=self._options.pipeline_placement,
+        )
+        return StageModule(module, partition, mesh.stage, self._device, streams)
+
+    def _all_holders(self, stage: StageModule | None, tensor_state: TensorState) -> list[Holders]:
+        """Every combination of holders in the world besides one stage's own: equal on all ranks."""
+        sets = stage.partition.shared_stage_sets() if stage is not None else []
+        holders = [Holders(stages, False) for stages in sets]
+        if tensor_state.sums_gradients:
+            singles = [(index,) for index in range(self._mesh.layout.pipeline)]
+            holders += [Holders(stages, True) for stages in (*sets, *singles)]
+        return holders
+
+
+def _brings_own_parallelism(module: pl.LightningModule) -> bool:
+    """Whether the module's own ``configure_model`` has split it (``parallelize_module``, ``fully_shard``)."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
