@@ -201,3 +201,21 @@ def by_name(info: RankInfo) -> Any:
 def in_precision(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], precision: str) -> Any:
     """The losses of two epochs in another precision."""
     return _fit(info, layout, arguments, build("nanogpt"), precision=precision)[0]
+
+
+def two_trainers(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """Trains with one Trainer, goes on with a second, and evaluates with a third."""
+    torch.manual_seed(3)
+    module = FlatModule()
+    first = _fit(info, layout, arguments, module, max_epochs=1)
+    second = _fit(info, layout, arguments, module, max_epochs=1)
+    trainer = trainer_for(info, layout, arguments)
+    return [first, second, trainer.validate(module, verbose=False)]
+
+
+def another_layout(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """Goes on with a module that holds one tensor-parallel part as if it were whole."""
+    torch.manual_seed(3)
+    module = FlatModule()
+    _fit(info, layout, {**arguments, "tensor_parallel_size": 2}, module, max_epochs=1)
+    return _fit(info, (1, 2), arguments, module, max_epochs=1)

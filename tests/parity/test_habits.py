@@ -58,3 +58,16 @@ def test_other_precisions_stay_as_close_as_their_digits(precision: str, toleranc
     (plain,) = run_trainers(habits.in_precision, None, {}, precision, devices=1)
     for outcome in run_trainers(habits.in_precision, (2, 1), {}, precision, devices=2):
         assert outcome.value == pytest.approx(plain.value, abs=tolerance)
+
+
+@pytest.mark.parametrize(("layout", "tensor"), [((2, 1), 1), ((1, 1), 2)])
+def test_a_module_goes_from_one_trainer_to_the_next(layout: Any, tensor: int) -> None:
+    expected = one_process(habits.two_trainers)
+    devices = layout[0] * layout[1] * tensor
+    for outcome in run_trainers(habits.two_trainers, layout, {"tensor_parallel_size": tensor}, devices=devices):
+        assert not list(differences("", outcome.value, expected, 1e-9))
+
+
+def test_a_part_of_a_module_is_not_taken_for_a_whole_one() -> None:
+    for outcome in run_trainers(habits.another_layout, (1, 1), {}, devices=2, check=False, grace=20.0):
+        assert "`tensor_parallel_size=2` by an earlier run" in f"{outcome.error}{outcome.output}", outcome
