@@ -120,11 +120,15 @@ def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_divisible(value: int, size: int, what: str) -> None:
-    """Raise a ``ValueError`` that names the two nearest sizes that can be split over ``size`` ranks."""
+    """Raise a ``ValueError`` that names what would fit: other tensor-parallel sizes, and the two nearest values."""
     if value % size:
         below, above = value // size * size, (value // size + 1) * size
-        choice = f"use {below} or {above}" if below else f"use {above}"
-        raise ValueError(f"{what} is {value}, not divisible by the tensor-parallel size {size}; {choice}.")
+        values = f"{below} or {above}" if below else f"{above}"
+        fitting = [str(other) for other in range(1, 2 * size) if value % other == 0][-2:]
+        raise ValueError(
+            f"{what} is {value}, not divisible by the tensor-parallel size {size}; use "
+            f"`tensor_parallel_size={' or '.join(fitting)}`, or change the {value} to {values}."
+        )
 
 
 def _all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:

@@ -73,8 +73,7 @@ class ParallelMesh:
 
         Returns:
             The groups that this rank belongs to: all data and context replicas, on those stages, and all tensor
-            ranks or
-            only this one.
+            ranks or only this one.
         """
         mine: dict[Holders, dist.ProcessGroup] = {}
         singles = sorted({holder for holder in holders if len(holder.stages) == 1 and holder.over_tensor})

@@ -22,7 +22,7 @@ from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
 from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.metrics import MetricRouter
-from lightning_megatron.parallelize import ParallelReport
+from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.partition import Partition
 from lightning_megatron.pipeline.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedule import Placement
@@ -251,15 +251,24 @@ class MegatronStrategy(StateStrategy):
         with device, self.precision_plugin.tensor_init_context():
             yield
 
-    def explain(self) -> str:
+    def explain(self, module: torch.nn.Module | None = None) -> str:
         """The tensor-parallel plan as a table: each module, its style, shapes, and collectives.
 
+        Args:
+            module: whole, also on the meta device, to see the plan that it would get; needs no processes. By default
+                the module in training.
+
         Raises:
-            RuntimeError: no module has been split yet.
+            RuntimeError: no module was given, and none has been split yet.
+            ValueError: there is no plan for ``module``.
         """
+        if module is not None:
+            plan, sequence = self._module_options.tensor_plan, self._engine_options.sequence_parallel
+            return explain(module, self._sizes["tensor"], plan, sequence).explain()
         if self.parallel_report is None:
             raise RuntimeError(
-                "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1."
+                "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1. Give a "
+                "module, `strategy.explain(module)`, to see its plan now."
             )
         return self.parallel_report.explain()
 

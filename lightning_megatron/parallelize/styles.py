@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from enum import Enum
+from enum import StrEnum
 
 
-class Style(str, Enum):
+class Style(StrEnum):
     """How one module is split over the tensor group."""
 
     COLWISE = "colwise"

@@ -8,10 +8,10 @@ thousands of ranks can be studied on a laptop without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an instruction does; the value is the letter drawn in grids.
 
     ``BACKWARD`` is the whole backward of a chunk. Zero-bubble schedules split it in ``BACKWARD_INPUT`` (the gradient
@@ -73,7 +73,7 @@ class Instruction:
         return f"{text}{'>' if self.kind.is_send else '<'}{self.peer}"
 
 
-class Placement(str, Enum):
+class Placement(StrEnum):
     """Which virtual stage a chunk of a rank is.
 
     With 3 stages and 2 chunks, written as ``rank: virtual stages of chunk 0, chunk 1``::

@@ -287,9 +287,9 @@ def test_explicit_plan_that_computes_something_else_is_refused_naming_the_layer(
 
 @run_ranks(tensor=4)
 def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do(mesh):
-    with pytest.raises(ValueError, match=r"attention heads.* is 6, not divisible .* 4; use 4 or 8"):
+    with pytest.raises(ValueError, match=r"attention heads.* is 6, not divisible .* 4; use .*size=3 or 6.* to 4 or 8"):
         parallelize(hugging_face("llama", num_attention_heads=6, hidden_size=48), mesh)
-    with pytest.raises(ValueError, match=r"down_proj.* is 50, not divisible .*; use 48 or 52"):
+    with pytest.raises(ValueError, match=r"down_proj.* is 50, not divisible .*; use .*size=2 or 5.* to 48 or 52"):
         parallelize(hugging_face("llama", intermediate_size=50), mesh)
 
 

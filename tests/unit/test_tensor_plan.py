@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli import app
 from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
@@ -29,6 +30,13 @@ def test_module_without_weights_gets_the_plan_of_the_same_module_with_weights(na
     assert any(not sharding.replicated for sharding in on_cpu.parameters.values())
     after = real.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before) and not hasattr(real, "_sharding")
+
+
+def test_strategy_explains_the_plan_of_a_module_before_any_process_starts():
+    strategy = MegatronStrategy(tensor_parallel_size=2)
+    assert strategy.explain(hugging_face("gpt2")) == explain(hugging_face("gpt2"), 2).explain()
+    with pytest.raises(RuntimeError, match=r"strategy\.explain\(module\)"):
+        strategy.explain()
 
 
 def test_plan_names_styles_shapes_and_collectives():
