@@ -1,0 +1,139 @@
+"""One folder on a mounted file system, or anywhere fsspec reaches.
+
+What differs between the two is only how a file becomes durable and whether a folder can be renamed in one step;
+everything above this module asks for those by name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+
+class Folder:
+    """A folder by path or URL.
+
+    Args:
+        path: ``/runs/a``, ``file:///runs/a``, ``memory://a``, ``s3://bucket/a``, ...
+        storage_options: options of the fsspec file system.
+    """
+
+    def __init__(self, path: Any, storage_options: dict[str, Any] | None = None) -> None:
+        self._options = dict(storage_options or {})
+        self.fs, found = fsspec.core.url_to_fs(os.fspath(path), **self._options)
+        self.path: str = found.rstrip("/") or found
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def __str__(self) -> str:
+        return self.path if self.is_local else self.fs.unstrip_protocol(self.path)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    def child(self, name: str) -> Folder:
+        """A folder inside."""
+        return self._at(f"{self.path}/{name}" if name else self.path)
+
+    def sibling(self, name: str) -> Folder:
+        """A folder beside this one."""
+        return self._at(f"{self.path.rpartition('/')[0]}/{name}")
+
+    def _at(self, path: str) -> Folder:
+        other = object.__new__(Folder)
+        other._options, other.fs, other.path, other.is_local = self._options, self.fs, path, self.is_local
+        return other
+
+    def open(self, name: str, mode: str) -> IO[bytes]:
+        """Open a file for reading (``"rb"``) or writing (``"wb"``)."""
+        where = f"{self.path}/{name}"
+        return open(where, mode) if self.is_local else self.fs.open(where, mode)
+
+    def read(self, name: str) -> bytes:
+        """A whole small file."""
+        with self.open(name, "rb") as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """A whole small file, flushed to the disk."""
+        with self.open(name, "wb") as file:
+            file.write(data)
+            self.flush(file)
+
+    def flush(self, file: IO[bytes]) -> None:
+        """Bring an open file's bytes to the disk; remote ones are durable once closed."""
+        file.flush()
+        if self.is_local:
+            os.fsync(file.fileno())
+
+    def flush_names(self) -> None:
+        """Bring the folder's own entries to the disk."""
+        if not self.is_local:
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def size(self, name: str) -> int | None:
+        """Size of a file in bytes; ``None`` if there is none."""
+        try:
+            return int(self.fs.size(f"{self.path}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def has(self, name: str) -> bool:
+        """Whether a file or folder of that name is inside."""
+        return bool(self.fs.exists(f"{self.path}/{name}"))
+
+    def exists(self) -> bool:
+        """Whether anything is at this path."""
+        return bool(self.fs.exists(self.path))
+
+    def is_file(self) -> bool:
+        """Whether a file is at this path."""
+        return bool(self.fs.isfile(self.path))
+
+    def make(self) -> None:
+        """Create the folder and its parents, if they are not there."""
+        self.fs.makedirs(self.path, exist_ok=True)
+
+    def folders(self) -> list[Folder]:
+        """The folders inside, by name."""
+        self.fs.invalidate_cache(self.path)
+        if not self.fs.isdir(self.path):
+            return []
+        entries = self.fs.ls(self.path, detail=True)
+        return [self._at(e["name"].rstrip("/")) for e in sorted(entries, key=_by_name) if e["type"] == "directory"]
+
+    def rename_to(self, other: Folder) -> None:
+        """Give the folder another name on the same (local) file system, in one step."""
+        Path(self.path).rename(other.path)
+        other.sibling("").flush_names()
+
+    def remove_file(self, name: str) -> None:
+        """Delete a file inside; nothing happens if there is none."""
+        if self.has(name):
+            self.fs.rm_file(f"{self.path}/{name}")
+
+    def remove(self) -> None:
+        """Delete the folder and everything in it, the link if it is one, or the file; nothing if nothing is there."""
+        if self.is_local:
+            path = Path(self.path)
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            elif path.is_dir():
+                shutil.rmtree(path)
+        elif self.exists():
+            self.fs.rm(self.path, recursive=True)
+
+
+def _by_name(entry: dict[str, Any]) -> str:
+    return str(entry["name"])
