@@ -80,12 +80,82 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT),
 }
 
+_FEW = {**WIDE, "intermediate_size": 48, "max_position_embeddings": 64}
+_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+# More of them, tried less often.
+FURTHER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**LLAMA, "head_dim": 8}),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {**LLAMA, "use_qkv_bias": True}),
+    "stablelm, head norms": ("StableLmForCausalLM", "StableLmConfig", {**LLAMA, "qk_layernorm": True}),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", LLAMA),
+    "cohere": ("CohereForCausalLM", "CohereConfig", LLAMA),
+    "cohere, head norms": ("CohereForCausalLM", "CohereConfig", {**LLAMA, "use_qk_norm": True}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**LLAMA, "sliding_window": 8}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", LLAMA),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", LLAMA),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**LLAMA, "head_dim": 8}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**LLAMA, "head_dim": 8}),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", LLAMA),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", LLAMA),
+    "persimmon": ("PersimmonForCausalLM", "PersimmonConfig", _FEW),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4, "max_position_embeddings": 64},
+            **{"attention_types": [[["global", "local"], 1]], **SPECIAL},
+        },
+    ),
+    "biogpt": ("BioGptForCausalLM", "BioGptConfig", {**_FEW, "layerdrop": 0.0}),
+    "xglm": (
+        "XGLMForCausalLM",
+        "XGLMConfig",
+        {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, **SPECIAL},
+    ),
+    "ctrl": ("CTRLLMHeadModel", "CTRLConfig", {"n_embd": 32, "dff": 48, "n_layer": 2, "n_head": 4, **SPECIAL}),
+    "opt, projected": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**WIDE, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 16},
+    ),
+    "gpt_neox, one residual": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**NEOX, "use_parallel_residual": False}),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapaneseForCausalLM",
+        "GPTNeoXJapaneseConfig",
+        {**WIDE, "intermediate_multiple_size": 2, "max_position_embeddings": 64},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 3, **_EXPERTS}),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**LLAMA, "num_experts": 3, **_EXPERTS}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 3, **_EXPERTS},
+    ),
+    "roberta": ("RobertaForCausalLM", "RobertaConfig", {**_FEW, "is_decoder": True}),
+    "electra": ("ElectraForCausalLM", "ElectraConfig", {**_FEW, "embedding_size": 16, "is_decoder": True}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64, **SPECIAL},
+    ),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_FEW, "embedding_size": 16}),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            **{"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64, **SPECIAL},
+        },
+    ),
+}
+
 
 def hugging_face(name: str, dropout: float = 0.0, **changes: Any) -> nn.Module:
     """A tiny model in float64, its weights large enough that a wrong head shows."""
     import transformers
 
-    model, config, options = ARCHITECTURES[name]
+    model, config, options = {**ARCHITECTURES, **FURTHER}[name]
     settings = getattr(transformers, config)(**{**options, **changes})
     for key, value in vars(settings).items():
         if "drop" in key and isinstance(value, float):

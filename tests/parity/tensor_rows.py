@@ -1,0 +1,233 @@
+"""Rows of the tensor-parallel parity table: which module, split how, trained how, against one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.pipeline.p2p import StageLinks
+from tests.harness import RankInfo, run_trainers
+from tests.multi.tensor_models import ARCHITECTURES, FURTHER, VOCABULARY, Encoder, NanoGPT, enlarged, hugging_face
+from tests.parity.compare import compare
+from tests.parity.row import CLIPS
+from tests.parity.train import Recorder, Trace, local_weights, make_trainer
+from tests.parity.zoo.tasks import Task
+
+STRICT = 1e-9
+# Hugging Face norms, softmax, rotary tables and losses that run in float32 whatever the weights are.
+FLOAT32 = 1e-5
+
+
+class TensorTask(Task):
+    """Tokens spread over a vocabulary of which every rank holds a part; loss outside the network.
+
+    A key's bias has no gradient but rounding noise, which Adam would blow up to full steps: ``eps`` is large enough.
+    """
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        batch = default_collate(samples)  # two labels ignored per row: token means of micro-batches stay exact
+        return batch["tokens"] * 10 + 5, (batch["labels"] * 10 + 7).where(batch["labels"] >= 0, -100)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]).transpose(1, 2), batch[1], label_smoothing=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3, eps=1e-6)
+
+
+class GPTTask(TensorTask):
+    """The network computes its loss; the step logs an accuracy, which needs whole logits."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits, _ = self.net(batch[0])
+        if self.training:
+            self.log("accuracy", (logits.argmax(-1) == batch[0]).double().mean(), sync_dist=True)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), batch[1].reshape(-1))
+
+
+class PretrainedTask(TensorTask):
+    """A Hugging Face model with its own loss, or with the step's loss on its logits."""
+
+    def __init__(self, name: str, labels: bool) -> None:
+        super().__init__(hugging_face(name))
+        self.labels = labels
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.labels:
+            return self.net(input_ids=batch[0], labels=batch[1]).loss
+        logits = self.net(input_ids=batch[0]).logits[..., :-1, :]
+        losses = F.cross_entropy(logits.flatten(0, 1), batch[1][:, 1:].flatten(), reduction="none")
+        return losses.sum() / (batch[1][:, 1:] >= 0).sum()
+
+
+def _encoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return enlarged(Encoder(**options).double())
+
+
+def _gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return enlarged(NanoGPT().double())
+
+
+OWN = {
+    "nanogpt": lambda: GPTTask(_gpt()),
+    "encoder": lambda: TensorTask(_encoder()),
+    "encoder_seq_first": lambda: TensorTask(_encoder(batch_first=False, norm_first=True)),
+}
+PRETRAINED = {**ARCHITECTURES, **FURTHER}
+# Encoder and decoder are two lists of layers: neither a pipeline nor sequence shards.
+ONE_STAGE = {"t5"}
+UNSHARDED_SEQUENCE = {"t5"}
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A training run over tensor ranks.
+
+    Attributes:
+        module: key of `OWN` or `PRETRAINED`; a trailing ``+`` lets a Hugging Face model compute its loss.
+        tensor: tensor-parallel size, or 0 for the plain one-process Trainer.
+        stages: pipeline size.
+        replicas: data-parallel size.
+        sequence: whether sequence parallelism is on.
+        clip: key of `CLIPS`.
+        accumulate: batches per optimizer step.
+        schedule: name of the pipeline schedule.
+        others: further arguments of the strategy, as an expression.
+        steps: optimizer steps.
+    """
+
+    module: str
+    tensor: int = 2
+    stages: int = 1
+    replicas: int = 1
+    sequence: bool = False
+    clip: str = "norm"
+    accumulate: int = 1
+    schedule: str = "1f1b"
+    others: str = "{}"
+    steps: int = field(default=6, repr=False)
+
+    @property
+    def devices(self) -> int:
+        return max(1, self.tensor * self.stages * self.replicas)
+
+    @property
+    def reference(self) -> TensorRow:
+        """The same training on one process."""
+        return replace(self, tensor=0, stages=1, replicas=1, sequence=False, schedule="1f1b", others="{}")
+
+    @property
+    def tolerance(self) -> float:
+        return STRICT if self.module in OWN else FLOAT32
+
+    def __str__(self) -> str:
+        layout = f"tp{self.tensor}xpp{self.stages}xdp{self.replicas}" + ("-sequence" if self.sequence else "")
+        rest = "" if self.schedule == "1f1b" else f"-{self.schedule}"
+        rest += "" if self.others == "{}" else f"-{self.others}"
+        return f"{self.module}-{layout}-{self.clip}-acc{self.accumulate}{rest}"
+
+
+def build(name: str) -> LightningModule:
+    """The module of a row, from a fixed seed."""
+    if name in OWN:
+        return OWN[name]()
+    return PretrainedTask(name.removesuffix("+"), labels=name.endswith("+"))
+
+
+def train_row(info: RankInfo, row: TensorRow) -> Trace:
+    """Fits the row's module with validation, and returns what this rank saw; weights are gathered."""
+    trace, clip, strategy = Trace(), CLIPS[row.clip], "auto"
+    StageLinks.scatter_from = 1  # so that these small tensors travel in parts too
+    if row.tensor:
+        strategy = MegatronStrategy(
+            tensor_parallel_size=row.tensor,
+            pipeline_parallel_size=row.stages,
+            data_parallel_size=row.replicas,
+            sequence_parallel=row.sequence,
+            pipeline_schedule=row.schedule,
+            micro_batch_size=2 if row.stages > 1 else "auto",
+            **eval(row.others),
+        )
+    trainer = make_trainer(
+        info,
+        strategy,
+        max_steps=row.steps,
+        accumulate_grad_batches=row.accumulate,
+        gradient_clip_val=clip[0] if clip else None,
+        gradient_clip_algorithm=clip[1] if clip else None,
+        num_sanity_val_steps=1,
+        callbacks=[Recorder(trace)],
+    )
+    module = build(row.module)
+    trainer.fit(module)
+    trace.weights = trainer.strategy.full_state_dict() if row.tensor else local_weights(module)
+    trace.steps = trainer.global_step
+    return trace
+
+
+@functools.lru_cache(maxsize=64)
+def reference(row: TensorRow) -> Trace:
+    """The one-process run, made once."""
+    trace: Trace = run_trainers(train_row, row, devices=1)[0].value
+    return trace
+
+
+def check_row(row: TensorRow) -> None:
+    """Runs ``row`` and its reference.
+
+    Raises:
+        AssertionError: listing every difference beyond the module's tolerance.
+    """
+    outcomes = run_trainers(train_row, row, devices=row.devices, deadline=180.0, grace=20.0)
+    traces = [outcome.value for outcome in outcomes]
+    names = set(reference(row.reference).weights)
+    for trace in traces:  # buffers are part of a state, not of this comparison
+        trace.weights = {name: value.double() for name, value in trace.weights.items() if name in names}
+    found = list(compare(traces, reference(row.reference), row.tolerance, row.replicas == 1))
+    assert not found, f"{row}: {len(found)} differences\n" + "\n".join(found[:12])
+
+
+EIGHT = ("llama", "gpt2+", "opt", "bloom+", "gpt_neox", "gptj+", "falcon", "qwen3+")
+WIDELY = (*OWN, *EIGHT, "qwen2", "mistral+", "gemma3", "phi", "falcon, one key/value head+")
+
+
+def everyday() -> list[TensorRow]:
+    """Every pair of (tensor size, stages, replicas, sequence shards), over different modules."""
+    return [
+        TensorRow("nanogpt", tensor=2, stages=2, replicas=1, sequence=True, accumulate=2),
+        TensorRow("encoder", tensor=4, stages=1, replicas=1, sequence=True, clip="value"),
+        TensorRow("encoder_seq_first", tensor=2, stages=1, replicas=2, sequence=True),
+        TensorRow("llama", tensor=4, stages=2, replicas=1, sequence=False, steps=3),
+        TensorRow("gpt2+", tensor=2, stages=1, replicas=2, sequence=False, accumulate=2),
+        TensorRow("bloom", tensor=2, stages=2, replicas=1, sequence=False, clip="value"),
+    ]
+
+
+def everything() -> Iterator[TensorRow]:
+    """Every layout over the main modules; every other architecture twice."""
+    settings = itertools.cycle(itertools.product(CLIPS, (1, 2)))
+    layouts = list(itertools.product((2, 4), (1, 2), (1, 2), (False, True)))
+    for module, layout in itertools.product(WIDELY, layouts):
+        yield _row(module, layout, next(settings))
+    rest = [name for name in PRETRAINED if not {name, f"{name}+"} & set(WIDELY)]
+    for index, name in enumerate(rest):
+        yield _row(name, (2, 1 if name in ONE_STAGE else 2, 1, False), next(settings))
+        sequence = name not in UNSHARDED_SEQUENCE
+        yield _row(f"{name}+", (4 if index % 2 else 2, 1, 1 + index % 2, sequence), next(settings))
+
+
+def _row(module: str, layout: tuple[int, int, int, bool], setting: tuple[str, int]) -> TensorRow:
+    tensor, stages, replicas, sequence = layout
+    return TensorRow(module, tensor, stages, replicas, sequence, *setting)
