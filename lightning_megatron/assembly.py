@@ -15,9 +15,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch.distributed.tensor import DTensor
 
 from lightning_megatron import checks
+from lightning_megatron.data_parallel.own_split import agree_on_start, splits_itself
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random_state, agree_on_weights, materialize
 from lightning_megatron.mesh import Holders, ParallelMesh
@@ -72,7 +72,7 @@ class Assembled:
     @property
     def needs_gradients(self) -> bool:
         """Whether gradients have to be summed over ranks or micro-batches, so that there must be buckets."""
-        return self.engine.sums_gradients and not _brings_own_parallelism(self.module)
+        return self.engine.sums_gradients and not self.engine.splits_itself
 
 
 class Assembler:
@@ -111,6 +111,8 @@ class Assembler:
             RuntimeError: an earlier run cut the module for another layout.
         """
         mesh = self._mesh
+        if splits_itself(module):
+            self._check_own_split()
         agree_on_random_state(mesh, self._device)
         seed = agree_on_base_seed(self._device)
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
@@ -123,7 +125,9 @@ class Assembler:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
         engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)
         groups: dict[Holders, Any] = {}
-        if not _brings_own_parallelism(module):
+        if engine.splits_itself:
+            self._agree_on_own_split(module)
+        else:
             holders = {name: engine.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
@@ -137,7 +141,7 @@ class Assembler:
             before = earlier.size if earlier is not None else 1
             if before != tensor:
                 raise RuntimeError(checks.already_split(before, tensor))
-        if tensor == 1 or _brings_own_parallelism(module):
+        if tensor == 1 or splits_itself(module):
             return TensorState(), None
         if earlier is None:
             group = self._mesh.group("tensor_parallel")
@@ -169,6 +173,19 @@ class Assembler:
         )
         return StageModule(module, partition, mesh.stage, self._device, streams)
 
+    def _check_own_split(self) -> None:
+        checks.check_own_split(
+            pipeline_parallel_size=(self._mesh.layout.pipeline, 1),
+            micro_batch_size=(self._engine_options.micro_batch_size, "auto"),
+            tensor_parallel_plan=(self._options.tensor_plan, "auto"),
+            sequence_parallel=(self._engine_options.sequence_parallel, False),
+            activation_recompute=(self._options.activation_recompute, None),
+        )
+
+    def _agree_on_own_split(self, module: pl.LightningModule) -> None:
+        sizes = {"data_parallel": self._mesh.layout.data, "tensor_parallel": self._mesh.layout.tensor}
+        agree_on_start(module, *(self._mesh.group(axis) if size > 1 else None for axis, size in sizes.items()))
+
     def _all_holders(self, stage: StageModule | None, tensor_state: TensorState) -> list[Holders]:
         """Every combination of holders in the world besides one stage's own: equal on all ranks."""
         sets = stage.partition.shared_stage_sets() if stage is not None else []
@@ -177,8 +194,3 @@ class Assembler:
             singles = [(index,) for index in range(self._mesh.layout.pipeline)]
             holders += [Holders(stages, True) for stages in (*sets, *singles)]
         return holders
-
-
-def _brings_own_parallelism(module: pl.LightningModule) -> bool:
-    """Whether the module's own ``configure_model`` has split it (``parallelize_module``, ``fully_shard``)."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -143,6 +143,24 @@ def _check_steps(module: pl.LightningModule) -> None:
             )
 
 
+def check_own_split(**options: tuple[Any, Any]) -> None:
+    """Refuse options that would be ignored for a module that has split itself with ``parallelize_module`` or
+    ``fully_shard``.
+
+    Args:
+        options: name of an option -> its value, and the only value that fits.
+
+    Raises:
+        MisconfigurationException: with the option to change.
+    """
+    for name, (value, wanted) in options.items():
+        if value != wanted:
+            raise MisconfigurationException(
+                f"`{name}={value!r}` does not fit a module whose own `configure_model` has split it (its parameters "
+                f"are DTensors): use `{name}={wanted!r}`, or leave the splitting to this strategy."
+            )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
     """Refuse optimizers that need the whole model at once when it is spread over stages.
 

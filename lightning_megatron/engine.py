@@ -17,10 +17,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.norm import global_norm, whole_norm
+from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
 from lightning_megatron.mesh import Holders, ParallelMesh, gather_rows
 from lightning_megatron.module_state import ModuleState
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
@@ -114,6 +114,10 @@ class StepEngine:
         self._executor: PipelineExecutor | None = None
         self._recorder = StepRecorder(device) if options.record_timeline else None
         self._segments: SegmentHooks | None = None
+        self.splits_itself = splits_itself(module)
+        replicated = self.splits_itself and mesh.layout.data > 1
+        self._replicas = ReplicaAverage(module, mesh.group("data_parallel")) if replicated else None
+        self._reduces = True
         self.gradients: GradientBuckets | None = None
         self.recorder: LogRecorder | None = None
 
@@ -215,6 +219,7 @@ class StepEngine:
 
     def begin_plain_gradients(self, *, reduce: bool) -> None:
         """Prepare the buckets for a backward that Lightning runs."""
+        self._reduces = reduce
         if self.gradients is not None:
             self.gradients.begin(fresh=None, reduce=reduce, divide_by=self._mesh.layout.data)
             self.gradients.set_final(True)
@@ -223,12 +228,14 @@ class StepEngine:
         """Wait for the sums over replicas and publish ``.grad``."""
         if self.gradients is not None:
             self.gradients.finish()
+        elif self._replicas is not None and self._reduces:
+            self._replicas.average()
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """2-norm of the gradients of ``parameters`` over the whole model, each counted once."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         counted = [p.grad for p in parameters if p.grad is not None and self._counts(names.get(id(p)))]
-        if any(isinstance(gradient, DTensor) for gradient in counted):
+        if self.splits_itself:
             return whole_norm(counted)
         layout = self._mesh.layout
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []

@@ -33,9 +33,15 @@ def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.
 
 
 def whole_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """2-norm of gradients that are ``DTensor``s and know by themselves how they are spread."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """2-norm of the gradients of a module that has split itself: ``DTensor``s know how they are spread, and of plain
+    tensors every rank has the whole.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.stack(whole).norm() if whole else torch.zeros(())
 
 
 def squared_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -19,12 +19,12 @@ class Narrowing:
     """The view handed to a module, and the tensor that it stands for.
 
     Args:
-        key: position or keyword of the argument.
+        keys: positions or keywords of the arguments that are the tensor.
         parts: size of the tensor group.
     """
 
-    def __init__(self, key: int | str, parts: int) -> None:
-        self._key = key
+    def __init__(self, keys: Sequence[int | str], parts: int) -> None:
+        self._keys = keys
         self._parts = parts
         self._view: Tensor | None = None
         self._whole: Tensor | None = None
@@ -39,11 +39,11 @@ class Narrowing:
         return handles
 
     def _hand_over_view(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._whole = args[self._key] if isinstance(self._key, int) else kwargs[self._key]
-        self._view = self._whole.narrow(-1, 0, self._whole.shape[-1] // self._parts)
-        if isinstance(self._key, int):
-            return (*args[: self._key], self._view, *args[self._key + 1 :]), kwargs
-        return args, {**kwargs, self._key: self._view}
+        first = self._keys[0]
+        whole: Tensor = args[first] if isinstance(first, int) else kwargs[first]
+        self._whole, self._view = whole, whole.narrow(-1, 0, whole.shape[-1] // self._parts)
+        shown = tuple(self._view if index in self._keys else value for index, value in enumerate(args))
+        return shown, {key: self._view if key in self._keys else value for key, value in kwargs.items()}
 
     def _give_whole(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (self._whole, *args[1:]) if args and args[0] is self._view and self._view is not None else None

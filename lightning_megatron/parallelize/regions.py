@@ -20,6 +20,9 @@ from lightning_megatron.parallelize.kinds import is_linear, linear_sizes
 from lightning_megatron.parallelize.styles import Style
 from lightning_megatron.parallelize.trace import Trace
 
+Door = tuple[str, tuple[int | str, ...]]
+"""A module around projections, and the arguments (positions or keywords) in which it is handed what they read."""
+
 
 @dataclass
 class Region:
@@ -41,7 +44,7 @@ class Region:
         arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
             or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
         sizes: attention sizes, if it is an attention.
-        narrowed: module and argument whose width its code reads, to be shown the local one (see ``narrowing``).
+        narrowed: module and arguments whose width its code reads, to be shown the local one (see ``narrowing``).
         note: what was decided and why, for people.
     """
 
@@ -56,7 +59,7 @@ class Region:
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     arguments: dict[int | str, str] = field(default_factory=dict)
     sizes: HeadSizes | None = None
-    narrowed: tuple[str, int | str] | None = None
+    narrowed: Door | None = None
     note: str = ""
 
     @property
@@ -179,20 +182,21 @@ def columns_between(columns: list[str], other_rows: list[str]) -> list[str]:
     return [c for c in columns if all(len(common_parent([c, r])) <= len(common_parent(columns)) for r in other_rows)]
 
 
-def holder_of(trace: Trace, region: Region) -> tuple[str, int | str] | None:
-    """The module around the columns that was handed the very tensor they read, and the argument it came in."""
+def holder_of(trace: Trace, region: Region) -> Door | None:
+    """The module around the columns that was handed the very tensor they read, and the arguments it came in."""
     holder = parent(region.columns[0])
     if holder not in trace.calls or any(parent(name) != holder for name in region.columns):
         return None
     call, x = trace.calls[holder], trace.input_of(region.columns[0])
     if any(trace.input_of(name) is not x for name in region.columns):
         return None
-    keys: list[int | str] = []
+    places: list[int | str | None] = []
     named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for key, value in named:
-        keys += [key for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    index = next((i for i, tensor in enumerate(call.tensors) if tensor is x), None)
-    return None if index is None else (holder, keys[index])
+        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        places += [key if isinstance(value, Tensor) else None] * len(inside)
+    found = tuple(k for k, tensor in zip(places, call.tensors, strict=True) if k is not None and tensor is x)
+    return (holder, found) if found else None
 
 
 def parent(name: str) -> str:

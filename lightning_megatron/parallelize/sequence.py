@@ -14,7 +14,7 @@ gradients, and the table says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_megatron.collectives import gather_for_shards, gather_from_group,
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.examples import LENGTH
-from lightning_megatron.parallelize.regions import Region, holder_of
+from lightning_megatron.parallelize.regions import Door, Region, holder_of
 from lightning_megatron.parallelize.report import ModuleRow
 from lightning_megatron.parallelize.sequence_check import check_layers
 from lightning_megatron.parallelize.styles import Style
@@ -40,14 +40,14 @@ class SequencePlan:
         module: the module.
         layers: names of the trunk's layers, in execution order.
         dim: the sequence's dim in their hidden state.
-        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and the argument,
-            or None when the projections gather it.
+        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and the
+            arguments, or None when the projections gather it.
     """
 
     module: nn.Module
     layers: list[str]
     dim: int
-    doors: dict[str, tuple[str, int | str] | None] = field(default_factory=dict)
+    doors: dict[str, Door | None] = field(default_factory=dict)
 
     def splits(self, region: Region) -> bool:
         """Whether the region lies in the trunk, where the sequence is split."""
@@ -75,8 +75,8 @@ class SequencePlan:
             layer.register_forward_pre_hook(_opening(stream), with_kwargs=True, prepend=True)
             layer.register_forward_hook(_closing(stream))
             layer.register_forward_hook(_forgetting(stream), always_call=True)
-        for name, key in {door for door in self.doors.values() if door is not None}:
-            hook = _entering(key, self.dim, group)
+        for name, keys in {door for door in self.doors.values() if door is not None}:
+            hook = _entering(keys, self.dim, group)
             self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def rows(self) -> list[ModuleRow]:
@@ -158,7 +158,7 @@ def _sequence_dim(hidden: Tensor, name: str) -> int:
     return places[0]
 
 
-def _door(trace: Trace, region: Region, layers: list[str]) -> tuple[str, int | str] | None:
+def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
     inputs = {id(trace.input_of(name)) for name in region.columns}
     if len(inputs) > 1:
         raise ValueError(
@@ -183,16 +183,16 @@ def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -
 
 
 def _replace(
-    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str | None, change: Callable[[Tensor], Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], keys: Sequence[int | str], change: Callable[[Tensor], Tensor]
 ) -> Any:
-    """Arguments with one of them changed; None stands for the hidden state."""
-    if key is None:
-        key = 0 if args else "hidden_states"
-    if isinstance(key, int):
-        if key < len(args):
-            return (*args[:key], change(args[key]), *args[key + 1 :]), kwargs
-        return args, kwargs
-    return args, {**kwargs, key: change(kwargs[key])}
+    """Arguments with one tensor changed, wherever in them it stands."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    changed: Any = None
+    for key in keys:
+        if key in named:
+            changed = change(named[key]) if changed is None else changed
+            named[key] = changed
+    return tuple(named[index] for index in range(len(args))), {key: named[key] for key in kwargs}
 
 
 def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -207,14 +207,14 @@ def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
         return split_to_group(x, dim, group)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace(args, kwargs, None, change)
+        return _replace(args, kwargs, (0,) if args else ("hidden_states",), change)
 
     return hook
 
 
-def _entering(key: int | str, dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace(args, kwargs, key, lambda x: gather_for_shards(x, dim if x.dim() > 2 else 0, group))
+        return _replace(args, kwargs, keys, lambda x: gather_for_shards(x, dim if x.dim() > 2 else 0, group))
 
     return hook
 

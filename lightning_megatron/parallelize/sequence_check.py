@@ -21,7 +21,7 @@ from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.examples import BATCH
 from lightning_megatron.parallelize.patterns import generalize
 from lightning_megatron.parallelize.probe import TOLERANCE
-from lightning_megatron.parallelize.regions import Region
+from lightning_megatron.parallelize.regions import Door, Region
 from lightning_megatron.parallelize.styles import Style
 from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
 
@@ -31,7 +31,7 @@ def check_layers(
     blueprint: Blueprint,
     trace: Trace,
     layers: list[str],
-    doors: dict[str, tuple[str, int | str] | None],
+    doors: dict[str, Door | None],
     dim: int,
 ) -> None:
     """Run each kind of layer, and each kind of module at whose call the sequence is gathered, on part of the sequence.
@@ -79,7 +79,7 @@ class _Check:
         length = self._shape[self._dim]
         return tree_map(lambda x: _last_tokens(x, self._dim, length, length // 2), value)
 
-    def answers_of(self, region: Region, door: tuple[str, int | str] | None) -> dict[str, Any]:
+    def answers_of(self, region: Region, door: Door | None) -> dict[str, Any]:
         """What the modules of a region answer: all tokens inside, this rank's at its end."""
         calls = self._trace.calls
         if door is None:
@@ -90,12 +90,12 @@ class _Check:
             inside = {door[0]: calls[door[0]].output}
         return {**inside, region.row: self.part(calls[region.row].output)}
 
-    def door_fits(self, door: tuple[str, int | str], row: str) -> bool:
+    def door_fits(self, door: Door, row: str) -> bool:
         """Whether a module handed the whole sequence uses it for its region only (and adds no residual to it)."""
         if not row.startswith(f"{door[0]}."):
             return True
         call = self._trace.calls[door[0]]
-        whole = {door[1]}
+        whole = set(door[1])
         args = tuple(v if i in whole else self._shorter(v) for i, v in enumerate(call.args))
         kwargs = {k: v if k in whole else self._shorter(v) for k, v in call.kwargs.items()}
         return not self._difference(call, args, kwargs, {row: self.part(self._trace.calls[row].output)})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.parallelize.blueprint import Blueprint
-from lightning_megatron.parallelize.regions import Region
+from lightning_megatron.parallelize.regions import Door, Region
 from lightning_megatron.parallelize.sequence import SequencePlan
 
 VOCABULARY = 32768
@@ -75,8 +75,8 @@ class Study:
                 attributes={(rename(name), key): value for (name, key), value in region.attributes.items()},
             )
 
-    def _doors(self, sequence: SequencePlan) -> dict[str, tuple[str, int | str] | None]:
-        doors: dict[str, tuple[str, int | str] | None] = {}
+    def _doors(self, sequence: SequencePlan) -> dict[str, Door | None]:
+        doors: dict[str, Door | None] = {}
         for row, door in sequence.doors.items():
             for rename in self._renames(row):
                 doors[rename(row)] = None if door is None else (rename(door[0]), door[1])

@@ -20,7 +20,7 @@ from typing import Any
 from tests.harness import worker
 from tests.harness.job import Job, JobFailed, Outcome, RankInfo, check_function, pack, unpack
 
-MAX_WORKERS = 8
+MAX_WORKERS = 16
 DEADLINE = 120.0  # seconds a job may take
 GRACE = 5.0  # seconds the other ranks get to end by themselves once one has failed
 _ENVIRONMENT = {

@@ -171,3 +171,46 @@ class ListLayers(nn.Module):
             x = x + attention(first(x))
             x = x + mlp(second(x))
         return self.head(x)
+
+
+class ThreeInputs(nn.Module):
+    """Attention handed one tensor as query, key and value, as textbooks write it; sizes from the query."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, length, width = query.shape
+        shape = (batch, -1, self.heads, width // self.heads)
+        q, k, v = self.to_q(query).view(shape), self.to_k(key).view(shape), self.to_v(value).view(shape)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / (width // self.heads) ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        return self.to_out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(batch, length, width))
+
+
+class TextbookLayer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention, self.norms = ThreeInputs(width, heads), nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
+        self.feed_forward = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norms[0](x + self.attention(x, x, value=x, mask=mask))
+        return self.norms[1](x + self.feed_forward(x))
+
+
+class Textbook(nn.Module):
+    """A causal post-norm transformer out of these layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.stack = nn.ModuleList([TextbookLayer(32, 4) for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask, x = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1), self.embed(ids)
+        for layer in self.stack:
+            x = layer(x, mask)
+        return self.head(x)

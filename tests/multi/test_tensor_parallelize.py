@@ -32,7 +32,7 @@ from tests.multi.tensor_models import (
     hugging_face,
     tokens,
 )
-from tests.multi.tensor_models_own import BareLayers, ImageModel, ListLayers, Translator
+from tests.multi.tensor_models_own import BareLayers, ImageModel, ListLayers, Textbook, Translator
 
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 GATHERS = {"phi3", "olmo2", "codegen"}
@@ -124,6 +124,7 @@ def test_hugging_face_model_on_four_ranks_matches_one_process(mesh, name):
 OWN = {
     "nanoGPT": (NanoGPT, nano_loss),
     "nanoGPT, head size kept": (lambda: NanoGPT(HeadwiseAttention), nano_loss),
+    "textbook": (Textbook, encoder_loss),
     "encoder": (Encoder, encoder_loss),
     "encoder, norm first": (lambda: Encoder(norm_first=True), encoder_loss),
     "encoder, sequence first": (lambda: Encoder(batch_first=False), encoder_loss),

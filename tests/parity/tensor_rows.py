@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.p2p import StageLinks
 from tests.harness import RankInfo, run_trainers
-from tests.multi.tensor_models import ARCHITECTURES, FURTHER, VOCABULARY, Encoder, NanoGPT, enlarged, hugging_face
+from tests.multi.tensor_models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
@@ -86,9 +86,8 @@ OWN = {
     "encoder_seq_first": lambda: TensorTask(_encoder(batch_first=False, norm_first=True)),
 }
 PRETRAINED = {**ARCHITECTURES, **FURTHER}
-# Encoder and decoder are two lists of layers: neither a pipeline nor sequence shards.
-ONE_STAGE = {"t5"}
-UNSHARDED_SEQUENCE = {"t5"}
+# Encoder and decoder are two lists of layers, and ALBERT's layers are one: neither a pipeline nor sequence shards.
+ONE_STAGE = {"t5", "bart", "albert"}
 
 
 @dataclass(frozen=True)
@@ -223,9 +222,9 @@ def everything() -> Iterator[TensorRow]:
         yield _row(module, layout, next(settings))
     rest = [name for name in PRETRAINED if not {name, f"{name}+"} & set(WIDELY)]
     for index, name in enumerate(rest):
-        yield _row(name, (2, 1 if name in ONE_STAGE else 2, 1, False), next(settings))
-        sequence = name not in UNSHARDED_SEQUENCE
-        yield _row(f"{name}+", (4 if index % 2 else 2, 1, 1 + index % 2, sequence), next(settings))
+        if name not in ONE_STAGE:
+            yield _row(name, (2, 2, 1, False), next(settings))
+        yield _row(f"{name}+", (4 if index % 2 else 2, 1, 1 + index % 2, name not in ONE_STAGE), next(settings))
 
 
 def _row(module: str, layout: tuple[int, int, int, bool], setting: tuple[str, int]) -> TensorRow:

@@ -1,0 +1,111 @@
+"""Replicas of a module that has split itself, with ``parallelize_module`` or ``fully_shard`` in ``configure_model``.
+
+Its parameters are ``DTensor``s that know how they are spread, and gradients inside their mesh come out complete. What
+the module left to others are the axes that its meshes do not have: a module split over tensor ranks alone has as many
+replicas as the grid has data-parallel ranks, and its remaining plain parameters are copied on every rank.
+
+===========================  ==========================  ===========================
+parameter                    start: copied from rank 0   gradient: averaged over
+===========================  ==========================  ===========================
+DTensor over tensor          of the data group           the data group
+DTensor over data, tensor    --                          --
+plain tensor                 of data and tensor group    the data group
+===========================  ==========================  ===========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+DATA_AXIS = "data_parallel"
+
+
+def splits_itself(module: nn.Module) -> bool:
+    """Whether the module's own code has split it."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _spread_over_data(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and DATA_AXIS in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def agree_on_start(module: nn.Module, data_group: Any | None, tensor_group: Any | None) -> None:
+    """Make what the module left whole equal on all ranks that hold it.
+
+    Args:
+        module: split by itself.
+        data_group: group of its replicas, or None for one replica.
+        tensor_group: group of its tensor-parallel ranks, or None for one.
+    """
+    tensors: Iterable[Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
+    with torch.no_grad():
+        for tensor in tensors:
+            groups = [] if _spread_over_data(tensor) else [data_group]
+            groups += [] if isinstance(tensor, DTensor) else [tensor_group]
+            for group in groups:
+                if group is not None and not tensor.is_meta:
+                    _copy_from_first(_local(tensor), group)
+
+
+def _copy_from_first(tensor: Tensor, group: Any) -> None:
+    values = tensor.contiguous()
+    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+    if values is not tensor:
+        tensor.copy_(values)
+
+
+class ReplicaAverage:
+    """Averages the gradients of a module's replicas after a backward.
+
+    Args:
+        module: split by itself.
+        data_group: group of its replicas.
+    """
+
+    def __init__(self, module: nn.Module, data_group: Any) -> None:
+        self._group = data_group
+        self._parameters = [p for p in module.parameters() if p.requires_grad and not _spread_over_data(p)]
+
+    def average(self) -> None:
+        """Replace ``.grad`` by its mean over the replicas; a gradient that no replica has stays ``None``."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            self._average(parameters)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        present = [p.grad is not None for p in parameters]
+        pieces = [_local(p).new_zeros(_local(p).shape) if p.grad is None else _local(p.grad) for p in parameters]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        held = torch.tensor(present, dtype=torch.int32, device=flat.device)
+        dist.all_reduce(flat, group=self._group)
+        dist.all_reduce(held, group=self._group)
+        flat.div_(dist.get_world_size(self._group))
+        parts = flat.split([piece.numel() for piece in pieces])
+        for parameter, part, piece, holders in zip(parameters, parts, pieces, held.tolist(), strict=True):
+            if holders:
+                _set_gradient(parameter, part.view(piece.shape))
+
+
+def _set_gradient(parameter: nn.Parameter, values: Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None:
+        _local(gradient).copy_(values)
+    elif isinstance(parameter, DTensor):
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        parameter.grad = DTensor.from_local(
+            values, mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
+        )
+    else:
+        parameter.grad = values.clone()
