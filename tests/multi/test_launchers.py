@@ -21,6 +21,7 @@ START_SECONDS, END_SECONDS = 150.0, 15.0
 LAUNCHERS = {
     "lightning": [sys.executable, str(SCRIPT)],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)],
+    "slurm": [sys.executable, str(Path(__file__).with_name("like_srun.py")), "2", str(SCRIPT)],
 }
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")]
 
