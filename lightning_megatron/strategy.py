@@ -21,6 +21,7 @@ from lightning_megatron import checks, lightning_state
 from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
 from lightning_megatron.layer_profile import insert_profile
+from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.partition import Partition
@@ -29,7 +30,7 @@ from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
-from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
+from lightning_megatron.replay import StepResult
 from lightning_megatron.state_strategy import StateStrategy
 from lightning_megatron.tensor_state import TensorState
 
@@ -171,6 +172,7 @@ class MegatronStrategy(StateStrategy):
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
+        self._replay = LogReplay()
         self._optimizer_names: list[lightning_state.GroupNames] = []
 
     @property
@@ -298,7 +300,7 @@ class MegatronStrategy(StateStrategy):
             accumulate = module.trainer.accumulate_grad_batches
             fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
             result = self._engine.train(step, batch, accumulate=accumulate, fresh=fresh, reduce=self._reduce_gradients)
-            replay(module, result)
+            self._replay(module, result)
             return lightning_state.training_output(result)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +321,7 @@ class MegatronStrategy(StateStrategy):
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
             result: StepResult = self._engine.evaluate(step, batch, name)
-            replay(self.lightning_module, result)
+            self._replay(self.lightning_module, result)
             return result.output
 
     @staticmethod
@@ -361,7 +363,7 @@ class MegatronStrategy(StateStrategy):
         hook = self.lightning_module._current_fx_name
         self.lightning_module._current_fx_name = "training_step"
         with self.precision_plugin.train_step_context():
-            replay(self.lightning_module, self._engine.finish_plain(result))
+            self._replay(self.lightning_module, self._engine.finish_plain(result))
         self.lightning_module._current_fx_name = hook
 
     @contextmanager
