@@ -114,19 +114,3 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
         torch.cuda.current_device()
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     return ParallelMesh(layout, dist.get_rank(), device_mesh)
-
-
-def gather_rows(row: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows of all ranks of ``group``, in group order.
-
-    Args:
-        row: this rank's values, ``[n]``.
-        size: ranks in the group.
-        group: the group.
-
-    Returns:
-        ``[size, n]``, equal on every rank.
-    """
-    rows = torch.empty(size, row.numel(), dtype=row.dtype, device=row.device)
-    dist.all_gather(list(rows.unbind()), row, group=group)
-    return rows
