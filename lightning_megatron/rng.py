@@ -19,7 +19,7 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,15 @@ class SegmentStreams:
         self._steps = {True: 0, False: 0}
         self._step_state = _START
         self._micro_batch_states: dict[int, int] = {}
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed, and how many steps were run; equal on all ranks."""
+        return {"seed": self._seed, "training": self._steps[True], "evaluation": self._steps[False]}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the next step of the run that was saved."""
+        self._seed = state["seed"]
+        self._steps = {True: state["training"], False: state["evaluation"]}
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
@@ -145,10 +154,11 @@ def state_digest() -> int:
 
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:
-    """State of Python's, NumPy's (if anyone imported it) and torch's global generators."""
+    """State of Python's, NumPy's (if anyone imported it) and torch's global generators, as plain data."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

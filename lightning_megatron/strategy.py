@@ -31,7 +31,9 @@ from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.replay import StepResult
+from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.state_strategy import StateStrategy
+from lightning_megatron.stored_state import GroupNames, parameter_names
 from lightning_megatron.tensor_state import TensorState
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -173,7 +175,7 @@ class MegatronStrategy(StateStrategy):
         self._scheduled = False
         self._unreplayed: StepResult | None = None
         self._replay = LogReplay()
-        self._optimizer_names: list[lightning_state.GroupNames] = []
+        self._optimizer_names: list[GroupNames] = []
 
     @property
     def precision_plugin(self) -> Precision:
@@ -237,6 +239,15 @@ class MegatronStrategy(StateStrategy):
         return self._assembled.tensor_state if self._assembled is not None else TensorState()
 
     @property
+    def _streams(self) -> SegmentStreams | None:
+        return self._assembled.streams if self._assembled is not None else None
+
+    def _layout_details(self) -> dict[str, Any]:
+        options = self._engine_options
+        schedule = options.schedule if isinstance(options.schedule, str) else "custom"
+        return {"schedule": schedule, "chunks": options.chunks, "sequence_parallel": options.sequence_parallel}
+
+    @property
     def parallel_report(self) -> ParallelReport | None:
         """The tensor-parallel plan; ``None`` before ``setup`` and with one tensor-parallel rank."""
         return self._assembled.report if self._assembled is not None else None
@@ -280,7 +291,7 @@ class MegatronStrategy(StateStrategy):
         self._reset_optimizers_and_schedulers()
         with self._whole_view():
             super().setup_optimizers(trainer)
-            names = lightning_state.parameter_names(self.lightning_module)
+            names = parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
