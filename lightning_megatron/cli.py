@@ -10,6 +10,7 @@ import typer
 from lightning_megatron.commands.explain import explain
 from lightning_megatron.commands.plan import plan
 from lightning_megatron.commands.predict import predict
+from lightning_megatron.commands.rehearse import rehearse
 from lightning_megatron.commands.timeline import timeline
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command("timeline")(timeline)
 app.command("plan")(plan)
 app.command("predict")(predict)
 app.command("explain")(explain)
+app.command("rehearse")(rehearse)
 
 
 def main() -> None:

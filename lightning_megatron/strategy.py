@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +21,6 @@ from lightning_megatron import checks, lightning_state
 from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
 from lightning_megatron.layer_profile import insert_profile
-from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.partition import Partition
@@ -30,11 +29,12 @@ from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
-from lightning_megatron.replay import StepResult
-from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
 from lightning_megatron.state_strategy import StateStrategy
-from lightning_megatron.stored_state import GroupNames, parameter_names
 from lightning_megatron.tensor_state import TensorState
+
+if TYPE_CHECKING:
+    from lightning_megatron.rehearsal import Rehearsal
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -174,8 +174,7 @@ class MegatronStrategy(StateStrategy):
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
-        self._replay = LogReplay()
-        self._optimizer_names: list[GroupNames] = []
+        self._optimizer_names: list[lightning_state.GroupNames] = []
 
     @property
     def precision_plugin(self) -> Precision:
@@ -239,15 +238,6 @@ class MegatronStrategy(StateStrategy):
         return self._assembled.tensor_state if self._assembled is not None else TensorState()
 
     @property
-    def _streams(self) -> SegmentStreams | None:
-        return self._assembled.streams if self._assembled is not None else None
-
-    def _layout_details(self) -> dict[str, Any]:
-        options = self._engine_options
-        schedule = options.schedule if isinstance(options.schedule, str) else "custom"
-        return {"schedule": schedule, "chunks": options.chunks, "sequence_parallel": options.sequence_parallel}
-
-    @property
     def parallel_report(self) -> ParallelReport | None:
         """The tensor-parallel plan; ``None`` before ``setup`` and with one tensor-parallel rank."""
         return self._assembled.report if self._assembled is not None else None
@@ -263,6 +253,29 @@ class MegatronStrategy(StateStrategy):
         device = torch.device("meta" if empty_init else "cpu")
         with device, self.precision_plugin.tensor_init_context():
             yield
+
+    def rehearse(
+        self, module: pl.LightningModule | Callable[[], Any], batch: Any = None, *, world_size: int, rank: int = 0,
+        devices_per_node: int = 8, **trainer: Any,
+    ) -> Rehearsal:  # fmt: skip
+        """Build and run one step as ``rank`` of ``world_size`` would, in this process and without memory for weights.
+
+        Args:
+            module: the module, or a function that makes it; used up by the rehearsal.
+            batch: what one replica's loader would give; by default the first batch of the module's own.
+            world_size: ranks of the launch.
+            rank: which of them to be.
+            devices_per_node: ranks on each node.
+            trainer: arguments of the Trainer that matter to a step, such as ``gradient_clip_val``.
+
+        Returns:
+            What that rank holds, does and sends; see :func:`lightning_megatron.rehearsal.rehearse`.
+        """
+        from lightning_megatron.rehearsal import rehearse
+
+        return rehearse(
+            self, module, batch, world_size=world_size, rank=rank, devices_per_node=devices_per_node, **trainer
+        )
 
     def explain(self, module: torch.nn.Module | None = None) -> str:
         """The tensor-parallel plan as a table: each module, its style, shapes, and collectives.
@@ -291,7 +304,7 @@ class MegatronStrategy(StateStrategy):
         self._reset_optimizers_and_schedulers()
         with self._whole_view():
             super().setup_optimizers(trainer)
-            names = parameter_names(self.lightning_module)
+            names = lightning_state.parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
@@ -311,7 +324,7 @@ class MegatronStrategy(StateStrategy):
             accumulate = module.trainer.accumulate_grad_batches
             fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
             result = self._engine.train(step, batch, accumulate=accumulate, fresh=fresh, reduce=self._reduce_gradients)
-            self._replay(module, result)
+            replay(module, result)
             return lightning_state.training_output(result)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +345,7 @@ class MegatronStrategy(StateStrategy):
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
             result: StepResult = self._engine.evaluate(step, batch, name)
-            self._replay(self.lightning_module, result)
+            replay(self.lightning_module, result)
             return result.output
 
     @staticmethod
@@ -374,7 +387,7 @@ class MegatronStrategy(StateStrategy):
         hook = self.lightning_module._current_fx_name
         self.lightning_module._current_fx_name = "training_step"
         with self.precision_plugin.train_step_context():
-            self._replay(self.lightning_module, self._engine.finish_plain(result))
+            replay(self.lightning_module, self._engine.finish_plain(result))
         self.lightning_module._current_fx_name = hook
 
     @contextmanager

@@ -58,10 +58,8 @@ class Builder:
         if self.sequence is not None:
             self.sequence.install(self.group)
             self.rows += self.sequence.rows()
-        self.rows.sort(key=lambda row: self._order().get(row.name, 0))
-
-    def _order(self) -> dict[str, int]:
-        return {name: i for i, (name, _) in enumerate(self.module.named_modules())}
+        order = {name: index for index, (name, _) in enumerate(self.module.named_modules())}
+        self.rows.sort(key=lambda row: order.get(row.name, 0))
 
     def _region(self, region: Region) -> None:
         sequence = self._sequence_of(region)

@@ -1,1 +1,0 @@
-"""Loading data so that a run can stop anywhere and go on with the next sample."""

@@ -1,0 +1,76 @@
+"""Bytes of tensors by when they live: what a step keeps between forward and backward, and the most at any moment.
+
+Every storage that an operation returns is noted, and forgotten when torch frees it. The same meter reads a rehearsal,
+whose storages have a size but no memory, and a real run on the CPU; that is how the two are compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter:
+    """Counts live storages.
+
+    Attributes:
+        alive: bytes of the storages that live now.
+        peak: the most that lived at once since :meth:`start`.
+        kept: the most that lived when a backward began, above what lived at :meth:`start`: activations.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._base = 0
+        self._in_backward = False
+        self.alive = self.peak = self.kept = 0
+
+    def start(self) -> None:
+        """Begin to measure a step: what lives now is not an activation."""
+        self._base = self.peak = self.alive
+        self.kept = 0
+
+    def seen(self, tensor: Tensor) -> None:
+        """Note a tensor that an operation returned."""
+        backward = torch._C._current_graph_task_id() != -1
+        if backward and not self._in_backward:
+            self.kept = max(self.kept, self.alive - self._base)
+        self._in_backward = backward
+        storage = tensor.untyped_storage()
+        if id(storage) in self._known:
+            return
+        size = storage.nbytes()
+        self._known[id(storage)] = weakref.ref(storage, partial(self._freed, id(storage))), size
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def _freed(self, key: int, _: Any) -> None:
+        self.alive -= self._known.pop(key)[1]
+
+
+class Metered(TorchDispatchMode):
+    """Shows a meter every tensor of a real run."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self._meter.seen(leaf)
+        return result
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind ``tensors``, each counted once."""
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,135 @@
+"""Tensors without memory for everything large, real ones for everything small.
+
+Code that only moves large tensors about (layers, buckets, optimizers) never notices that they hold no numbers. Code
+that decides something reads small ones: seeds, sizes, checksums of batches. So parameters, and whatever is computed
+from them or is large, become fake tensors, which know their shape, type and place; the rest is computed as always.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LARGE = 1 << 20
+"""Elements from which a tensor gets no memory, even if no parameter is in it."""
+
+BUFFER = 1 << 10
+"""Elements from which a tensor of zeros, or without values, is a buffer and gets no memory once weights have none."""
+
+_aten = torch.ops.aten
+_device = torch.ops.prim.device.default
+_BUFFERS = frozenset({"empty", "zeros", "empty_strided"})
+_FACTORIES = _BUFFERS | {"ones", "full", "rand", "randn"}
+
+
+class Weightless(TorchDispatchMode):
+    """While active, large tensors get no memory.
+
+    Args:
+        seen: called with every tensor that an operation returns.
+
+    Attributes:
+        guesses: places in the code that read a number out of a tensor that has none, and what they were told.
+    """
+
+    def __init__(self, seen: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.guesses: dict[str, Any] = {}
+        self._seen = seen
+        self._weightless = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _device and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func in _READS and isinstance(args[0], FakeTensor):
+            return self._guess(func, args[0])
+        if FakeTensor in types or self._is_large(func, args, kwargs):
+            result = self.fake.__torch_dispatch__(func, types, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self._seen(leaf)
+        return result
+
+    def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation on real tensors alone would read or make a large one."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        place = kwargs.get("device") or (tensors[0].device if tensors else torch.device("cpu"))
+        if torch.device(place).type == "meta":
+            return False
+        if tensors:
+            if func is _aten.empty_like.default and tensors[0].is_meta:
+                return True  # a parameter built on the meta device is given its place
+            limit = BUFFER if self._weightless else LARGE
+            return any(t.is_floating_point() and not t.is_meta and t.numel() > limit for t in tensors)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if func.overloadpacket.__name__ not in _FACTORIES or not dtype.is_floating_point:
+            return False
+        size = next((arg for arg in args if isinstance(arg, (list, tuple))), [args[0]] if args else [])
+        buffer = self._weightless and func.overloadpacket.__name__ in _BUFFERS
+        return torch.Size(size).numel() > (BUFFER if buffer else LARGE)
+
+    def _guess(self, func: Any, tensor: Tensor) -> Any:
+        """A number for code that asks: the same every time, and remembered, for the answer is made up."""
+        if func is not _aten._local_scalar_dense.default:
+            answer: Any = True
+        elif tensor.dtype is torch.bool:
+            answer = True
+        else:
+            answer = 1.0 if tensor.is_floating_point() else 1
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and "rehearsal" not in f.filename]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
+        self.guesses.setdefault(place, answer)
+        return answer
+
+    def weightless(self, module: nn.Module) -> None:
+        """Take the memory of all parameters of ``module``, the small ones too; tied ones stay tied.
+
+        Small parameters are real until here, so that a tensor-parallel plan can be tried with numbers.
+        """
+        self._weightless = True
+        known: dict[int, nn.Parameter] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is None or parameter.is_meta or isinstance(parameter, FakeTensor):
+                    continue
+                if id(parameter) not in known:
+                    empty = self.fake.from_tensor(parameter.detach())
+                    known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                part._parameters[name] = known[id(parameter)]
+
+
+def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Stands in for ``nn.Module._apply``, which swaps fake tensors for new ones and cannot where they are referred to.
+
+    Parameters stay the objects they are and change their data, as real ones do.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            changed = function(parameter)
+        if isinstance(changed, FakeTensor) == isinstance(parameter, FakeTensor) and not parameter.is_meta:
+            parameter.data = changed
+        else:
+            module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default})

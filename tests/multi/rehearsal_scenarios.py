@@ -1,0 +1,134 @@
+"""A small GPT in real training, with everything written down that a rehearsal reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
+from lightning_megatron.rehearsal.paper import Ledger
+from lightning_megatron.rehearsal.run import _OneBatch, _Witness
+from tests.harness import RankInfo, ReusedProcesses
+
+VOCABULARY, SEQUENCE, LAYERS, HIDDEN, HEADS = 256, 32, 4, 64, 4
+
+
+class Block(nn.Module):
+    """One pre-norm layer. x: [batch, seq, hidden] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.output = nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        heads = (part(normed).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for part in self.parts())
+        x = x + self.output(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+    def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.query, self.key, self.value
+
+
+class SmallGPT(LightningModule):
+    """Next-token prediction; embedding and head are tied."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQUENCE, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        tokens, targets = batch
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def build() -> tuple[SmallGPT, tuple[Tensor, Tensor]]:
+    """The module and eight samples for one replica."""
+    tokens = torch.arange(8 * SEQUENCE).view(8, SEQUENCE) % VOCABULARY
+    return SmallGPT(), (tokens, tokens.roll(-1, 1))
+
+
+OPERATIONS = {
+    "allreduce_": "all-reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "barrier": "barrier",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+class Overheard(TorchDispatchMode):
+    """Writes every operation of torch's process groups into a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._note(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: Any) -> None:
+        operation = OPERATIONS[name]
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        whole = args[1] if name == "_reduce_scatter_base_" else args[0]
+        tensors = [] if name == "barrier" else torch.utils._pytree.tree_leaves(whole)
+        self.ledger.write(group, operation, tensors, args[2] if name in ("send", "recv_") else -1)
+
+
+def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
+    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said."""
+    meter, ledger = MemoryMeter(), Ledger()
+    with Metered(meter), Overheard(ledger):
+        module, batch = build()
+        witness = _Witness(ledger, meter)
+        strategy = MegatronStrategy(**settings)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=info.world_size,
+            strategy=strategy,
+            plugins=[ReusedProcesses(info)],
+            callbacks=[witness],
+            max_steps=1,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, _OneBatch(batch))
+    schedules = witness.found["schedules"]
+    steps = [s.instructions[strategy.mesh.stage] for (_, forward_only), s in schedules.items() if not forward_only]
+    return {
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "bytes": dict(witness.found["bytes_by_kind"]),
+        "instructions": tuple(str(step) for step in steps[-1]) if strategy.mesh.layout.pipeline > 1 else (),
+        "communication": {tuple(entry): count for entry, count in ledger.counts.items()},
+    }
