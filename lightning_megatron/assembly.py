@@ -60,6 +60,7 @@ class Assembled:
         engine: runs its steps.
         tensor_state: how its tensors are split.
         report: the tensor-parallel plan, where layers were split.
+        streams: random numbers of micro-batches and layers.
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
     """
 
@@ -67,6 +68,7 @@ class Assembled:
     engine: StepEngine
     tensor_state: TensorState
     report: ParallelReport | None
+    streams: SegmentStreams
     groups: dict[Holders, Any]
 
     @property
@@ -131,7 +133,7 @@ class Assembler:
             holders = {name: engine.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
-        return Assembled(module, engine, tensor_state, report, groups)
+        return Assembled(module, engine, tensor_state, report, streams, groups)
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
-from lightning_megatron.mesh import Holders, ParallelMesh, gather_rows
+from lightning_megatron.mesh import Holders, ParallelMesh
 from lightning_megatron.module_state import ModuleState
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
 from lightning_megatron.pipeline.micro_batches import (
@@ -112,6 +112,7 @@ class StepEngine:
         self._state = ModuleState(module) if stage is not None else None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
+        self._links: StageLinks | None = None
         self._recorder = StepRecorder(device) if options.record_timeline else None
         self._segments: SegmentHooks | None = None
         self.splits_itself = splits_itself(module)
@@ -187,7 +188,7 @@ class StepEngine:
         weights, total = self._weights(parts, across_replicas=True)
         scales = [weight / (total * accumulate) for weight in weights]
         self.gradients.begin(fresh=fresh, reduce=reduce)
-        result = self._run(call, parts, scales, weights, "training_step")
+        result = self._run(call, batch, parts, scales, weights, "training_step")
         self.gradients.withdraw()
         return result
 
@@ -200,7 +201,7 @@ class StepEngine:
         chosen = self._options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self._split(batch, chosen)
         weights, _ = self._weights(parts, across_replicas=False)
-        return self._run(call, parts, None, weights, name)
+        return self._run(call, batch, parts, None, weights, name)
 
     def record_plain(self, call: Callable[[Any], Any], batch: Any) -> tuple[Any, StepResult]:
         """Forward of one batch the plain way: the output keeps its graph; :meth:`finish_plain` completes the logs."""
@@ -273,6 +274,7 @@ class StepEngine:
     def _run(
         self,
         call: Callable[[Any], Any],
+        batch: Any,
         parts: list[Any],
         scales: list[float] | None,
         weights: list[float],
@@ -286,8 +288,9 @@ class StepEngine:
             if self._stage is None:
                 self._run_single(step)
             else:
-                self._check_equal_batches(parts)
-                self._pipeline().run(step)
+                executor = self._pipeline()
+                self._check_equal_batches(batch, len(parts))
+                executor.run(step)
             if not self._has_loss:
                 result = self._exchange.share(None)
                 assert self._state is not None
@@ -336,11 +339,11 @@ class StepEngine:
     def _pipeline(self) -> PipelineExecutor:
         if self._executor is None:
             assert self._stage is not None
-            links = StageLinks(
+            self._links = StageLinks(
                 self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device, self._equal_boundaries()
             )
             self._executor = PipelineExecutor(
-                self._stage, links, self._device, self._options.variable_shapes, self._recorder
+                self._stage, self._links, self._device, self._options.variable_shapes, self._recorder
             )
         self._executor.gradients = self.gradients
         return self._executor
@@ -367,11 +370,12 @@ class StepEngine:
             return None
         return gather_timeline(self._recorder, self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks)
 
-    def _check_equal_batches(self, parts: list[Any]) -> None:
+    def _check_equal_batches(self, batch: Any, micro_batches: int) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
-        mine = torch.tensor([checksum(parts), float(len(parts))], dtype=torch.float64, device=self._device)
-        everyone = gather_rows(mine, self._mesh.layout.pipeline, self._mesh.group("pipeline_parallel"))
-        if not bool((everyone == mine).all()):
+        assert self._links is not None
+        mine = [checksum(batch), float(micro_batches)]
+        before = self._links.compare_notes(self._mesh.stage, mine)
+        if before is not None and before != mine:
             raise RuntimeError(
                 "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
                 "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "

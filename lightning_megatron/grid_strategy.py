@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron import lightning_state
 from lightning_megatron.failure import FailureWatch, RemoteFailure
 from lightning_megatron.layout import Layout, resolve_layout
+from lightning_megatron.log_replay import ALREADY_REDUCED
 from lightning_megatron.mesh import ParallelMesh, build_mesh
-from lightning_megatron.replay import ALREADY_REDUCED
 
 
 class GridStrategy(ParallelStrategy):

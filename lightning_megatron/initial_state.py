@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.parallelize.kinds import as_written
 from lightning_megatron.rng import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.sharding import ShardSpec
 
@@ -102,8 +104,9 @@ def materialize(
     ``_reset_parameters``), from a stream seeded by its name. So weights depend on the seed alone, not on which rank
     holds them.
 
-    A parameter that is split over tensor-parallel ranks is initialised whole, one submodule at a time, and then cut,
-    so its logical values do not depend on the split either.
+    A parent comes after its children, as in torch's and Hugging Face's constructors, and may change what they drew
+    (GPT-2's scaled output projections). A parameter that is split over tensor-parallel ranks is initialised whole, one
+    layer at a time, and then cut, so its logical values do not depend on the split either.
 
     Args:
         module: this rank's part of the module.
@@ -117,16 +120,45 @@ def materialize(
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
     memo: dict[int, nn.Parameter] = {}
-    pending = [(name, child) for name, child in module.named_modules() if _holds_meta(child)]
-    for _, child in pending:
-        _allocate(child, device, memo)
+    units = _units(module)
+    for members in units:
+        for _, child, _ in members:
+            _allocate(child, device, memo)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for name, child in pending:
-            torch.manual_seed(mix(base_seed, *name.encode()))
-            whole = _show_whole(name, child, device, table)
-            _initialize(module, name, child)
-            _cut(child, whole)
+        for members in units:
+            whole = {name: _show_whole(name, child, device, table) for name, child, pending in members if pending}
+            for name, child, pending in members:
+                torch.manual_seed(mix(base_seed, *name.encode()))
+                _initialize(module, name, child, pending)
+            for name, child, pending in members:
+                if pending:
+                    _cut(child, whole[name])
+
+
+Member = tuple[str, nn.Module, bool]
+"""Name of a submodule, the submodule, and whether it holds tensors on the meta device itself."""
+
+
+def _units(module: nn.Module) -> list[list[Member]]:
+    """What is initialised together: a numbered layer with all its parts, children first, or a part outside them."""
+    units: dict[str, list[Member]] = {}
+    for name, child in _children_first(module, "", set()):
+        parts = name.split(".")
+        first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        pending = _holds_meta(child)
+        if pending or first is not None:
+            units.setdefault(name if first is None else ".".join(parts[: first + 1]), []).append((name, child, pending))
+    return [members for members in units.values() if any(pending for *_, pending in members)]
+
+
+def _children_first(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, child in module.named_children():
+        yield from _children_first(child, f"{name}.{key}" if name else key, seen)
+    yield name, module
 
 
 def _show_whole(
@@ -168,19 +200,20 @@ def _allocate(module: nn.Module, device: torch.device, memo: dict[int, nn.Parame
             module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _initialize(root: nn.Module, name: str, module: nn.Module) -> None:
-    own = next((m for m in ("reset_parameters", "_reset_parameters") if callable(getattr(module, m, None))), None)
-    if own is not None:
-        getattr(module, own)()
+def _initialize(root: nn.Module, name: str, module: nn.Module, pending: bool) -> None:
+    """Run the code that the module, as its author wrote it, brings to initialise itself, and that of those above."""
     inherited = _initializer_above(root, name)
-    if inherited is not None:
-        inherited(module)
-    if own is not None or inherited is not None:
-        return
-    raise RuntimeError(
-        f"`{name}` ({type(module).__name__}) was built on the meta device but cannot initialise itself; give it a "
-        "`reset_parameters()` method, or one of its parents an `_init_weights(module)`."
-    )
+    with as_written(module):
+        own = next((m for m in ("reset_parameters", "_reset_parameters") if callable(getattr(module, m, None))), None)
+        if own is not None and pending:
+            getattr(module, own)()
+        if inherited is not None:
+            inherited(module)
+    if pending and own is None and inherited is None:
+        raise RuntimeError(
+            f"`{name}` ({type(module).__name__}) was built on the meta device but cannot initialise itself; give it a "
+            "`reset_parameters()` method, or one of its parents an `_init_weights(module)`."
+        )
 
 
 def _initializer_above(root: nn.Module, name: str) -> Any:
@@ -188,6 +221,14 @@ def _initializer_above(root: nn.Module, name: str) -> Any:
     while name:
         name = name.rpartition(".")[0]
         initializer = getattr(root.get_submodule(name), "_init_weights", None)
-        if callable(initializer):
+        if callable(initializer) and _takes_one_argument(initializer):
             return initializer
     return None
+
+
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True

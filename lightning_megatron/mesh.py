@@ -6,7 +6,7 @@ A mesh is an argument wherever it is needed; nothing in this package keeps a gro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class ParallelMesh:
     layout: Layout
     rank: int
     device_mesh: DeviceMesh
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -61,7 +62,9 @@ class ParallelMesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
-        return self.device_mesh[axis].get_group()
+        if axis not in self._groups:  # DeviceMesh builds a submesh for every question
+            self._groups[axis] = self.device_mesh[axis].get_group()
+        return self._groups[axis]
 
     def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
         """Groups over which gradients are summed, besides the plain data-parallel ones.
@@ -111,19 +114,3 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
         torch.cuda.current_device()
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     return ParallelMesh(layout, dist.get_rank(), device_mesh)
-
-
-def gather_rows(row: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows of all ranks of ``group``, in group order.
-
-    Args:
-        row: this rank's values, ``[n]``.
-        size: ranks in the group.
-        group: the group.
-
-    Returns:
-        ``[size, n]``, equal on every rank.
-    """
-    rows = torch.empty(size, row.numel(), dtype=row.dtype, device=row.device)
-    dist.all_gather(list(rows.unbind()), row, group=group)
-    return rows

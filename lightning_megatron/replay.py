@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,12 @@ from torchmetrics import Metric
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
 
-_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_EMPTY = inspect.Parameter.empty
+LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_LOG_DEFAULTS = {
+    name: parameter.default for name, parameter in LOG_SIGNATURE.parameters.items() if parameter.default is not _EMPTY
+}
+_NOT_REPLAYED = ("sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
 _HEADER = 3
 _INLINE_VALUES = 61
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -61,7 +65,7 @@ class _Recorded:
     batch_size: int | None = None
 
 
-def _operation(reduce_fx: Any) -> str:
+def operation_of(reduce_fx: Any) -> str:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     name = name.lower()
     return {"avg": "mean"}.get(name, name) if name in ("mean", "avg", "sum", "min", "max") else "mean"
@@ -93,27 +97,25 @@ class LogRecorder:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""
-        bound = _LOG_SIGNATURE.bind(self._module, *args, **kwargs)
-        bound.apply_defaults()
-        options = dict(bound.arguments)
-        if options["rank_zero_only"]:
+        name, value, options = _log_call(self._module, args, kwargs)
+        if options.get("rank_zero_only"):
             self.rank_zero_calls.append((args, kwargs))
             return
-        for dropped in ("self", "sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph"):
-            options.pop(dropped)
-        name, value, batch_size = options.pop("name"), options.pop("value"), options.pop("batch_size")
         occurrence = self._counts.get(name, 0)
         self._counts[name] = occurrence + 1
         record = self._records.get((name, occurrence))
         if record is None:
-            metric = self._metric_name(value)
-            operation = _operation(options["reduce_fx"])
-            key = LogKey(name, operation, metric, _log_dtype(value), tuple(sorted(options.items())))
-            record = self._records[(name, occurrence)] = _Recorded(key)
+            record = self._records[(name, occurrence)] = _Recorded(self._key(name, value, options))
         record.values.append(self._as_tensor(value))
+        batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
+
+    def _key(self, name: str, value: Any, options: dict[str, Any]) -> LogKey:
+        every = {**_LOG_DEFAULTS, **options}
+        kept = tuple(sorted(item for item in every.items() if item[0] not in (*_NOT_REPLAYED, "batch_size")))
+        return LogKey(name, operation_of(every["reduce_fx"]), self._metric_name(value), _log_dtype(value), kept)
 
     def _metric_name(self, value: Any) -> str | None:
         if not isinstance(value, Metric):
@@ -151,6 +153,15 @@ class LogRecorder:
             row[1] = weights.sum()
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
         return keys, rows
+
+
+def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Name, value and the other arguments of a call of ``self.log``; the usual form without asking ``inspect``."""
+    if len(args) == 2 and kwargs.keys() <= _LOG_DEFAULTS.keys():
+        return args[0], args[1], kwargs
+    options = dict(LOG_SIGNATURE.bind(module, *args, **kwargs).arguments)
+    options.pop("self")
+    return options.pop("name"), options.pop("value"), options
 
 
 def _combine(operation: str, values: Tensor, weights: Tensor) -> Tensor:
@@ -289,55 +300,3 @@ class StepExchange:
 
     def _send(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, self._loss_rank, group=self._pipeline_group)
-
-
-class AlreadyReduced:
-    """Stands for a process group where a logged value is equal on all ranks already, so nothing needs reducing."""
-
-
-ALREADY_REDUCED = AlreadyReduced()
-
-
-def replay(module: pl.LightningModule, result: StepResult) -> None:
-    """Call the public ``self.log`` once per key with the aggregated value."""
-    if not result.keys:
-        return
-    assert result.rows is not None
-    for key, row in zip(result.keys, result.rows, strict=True):
-        options = dict(key.options)
-        value: Any = row[0].to(key.dtype)
-        if key.metric is not None:
-            value = _metric_with_cache(module, key.metric, value)
-            options["metric_attribute"] = key.metric
-        size = int(row[2])
-        options |= {"batch_size": size if size >= 0 else None, "sync_dist": True, "sync_dist_group": ALREADY_REDUCED}
-        pl.LightningModule.log(module, key.name, value, **options)
-
-
-def _metric_with_cache(module: pl.LightningModule, name: str, value: Tensor) -> Metric:
-    metric = module.get_submodule(name)
-    assert isinstance(metric, Metric)
-    if not bool(torch.isnan(value)):
-        metric._forward_cache = value  # type: ignore[assignment]
-    if not metric._update_count:
-        metric._update_count = 1
-    return metric
-
-
-def log_everywhere(module: pl.LightningModule, data_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """``self.log`` outside of a step, made equal over replicas unless the user restricts it to rank zero.
-
-    Args:
-        module: the user's module.
-        data_group: the replicas' group, or ``ALREADY_REDUCED`` with one replica.
-        args: positional arguments of ``self.log``.
-        kwargs: its keyword arguments.
-    """
-    bound = _LOG_SIGNATURE.bind(module, *args, **kwargs)
-    bound.apply_defaults()
-    options = dict(bound.arguments)
-    shared = not options["rank_zero_only"] and not isinstance(options["value"], Metric)
-    if shared and not options["sync_dist"]:
-        summed = _operation(options["reduce_fx"]) == "sum"
-        options |= {"sync_dist": True, "sync_dist_group": ALREADY_REDUCED if summed else data_group}
-    pl.LightningModule.log(**options)

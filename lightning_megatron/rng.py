@@ -19,7 +19,7 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,16 +27,21 @@ import torch
 from torch import nn
 
 _MASK = (1 << 63) - 1
+_START = 0x9E3779B97F4A7C15
 
 
 def mix(*values: int) -> int:
     """Hash integers into a seed of 63 bits (splitmix64's finaliser, applied value by value)."""
-    state = 0x9E3779B97F4A7C15
+    return absorb(_START, *values) & _MASK
+
+
+def absorb(state: int, *values: int) -> int:
+    """Go on from a state, so that what many seeds begin with is hashed once."""
     for value in values:
         state = (state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
-    return state & _MASK
+    return state
 
 
 class SegmentStreams:
@@ -55,7 +60,17 @@ class SegmentStreams:
         self._replica = replica
         self._seed = seed
         self._steps = {True: 0, False: 0}
-        self._step_seed = 0
+        self._step_state = _START
+        self._micro_batch_states: dict[int, int] = {}
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed, and how many steps were run; equal on all ranks."""
+        return {"seed": self._seed, "training": self._steps[True], "evaluation": self._steps[False]}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the next step of the run that was saved."""
+        self._seed = state["seed"]
+        self._steps = {True: state["training"], False: state["evaluation"]}
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
@@ -64,7 +79,9 @@ class SegmentStreams:
         Training steps are counted by themselves: one stage evaluates without streams, and must draw the same dropout.
         """
         self._steps[training] += 1
-        self._step_seed = mix(self._seed, self._steps[training], training)
+        step_seed = mix(self._seed, self._steps[training], training)
+        self._step_state = absorb(_START, step_seed, self._replica)
+        self._micro_batch_states = {}
         state = collect_rng_state(self._device)
         try:
             yield
@@ -79,7 +96,10 @@ class SegmentStreams:
             segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
             call: how often this segment of this micro-batch has been entered before.
         """
-        seed = mix(self._step_seed, self._replica, micro_batch, segment, call)
+        state = self._micro_batch_states.get(micro_batch)
+        if state is None:
+            state = self._micro_batch_states[micro_batch] = absorb(self._step_state, micro_batch)
+        seed = absorb(state, segment, call) & _MASK
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
@@ -134,10 +154,11 @@ def state_digest() -> int:
 
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:
-    """State of Python's, NumPy's (if anyone imported it) and torch's global generators."""
+    """State of Python's, NumPy's (if anyone imported it) and torch's global generators, as plain data."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

@@ -10,25 +10,56 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import lightning_state
+from lightning_megatron.data.resume import make_resumable
 from lightning_megatron.grid_strategy import GridStrategy
+from lightning_megatron.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.standin import whole_view
-from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
+from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO, megatron_checkpoint_io
+from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.run_state import Resumption, about, gather_to_first, replica_state
+from lightning_megatron.stored_state import (
+    GroupNames,
+    Kinds,
+    Match,
+    StatePlace,
+    aliases,
+    load_module,
+    load_optimizer,
+    match,
+    optimizer_templates,
+    parameter_names,
+    state_places,
+    stored_module,
+    stored_optimizer,
+)
 from lightning_megatron.tensor_state import TensorState
 
 
 class StateStrategy(GridStrategy):
     """A strategy whose ranks hold parts of one module's state; arguments as :class:`GridStrategy`."""
 
-    _optimizer_names: list[lightning_state.GroupNames]
+    _optimizer_names: list[GroupNames]
+    _resumption: Resumption | None = None
+
+    @property
+    def _streams(self) -> SegmentStreams | None:
+        """The random streams of micro-batches and layers; there are some from ``setup`` on."""
+        return None
+
+    def _layout_details(self) -> dict[str, Any]:
+        """What a checkpoint notes of the layout besides the sizes of the axes."""
+        return {}
 
     @property
     def _tensor_state(self) -> TensorState:
@@ -36,15 +67,21 @@ class StateStrategy(GridStrategy):
         return TensorState()
 
     @property
-    def checkpoint_io(self) -> CheckpointIO:
+    def checkpoint_io(self) -> MegatronCheckpointIO:
         """The checkpoint plugin in use."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MegatronCheckpointIO()
+        if not isinstance(self._checkpoint_io, MegatronCheckpointIO):
+            given = self._checkpoint_io
+            self._checkpoint_io = MegatronCheckpointIO() if given is None else megatron_checkpoint_io(given)
         return self._checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._checkpoint_io = io
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether optimizers go on with the state in the checkpoint."""
+        return self.checkpoint_io.load_optimizer
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -66,35 +103,63 @@ class StateStrategy(GridStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, split tensors in their logical shape (on the first tensor-parallel rank)."""
+        """This rank's part of the state; what is split over tensor-parallel ranks as pieces of logical tensors."""
         assert self.lightning_module is not None
-        return self._tensor_state.logical_state(self.lightning_module.state_dict())
+        return stored_module(self.lightning_module, self._tensor_state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
-        return lightning_state.gather_state_dict(self.lightning_module_state_dict(), self.mesh)
+        assert self.lightning_module is not None
+        logical = self._tensor_state.logical_state(self.lightning_module.state_dict())
+        return lightning_state.gather_state_dict(logical, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a whole or partial state."""
+        """Load this rank's part of a whole or partial state.
+
+        Raises:
+            RuntimeError: names of a plain state are missing or unexpected, and ``strict``.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if not checkpoint.get("lightning_megatron", {}).get("is_matched"):
+            kinds = {n: (v.shape, v.dtype) for n, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
+            found = self._match(kinds, {}, None)
+            if strict and (found.missing or found.unexpected):
+                raise RuntimeError(_does_not_fit(module, found))
+        load_module(module, checkpoint["state_dict"], self._tensor_state)
+
+    def _match(self, kinds: Kinds, saved_aliases: Mapping[str, str], prefixes: Mapping[str, str] | None) -> Match:
+        """Which stored tensor each tensor of the whole module is loaded from; collective over the pipeline."""
+        module, tensor = self.lightning_module, self._tensor_state
+        assert module is not None
+        state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+        own = {name: tensor.logical_shape(name, value) for name, value in state.items()}, aliases(module)
+        stages: list[Any] = [own]
+        if self.mesh.layout.pipeline > 1:
+            stages = [None] * self.mesh.layout.pipeline
+            dist.all_gather_object(stages, own, group=self.mesh.group("pipeline_parallel"))
+        shapes = {name: shape for stage in stages for name, shape in stage[0].items()}
+        further = {name: first for stage in stages for name, first in stage[1].items()}
+        return match(kinds, shapes, further, saved_aliases, prefixes)
+
+    def _places(self, optimizer: Optimizer) -> list[StatePlace]:
+        """Where an optimizer keeps the state of this rank's parameters."""
         assert self.lightning_module is not None
-        with self._whole_view():
-            whole = set(self.lightning_module.state_dict())
-        lightning_state.load_module(self.lightning_module, checkpoint, whole, strict, self._tensor_state)
+        return state_places(optimizer, self.lightning_module, self._tensor_state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer by parameter name."""
+        """State of an optimizer by parameter name, in pieces where it is split."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, candidate in enumerate(self.optimizers) if candidate is optimizer)
         assert self.lightning_module is not None
-        state = lightning_state.optimizer_state(optimizer, self._optimizer_names[index], self.lightning_module)
-        return self._tensor_state.logical_optimizer(state)
+        known = parameter_names(self.lightning_module)
+        return stored_optimizer(optimizer, self._optimizer_names[index], self._places(optimizer), known)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
-        assert self.lightning_module is not None
         states = checkpoint["optimizer_states"]
         for optimizer, names, state in zip(self.optimizers, self._optimizer_names, states, strict=True):
-            lightning_state.load_optimizer(optimizer, names, self.lightning_module, state, self._tensor_state)
+            load_optimizer(optimizer, names, self._places(optimizer), state)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -108,17 +173,94 @@ class StateStrategy(GridStrategy):
                 "together"
             )
             return
-        if isinstance(self.checkpoint_io, MegatronCheckpointIO) or self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        checkpoint["lightning_megatron"] = self._run_section(checkpoint)
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps for this package; whole on global rank 0."""
+        module, mesh = self.lightning_module, self.mesh
+        assert module is not None
+        layout, trainer = mesh.layout, module.trainer
+        tied = aliases(module)
+        extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}
+        stages = gather_to_first((tied, extra), mesh.group("pipeline_parallel"), mesh, layout.pipeline)
+        replica = replica_state(trainer, self.root_device)
+        return {
+            "local_aliases": tied,
+            "aliases": {name: first for stage in stages for name, first in stage[0].items()},
+            "extra": {name: value for stage in stages for name, value in stage[1].items()},
+            "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
+            "streams": self._streams.state_dict() if self._streams is not None else None,
+            "about": about(trainer, mesh, self._layout_details()),
+        }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file."""
-        assert self.lightning_module is not None
-        path = self.broadcast(checkpoint_path)
-        checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        if isinstance(self.checkpoint_io, MegatronCheckpointIO):
-            fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-            lightning_state.read_tensors(
-                self.checkpoint_io, path, checkpoint, self.lightning_module, fitting, self._tensor_state
-            )
+        module = self.lightning_module
+        assert module is not None
+        path, io = self.broadcast(checkpoint_path), self.checkpoint_io
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only)
+        if "state_dict" in checkpoint:
+            return checkpoint
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self._read_tensors(path, checkpoint, fitting and self.lightning_restore_optimizer)
+        self._resumption = None
+        if fitting and "loops" in checkpoint:
+            self._resumption = Resumption(checkpoint, module.trainer, self.mesh, self.root_device)
+            streams = checkpoint["lightning_megatron"]["streams"]
+            if streams is not None and self._streams is not None:
+                self._streams.load_state_dict(streams)
         return checkpoint
+
+    def _read_tensors(self, path: Any, checkpoint: dict[str, Any], with_optimizer: bool) -> None:
+        """Fill ``checkpoint`` with this rank's tensors.
+
+        Raises:
+            RuntimeError: the module's names or shapes are not those of the checkpoint, and it wants them to be.
+        """
+        module, io = self.lightning_module, self.checkpoint_io
+        assert module is not None
+        kinds, own = io.tensor_kinds(path), checkpoint["lightning_megatron"]
+        found = self._match(kinds, own["aliases"], io.prefixes)
+        if not found.fits:
+            if module.strict_loading:
+                raise RuntimeError(_does_not_fit(module, found))
+            rank_zero_warn(f"{path} fits {type(module).__name__} in part: {found}.")
+        wanted: dict[str, tuple[str, PiecedTensor]] = {}
+        for name, value in stored_module(module, self._tensor_state).items():
+            if name in found.stored and isinstance(value, (Tensor, PiecedTensor)):
+                wanted[name] = found.stored[name], as_pieces(value).empty_like()
+        states: list[dict[str, Any]] = []
+        for index, groups in enumerate(checkpoint.get("optimizer_groups", []) if with_optimizer else []):
+            state: dict[str, Any] = {}
+            states.append({"state": state, "param_groups": groups})
+            if index < len(self.optimizers):
+                places = self._places(self.optimizers[index])
+                templates = optimizer_templates(kinds, index, places, own["aliases"])
+                for stored, (name, key, pieces) in templates.items():
+                    wanted[stored] = stored, pieces
+                    state.setdefault(name, {})[key] = pieces if stored in kinds and pieces.shape else pieces.local
+        io.load_tensors(path, wanted)
+        checkpoint["state_dict"] = {name: pieces for name, (_, pieces) in wanted.items() if name in found.stored}
+        checkpoint["state_dict"] |= checkpoint.pop("state_dict_extra", {})
+        own["is_matched"] = True
+        if "optimizer_groups" in checkpoint:
+            checkpoint["optimizer_states"] = states
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """As :meth:`GridStrategy.process_dataloader`; training goes on where the checkpoint's run stopped."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if module is None or not module.trainer.training:
+            return dataloader
+        loader = make_resumable(dataloader)
+        if self._resumption is not None:
+            self._resumption.continue_loader(loader)
+        return loader
+
+
+def _does_not_fit(module: Any, found: Match) -> str:
+    return (
+        f"the checkpoint does not fit {type(module).__name__}: {found}; set `strict_loading = False` on the module to "
+        "load what fits, or name what moved with `MegatronCheckpointIO(prefixes={'old.': 'new.'})`."
+    )

@@ -21,6 +21,7 @@ from lightning_megatron import checks, lightning_state
 from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
 from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
 from lightning_megatron.layer_profile import insert_profile
+from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.partition import Partition
@@ -29,8 +30,10 @@ from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
-from lightning_megatron.replay import ALREADY_REDUCED, StepResult, log_everywhere, replay
+from lightning_megatron.replay import StepResult
+from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.state_strategy import StateStrategy
+from lightning_megatron.stored_state import GroupNames, parameter_names
 from lightning_megatron.tensor_state import TensorState
 
 if TYPE_CHECKING:
@@ -174,7 +177,8 @@ class MegatronStrategy(StateStrategy):
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
-        self._optimizer_names: list[lightning_state.GroupNames] = []
+        self._replay = LogReplay()
+        self._optimizer_names: list[GroupNames] = []
 
     @property
     def precision_plugin(self) -> Precision:
@@ -236,6 +240,15 @@ class MegatronStrategy(StateStrategy):
     @property
     def _tensor_state(self) -> TensorState:
         return self._assembled.tensor_state if self._assembled is not None else TensorState()
+
+    @property
+    def _streams(self) -> SegmentStreams | None:
+        return self._assembled.streams if self._assembled is not None else None
+
+    def _layout_details(self) -> dict[str, Any]:
+        options = self._engine_options
+        schedule = options.schedule if isinstance(options.schedule, str) else "custom"
+        return {"schedule": schedule, "chunks": options.chunks, "sequence_parallel": options.sequence_parallel}
 
     @property
     def parallel_report(self) -> ParallelReport | None:
@@ -304,7 +317,7 @@ class MegatronStrategy(StateStrategy):
         self._reset_optimizers_and_schedulers()
         with self._whole_view():
             super().setup_optimizers(trainer)
-            names = lightning_state.parameter_names(self.lightning_module)
+            names = parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
@@ -324,7 +337,7 @@ class MegatronStrategy(StateStrategy):
             accumulate = module.trainer.accumulate_grad_batches
             fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
             result = self._engine.train(step, batch, accumulate=accumulate, fresh=fresh, reduce=self._reduce_gradients)
-            replay(module, result)
+            self._replay(module, result)
             return lightning_state.training_output(result)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +358,7 @@ class MegatronStrategy(StateStrategy):
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
             result: StepResult = self._engine.evaluate(step, batch, name)
-            replay(self.lightning_module, result)
+            self._replay(self.lightning_module, result)
             return result.output
 
     @staticmethod
@@ -387,7 +400,7 @@ class MegatronStrategy(StateStrategy):
         hook = self.lightning_module._current_fx_name
         self.lightning_module._current_fx_name = "training_step"
         with self.precision_plugin.train_step_context():
-            replay(self.lightning_module, self._engine.finish_plain(result))
+            self._replay(self.lightning_module, self._engine.finish_plain(result))
         self.lightning_module._current_fx_name = hook
 
     @contextmanager

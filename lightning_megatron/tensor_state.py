@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ShardTable
+from lightning_megatron.pieces import PiecedTensor
 from lightning_megatron.sharding import ShardSpec, assemble
 
 
@@ -98,22 +99,16 @@ class TensorState:
             logical[name] = value
         return logical
 
-    def logical_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's state by name with logical tensors, like :meth:`logical_state`."""
-        if self.is_trivial:
-            return dict(state)
-        entries: dict[str, Any] = {}
-        for name, values in state["state"].items():
-            translated = {}
-            for key, value in values.items():
-                if isinstance(value, Tensor) and self._is_part(name, value):
-                    whole = self.to_logical(name, value)
-                    if self.rank != 0:
-                        continue
-                    value = whole
-                translated[key] = value
-            entries[name] = translated
-        return {**state, "state": entries}
+    def spec_of(self, name: str, shape: torch.Size) -> ShardSpec:
+        """The part of logical parameter ``name`` that a local tensor of ``shape`` is."""
+        spec = self._split.get(name)
+        return spec if spec is not None and tuple(shape) == spec.local_shape else ShardSpec.whole(shape)
+
+    def pieces(self, name: str, value: Any) -> Any:
+        """A tensor that is split over the tensor group as pieces; anything else as it is."""
+        if not isinstance(value, Tensor) or not self._is_part(name, value):
+            return value
+        return PiecedTensor(self._split[name], value.detach().contiguous())
 
     @contextmanager
     def logical_view(self, module: nn.Module) -> Iterator[None]:

@@ -41,9 +41,14 @@ class Folder:
         """A folder inside."""
         return self._at(f"{self.path}/{name}" if name else self.path)
 
+    @property
+    def parent(self) -> Folder:
+        """The folder that this one is in."""
+        return self._at(self.path.rpartition("/")[0])
+
     def sibling(self, name: str) -> Folder:
         """A folder beside this one."""
-        return self._at(f"{self.path.rpartition('/')[0]}/{name}")
+        return self.parent.child(name)
 
     def _at(self, path: str) -> Folder:
         other = object.__new__(Folder)
@@ -101,6 +106,10 @@ class Folder:
         """Whether a file is at this path."""
         return bool(self.fs.isfile(self.path))
 
+    def is_link(self) -> bool:
+        """Whether a symbolic link is at this path."""
+        return self.is_local and Path(self.path).is_symlink()
+
     def make(self) -> None:
         """Create the folder and its parents, if they are not there."""
         self.fs.makedirs(self.path, exist_ok=True)
@@ -110,13 +119,13 @@ class Folder:
         self.fs.invalidate_cache(self.path)
         if not self.fs.isdir(self.path):
             return []
-        entries = self.fs.ls(self.path, detail=True)
-        return [self._at(e["name"].rstrip("/")) for e in sorted(entries, key=_by_name) if e["type"] == "directory"]
+        names = sorted(str(entry["name"]).rstrip("/") for entry in self.fs.ls(self.path, detail=True))
+        return [self._at(name) for name in names if self.fs.isdir(name)]
 
     def rename_to(self, other: Folder) -> None:
         """Give the folder another name on the same (local) file system, in one step."""
         Path(self.path).rename(other.path)
-        other.sibling("").flush_names()
+        other.parent.flush_names()
 
     def remove_file(self, name: str) -> None:
         """Delete a file inside; nothing happens if there is none."""
@@ -133,7 +142,3 @@ class Folder:
                 shutil.rmtree(path)
         elif self.exists():
             self.fs.rm(self.path, recursive=True)
-
-
-def _by_name(entry: dict[str, Any]) -> str:
-    return str(entry["name"])

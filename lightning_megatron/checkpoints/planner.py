@@ -98,7 +98,14 @@ class PieceSavePlanner(SavePlanner):
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Fills this rank's boxes from whatever boxes were saved."""
+    """Fills this rank's boxes from whatever boxes were saved.
+
+    Args:
+        stored: key of a tensor to fill -> the name it is stored under, where that is another.
+    """
+
+    def __init__(self, stored: Mapping[str, str] | None = None) -> None:
+        self._stored = dict(stored or {})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Take the tensors to fill, by name, and the description of what was saved."""
@@ -137,7 +144,8 @@ class PieceLoadPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """The view was filled in place."""
 
-    def _read_items(self, name: str, value: PiecedTensor) -> list[ReadItem]:
+    def _read_items(self, key: str, value: PiecedTensor) -> list[ReadItem]:
+        name = self._stored.get(key, key)
         saved = self._saved.get(name)
         if not isinstance(saved, TensorStorageMetadata):
             raise KeyError(f"`{name}` is not in the checkpoint.")
@@ -149,7 +157,7 @@ class PieceLoadPlanner(LoadPlanner):
             for target, box in enumerate(value.spec.boxes):
                 common = intersection((box.offset, box.shape), source)
                 if common is not None:
-                    place = MetadataIndex(name, common[0], target)
+                    place = MetadataIndex(key, common[0], target)
                     items.append(_read_item(place, common, MetadataIndex(name, source[0], number)))
         return items
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
@@ -59,7 +61,18 @@ def _local_class(cls: Any, base: Any) -> Any:
     if cls in plain:
         return base
     bases = (cls, base) if _calls_super(cls, base) else (base, cls)
-    return type(f"{base.__name__}Of{cls.__name__}", bases, {"__module__": cls.__module__})
+    return type(f"{base.__name__}Of{cls.__name__}", bases, {"__module__": cls.__module__, "_twin_of": cls})
+
+
+@contextlib.contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """The module in the class its author gave it, for code that initialises by class (a ``Conv1D`` is no linear)."""
+    twin = type(module)
+    module.__class__ = twin.__dict__.get("_twin_of", twin)
+    try:
+        yield
+    finally:
+        module.__class__ = twin
 
 
 def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:

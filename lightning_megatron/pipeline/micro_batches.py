@@ -56,7 +56,9 @@ def _first_length(batch: Any) -> int | None:
     return None
 
 
-def _children(batch: Any) -> list[Any]:
+def _children(batch: Any) -> Sequence[Any]:
+    if type(batch) is tuple or type(batch) is list:
+        return batch  # type: ignore[no-any-return]
     if isinstance(batch, Mapping):
         return list(batch.values())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

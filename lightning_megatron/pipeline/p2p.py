@@ -25,6 +25,8 @@ from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
 
+_NOTES = 1 << 20  # tag of messages that no schedule lists
+
 
 class Transfer:
     """A receive in flight: call :meth:`wait` for its tensors.
@@ -126,6 +128,25 @@ class StageLinks:
         (length,) = self.receive(stage, [((1,), torch.int64)], tag).wait()
         (data,) = self.receive(stage, [((int(length.item()),), torch.uint8)], tag).wait()
         return pickle.loads(data.cpu().numpy().tobytes())
+
+    def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
+        """Tell the next stage some numbers, and hear those of the stage before.
+
+        Called ahead of a step's first activation, for which every stage but the first waits anyhow.
+
+        Args:
+            stage: this rank's stage.
+            mine: numbers; equally many on every stage.
+
+        Returns:
+            The numbers of the stage before; ``None`` on the first.
+        """
+        if stage < len(self._ranks) - 1:
+            self.send(stage + 1, [torch.tensor(mine, dtype=torch.float64, device=self._device)], _NOTES)
+        if stage == 0:
+            return None
+        (before,) = self.receive(stage - 1, [((len(mine),), torch.float64)], _NOTES).wait()
+        return list(before.tolist())
 
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""

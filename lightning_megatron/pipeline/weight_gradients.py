@@ -22,13 +22,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.layers.attention import ParallelMultiheadAttention
+from lightning_megatron.layers.heads import attend_heads
 from lightning_megatron.layers.linear import ColumnParallelLinear
 
 
 class Factors(NamedTuple):
     """A put-off product: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
 
-    Shapes: ``grad: [.., out]``, ``x: [.., in]``, weight ``[out, in]``, or ``[in, out]`` if ``transposed``.
+    Shapes: ``grad: [.., out]``, ``x: [.., in]``, weight ``[out, in]``, or ``[in, out]`` if ``transposed``. Of a packed
+    weight or bias, the rows are those that it is about.
     """
 
     weight: nn.Parameter
@@ -36,6 +39,8 @@ class Factors(NamedTuple):
     grad: Tensor
     x: Tensor
     transposed: bool
+    weight_rows: tuple[int, int] | None = None
+    bias_rows: tuple[int, int] | None = None
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -47,20 +52,26 @@ class Factors(NamedTuple):
         grad = self.grad.reshape(-1, self.grad.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
-        found = self.weight.grad
-        if found is not None and found.dtype == left.dtype:
-            found.addmm_(left, right)
+        weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
+        if weight is None:
+            self.weight.grad = (left @ right).to(self.weight.dtype)
+        elif weight.dtype == left.dtype:
+            weight.addmm_(left, right)
         else:
-            _accumulate(self.weight, left @ right)
-        if self.bias is not None:
-            _accumulate(self.bias, grad.sum(0))
+            weight.add_(left @ right)
+        if bias is not None:
+            bias.add_(grad.sum(0))
+        elif self.bias is not None:
+            self.bias.grad = grad.sum(0).to(self.bias.dtype)
 
 
-def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tensor | None:
+    """The gradient to add to, if there is one yet; that of a packed parameter starts as zeros."""
+    if parameter is None or (parameter.grad is None and rows is None):
+        return None
     if parameter.grad is None:
-        parameter.grad = grad.to(parameter.dtype)
-    else:
-        parameter.grad.add_(grad)
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad if rows is None else parameter.grad[slice(*rows)]
 
 
 class WeightGradients:
@@ -72,8 +83,11 @@ class WeightGradients:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
-        self._calls: list[_LinearCall | _ShardedCall] = [_LinearCall(self, m) for m in modules if _is_plain_linear(m)]
+        self._calls: list[_LinearCall | _ShardedCall | _AttentionCall] = [
+            _LinearCall(self, m) for m in modules if _is_plain_linear(m)
+        ]
         self._calls += [_ShardedCall(self, m) for m in modules if _is_sharded_linear(m)]
+        self._calls += [_AttentionCall(self, m) for m in modules if _is_packed_attention(m)]
         self._queue: list[Factors] | None = None
         self._anchors: dict[torch.device, Tensor] = {}
 
@@ -160,6 +174,12 @@ def _is_sharded_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not _is_plain_linear(module)
 
 
+def _is_packed_attention(module: nn.Module) -> bool:
+    """Whether a module is torch's attention, whose projections are linears in all but name."""
+    forwards = (nn.MultiheadAttention.forward, ParallelMultiheadAttention.forward)
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward in forwards
+
+
 class _ShardedCall:
     """Takes the factors of one sharded linear while a split schedule is active.
 
@@ -187,16 +207,13 @@ class _ShardedCall:
         self._owner.put(Factors(weight, trained, grad, x, self.module.transposed))
 
 
-class _LinearCall:
-    """Stands in for one linear's ``forward`` while a split schedule is active."""
+class _ForwardCall:
+    """Stands in for one module's ``forward`` while a split schedule is active."""
 
-    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.forward: Any = None
-        self._owner = owner
-        self._transposed = not isinstance(module, nn.Linear)
         self._holder: Any = None
-        self.parameters: tuple[Any, ...] = (self.module.weight, self.module.bias)
 
     def install(self) -> None:
         """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
@@ -218,6 +235,68 @@ class _LinearCall:
             del self.module.__dict__["forward"]
         elif self._holder is not None and self._holder.forward is self:
             self._holder.forward = self.forward
+
+
+class _AttentionCall(_ForwardCall):
+    """Takes the factors of the projections of one ``nn.MultiheadAttention``, split over heads or not."""
+
+    def __init__(self, owner: WeightGradients, module: Any) -> None:
+        super().__init__(module)
+        self._owner = owner
+        weights = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        split = getattr(module, "_sharding", None) is not None  # its output's bias is added after the sum
+        output = None if split else module.out_proj.bias
+        self.parameters: tuple[Any, ...] = (*weights, module.in_proj_bias, module.out_proj.weight, output)
+
+    def install(self) -> None:
+        """Let the projections be put off."""
+        self.module.put_off = self.put_off
+        if not isinstance(self.module, ParallelMultiheadAttention):
+            super().install()
+
+    def remove(self) -> None:
+        """Put them off no longer."""
+        del self.module.put_off
+        if not isinstance(self.module, ParallelMultiheadAttention):
+            super().remove()
+
+    def put_off(self, name: str, rows: tuple[int, int] | None, grad: Tensor, x: Tensor) -> None:
+        """Take the factors of one projection."""
+        module = self.module
+        if name == "out_proj":
+            weight, bias = module.out_proj.weight, self.parameters[-1]
+        else:
+            weight, bias = getattr(module, f"{name}_weight"), module.in_proj_bias
+        trained = bias if bias is not None and bias.requires_grad else None
+        self._owner.put(Factors(weight, trained, grad, x, False, rows if name == "in_proj" else None, rows))
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        masks = (key_padding_mask, attn_mask, is_causal)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(query) is Tensor:
+            return attend_heads(self.module, (query, key, value), masks, need_weights, average_attn_weights)
+        return self.forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+
+class _LinearCall(_ForwardCall):
+    """Runs one linear through the splitting function."""
+
+    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+        super().__init__(module)
+        self._owner = owner
+        self._transposed = not isinstance(module, nn.Linear)
+        self.parameters: tuple[Any, ...] = (self.module.weight, self.module.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module

@@ -1,23 +1,24 @@
-"""Checkpoints as directories: tensors by name through ``torch.distributed.checkpoint``, the rest in one small file.
+"""Checkpoints as directories: tensors by name and box through ``torch.distributed.checkpoint``, the rest beside them.
+
+A save is four things in a row: copy (only when asynchronous), plan, write, publish. Only the last makes anything
+visible; see :mod:`lightning_megatron.checkpoints.directory` for what a directory holds.
 
 ::
 
-    epoch=1-step=40.ckpt/
-        tensors/      every parameter, buffer and optimizer tensor under its own name, each written once
-        meta.pt       loops, callbacks, schedulers, hyperparameters, optimizer groups
-        COMPLETE      written last
-
-A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is
-whole. One without its marker is refused.
+    step k   copy ─┐                               step k+1 ...            the next save waits for this one
+    thread         └─ plan ─ write ─ publish ──────────────────────────▶
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import io
+import json
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,163 +26,307 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 
-_TENSORS = "tensors"
-_META = "meta.pt"
-_MARKER = "COMPLETE"
+from lightning_megatron.checkpoints.directory import (
+    ABOUT,
+    META,
+    data_folder,
+    new_token,
+    open_checkpoint,
+    publish,
+    remove_checkpoint,
+)
+from lightning_megatron.checkpoints.folder import Folder
+from lightning_megatron.checkpoints.planner import PieceLoadPlanner, PieceSavePlanner, saved_kinds
+from lightning_megatron.checkpoints.storage import BoxReader, BoxWriter
+from lightning_megatron.pieces import PiecedTensor, as_pieces
+
 _SAFE_TYPES: list[Any] = [AttributeDict]
+Tensors = dict[str, Tensor | PiecedTensor]
 
 
 class MegatronCheckpointIO(CheckpointIO):
     """Saves and loads checkpoint directories; every rank takes part.
 
     Args:
+        async_save: go on training while the checkpoint is written. Saving then takes only the time of a copy to host
+            memory; a failure in the background is raised at the next step, and the end of the run waits.
+        load_optimizer: whether optimizers go on with their state in the checkpoint; ``False`` starts them afresh.
+        prefixes: start of a name in the checkpoint -> start of the name in the module, for weights that have moved,
+            such as ``{"model.": "backbone.model."}``; the longest that fits counts.
         weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects
             (custom hyperparameter types), which runs code from the file: only for checkpoints you trust.
     """
 
-    def __init__(self, weights_only: bool = True) -> None:
+    def __init__(
+        self,
+        async_save: bool = False,
+        load_optimizer: bool = True,
+        prefixes: Mapping[str, str] | None = None,
+        weights_only: bool = True,
+    ) -> None:
+        self.async_save = async_save
+        self.load_optimizer = load_optimizer
+        self.prefixes = dict(prefixes or {})
         self._weights_only = weights_only
+        self._group: Any = None
+        self._pending: Future[Any] | None = None
+        self._pending_path: Any = None
+        self._to_remove: list[Any] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint``; collective over all ranks.
 
         Args:
             checkpoint: Lightning's checkpoint, with ``"state_dict"`` and ``"optimizer_states"`` keyed by parameter name
-                and holding this rank's tensors only.
-            path: directory to create; one of that name is replaced once the new one is whole.
-            storage_options: not used by local directories; anything but ``None`` is refused.
+                and holding this rank's tensors only, plain or in pieces.
+            path: directory to create, on a mounted file system or anywhere fsspec reaches; one of that name is
+                replaced once the new one is whole.
+            storage_options: options of the fsspec file system.
 
         Raises:
-            ValueError: ``storage_options`` are given.
+            RuntimeError: a rank could not write its part; the message names it. Nothing is left at ``path``, and
+                what was there before stays.
         """
-        if storage_options is not None:
-            raise ValueError("`storage_options` must be None: MegatronCheckpointIO writes to mounted file systems.")
-        path = Path(path)
+        self.wait()
         tensors, meta = _separate(checkpoint)
-        temporary = path.with_name(f".{path.name}.{_agree(uuid.uuid4().hex[:8])}.incomplete")
-        error: BaseException | None = None
-        try:
-            dcp.save(tensors, checkpoint_id=temporary / _TENSORS, no_dist=not _distributed())
-            if _is_first():
-                torch.save(meta, temporary / _META)
-                _publish(temporary, path)
-        except BaseException as raised:
-            error = raised
-        failed = _agree_any(error is not None)
-        if error is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise error
-        if failed:
-            raise RuntimeError(f"the checkpoint {path} was not saved, because another rank could not write its part.")
+        target = Folder(path, storage_options)
+        writer = _CheckpointWriter(target, _agree(new_token(), self._process_group()), meta)
+        options: dict[str, Any] = {
+            "storage_writer": writer,
+            "planner": PieceSavePlanner(),
+            "process_group": self._process_group(),
+            "no_dist": not _distributed(),
+        }
+        if not self.async_save:
+            with _explained(path, writer), _no_dist_is_fine():
+                dcp.save(tensors, **options)
+            return
+        stager = _HostStager()
+        with _no_dist_is_fine():
+            pending = dcp.async_save(tensors, async_stager=stager, **options)
+        assert isinstance(pending, Future)
+        self._pending, self._pending_path, self._pending_writer = pending, path, writer
+
+    def check(self) -> None:
+        """Raise what a finished background save failed with; returns at once while it is running."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for a background save.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        removals, self._to_remove = self._to_remove, []
+        with _explained(self._pending_path, self._pending_writer):
+            pending.result()
+        for path in removals:
+            remove_checkpoint(path)
 
     def load_checkpoint(
         self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read everything but the tensors; :meth:`load_tensors` fills those in.
 
+        A plain Lightning checkpoint file is read whole.
+
         Raises:
             FileNotFoundError: there is no checkpoint at ``path``.
-            RuntimeError: the directory has no completion marker.
+            IncompleteCheckpointError: the directory has no completion marker, or lost a file.
         """
-        path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"no checkpoint at {path}.")
-        if path.is_file():
-            return dict(torch.load(path, map_location="cpu", weights_only=self._choose(weights_only)))
-        if not (path / _MARKER).exists():
-            raise RuntimeError(f"the checkpoint {path} has no marker `{_MARKER}`: it was not written to its end.")
+        self.wait()
+        folder = Folder(path)
+        if folder.is_file():
+            content = folder.parent.read(folder.name)
+            return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=self._choose(weights_only)))
+        data = open_checkpoint(path)
         with torch.serialization.safe_globals(_SAFE_TYPES):
             try:
-                return dict(torch.load(path / _META, map_location="cpu", weights_only=self._choose(weights_only)))
-            except Exception as error:
-                if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
-                    raise
+                content = data.read(META)
+                loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=self._choose(weights_only))
+            except pickle.UnpicklingError as error:
                 raise RuntimeError(
-                    f"{path / _META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you "
+                    f"{data}/{META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you "
                     "trust the file, pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`."
                 ) from error
+        return dict(loaded)
 
     def _choose(self, weights_only: bool | None) -> bool:
         return self._weights_only if weights_only is None else weights_only
 
     @staticmethod
-    def tensor_names(path: Any) -> dict[str, torch.Size]:
-        """Names and shapes of the tensors in a checkpoint directory."""
-        metadata = dcp.FileSystemReader(Path(path) / _TENSORS).read_metadata()
-        return {name: entry.size for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
+    def tensor_kinds(path: Any) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Logical shape and type of every tensor in a checkpoint directory, by name."""
+        return saved_kinds(BoxReader(open_checkpoint(path)).read_metadata())
 
-    @staticmethod
-    def tensor_dtypes(path: Any) -> dict[str, torch.dtype]:
-        """Names and dtypes of the tensors in a checkpoint directory."""
-        metadata = dcp.FileSystemReader(Path(path) / _TENSORS).read_metadata()
-        return {
-            name: entry.properties.dtype
-            for name, entry in metadata.state_dict_metadata.items()
-            if hasattr(entry, "properties")
-        }
+    def load_tensors(self, path: Any, into: Mapping[str, tuple[str, PiecedTensor]]) -> None:
+        """Fill pieces, in place; collective over all ranks.
 
-    @staticmethod
-    def load_tensors(path: Any, into: Mapping[str, Tensor]) -> None:
-        """Fill the given tensors, in place, with those of the same name; collective over all ranks."""
-        dcp.load(dict(into), checkpoint_id=Path(path) / _TENSORS, no_dist=not _distributed())
+        Args:
+            path: of the checkpoint.
+            into: for each piece, under any key, the name it is stored under and the piece.
+        """
+        with _no_dist_is_fine():
+            dcp.load(
+                {key: pieces for key, (_, pieces) in into.items()},
+                storage_reader=BoxReader(open_checkpoint(path)),
+                planner=PieceLoadPlanner({key: stored for key, (stored, _) in into.items()}),
+                process_group=self._process_group(),
+                no_dist=not _distributed(),
+            )
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint directory, link or file; the marker goes first, so a half-deleted one is not taken
-        for whole.
-        """
-        path = Path(path)
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.is_dir():
-            (path / _MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path)
+        """Delete a checkpoint directory, link or file; while a save is running, once that has succeeded."""
+        if self._pending is not None:
+            self._to_remove.append(path)
+            return
+        remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Nothing runs in the background."""
+        """Wait for a background save."""
+        self.wait()
+        self._group = None
+
+    def _process_group(self) -> Any:
+        """Ranks meet through a CPU group of their own, so that a background save never meets training's messages."""
+        if not _distributed():
+            return None
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
 
 
-def _separate(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a checkpoint into tensors by name and the rest."""
-    tensors = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
-    meta = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    meta["state_dict_extra"] = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, Tensor)}
+def megatron_checkpoint_io(plugin: CheckpointIO) -> MegatronCheckpointIO:
+    """The plugin to use where the user gave ``plugin``.
+
+    Lightning's ``AsyncCheckpointIO`` becomes ``async_save=True``: it would hold collectives in a thread of its own.
+
+    Raises:
+        MisconfigurationException: any other plugin: a rank holds a part of the state, and it would save that.
+    """
+    if isinstance(plugin, AsyncCheckpointIO):
+        inner = plugin.__dict__.get("_checkpoint_io") or MegatronCheckpointIO()
+        if isinstance(inner, MegatronCheckpointIO):
+            inner.async_save = True
+            return inner
+    if isinstance(plugin, MegatronCheckpointIO):
+        return plugin
+    raise MisconfigurationException(
+        f"`{type(plugin).__name__}` saves what one process holds, but every rank holds a part of the model; leave it "
+        "out, or use `Trainer(plugins=[MegatronCheckpointIO(...)])`, which takes fsspec paths and saves "
+        "asynchronously. `lightning-megatron checkpoint export` turns its directories into single files."
+    )
+
+
+class _CheckpointWriter(BoxWriter):
+    """Adds the small files to the boxes and publishes the directory, on the first rank."""
+
+    def __init__(self, target: Folder, token: str, meta: dict[str, Any]) -> None:
+        super().__init__(data_folder(target, token))
+        self._target = target
+        self._meta = meta
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        buffer = io.BytesIO()
+        torch.save(self._meta, buffer)
+        self.add_file(META, buffer.getvalue())
+        about = {"step": self._meta.get("global_step", 0), "epoch": self._meta.get("epoch", 0)}
+        about |= self._meta.get("lightning_megatron", {}).get("about", {})
+        self.add_file(ABOUT, json.dumps(about, indent=1).encode())
+        publish(self._target, self.folder, self.files, int(about["step"]), time.time())
+
+
+class _HostStager(AsyncStager):
+    """Copies this rank's tensors to host memory, into plain tensors of their own."""
+
+    def stage(self, state_dict: Any) -> Any:
+        return {name: as_pieces(value).on_host() for name, value in state_dict.items()}
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def synchronize_staging(self) -> None:
+        """The copy is done when :meth:`stage` returns."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def _separate(checkpoint: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Split a checkpoint into tensors by name, tied ones once, and the rest."""
+    aliases = checkpoint.get("lightning_megatron", {}).get("local_aliases", {})
+    state = checkpoint.get("state_dict", {})
+    tensors: Tensors = {name: value for name, value in state.items() if _is_stored(value) and name not in aliases}
+    left_out = ("state_dict", "optimizer_states", "lightning_megatron")
+    meta = {key: value for key, value in checkpoint.items() if key not in left_out}
+    own = {key: value for key, value in checkpoint.get("lightning_megatron", {}).items() if key != "local_aliases"}
+    meta["lightning_megatron"] = own
+    meta["state_dict_extra"] = own.pop("extra", None) or {n: v for n, v in state.items() if not _is_stored(v)}
     groups = []
-    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
-        groups.append(state["param_groups"])
-        for parameter, entries in state["state"].items():
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+        groups.append(optimizer["param_groups"])
+        for parameter, entries in optimizer["state"].items():
             for key, value in entries.items():
-                if isinstance(value, Tensor):
+                if _is_stored(value):
                     tensors[f"optimizer.{index}.{parameter}.{key}"] = value
     if "optimizer_states" in checkpoint:
         meta["optimizer_groups"] = groups
-    return {name: tensor.detach() for name, tensor in tensors.items()}, meta
+    return tensors, meta
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    """Flush a finished directory to disk and give it its name."""
-    (temporary / _MARKER).write_text("1\n")
-    for folder, _, files in os.walk(temporary):
-        for file in files:
-            _flush(Path(folder) / file)
-        _flush(Path(folder))
-    replaced = None
-    if path.exists() or path.is_symlink():
-        replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.replaced")
-        path.rename(replaced)
-    temporary.rename(path)
-    _flush(path.parent)
-    if replaced is not None:
-        MegatronCheckpointIO().remove_checkpoint(replaced)
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, (Tensor, PiecedTensor))
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+class _explained:
+    """Turns a failed save into one error that names ranks and reasons, and removes what it had written."""
+
+    def __init__(self, path: Any, writer: _CheckpointWriter) -> None:
+        self._path = path
+        self._writer = writer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        if _is_first():
+            _remove_quietly(self._writer.folder)
+        if isinstance(error, CheckpointException):
+            reasons = "; ".join(
+                f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()
+            )
+            raise RuntimeError(f"the checkpoint {self._path} was not saved. {reasons}") from error
+
+
+def _remove_quietly(folder: Folder) -> None:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        folder.remove()
+    except OSError as error:
+        warnings.warn(f"could not remove the unfinished {folder}: {error}", stacklevel=2)
+
+
+@contextmanager
+def _no_dist_is_fine() -> Iterator[None]:
+    """DCP warns when there is one process only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
+        yield
 
 
 def _distributed() -> bool:
@@ -192,17 +337,9 @@ def _is_first() -> bool:
     return not _distributed() or dist.get_rank() == 0
 
 
-def _agree(value: str) -> str:
+def _agree(value: str, group: Any) -> str:
     if not _distributed():
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, 0)
+    dist.broadcast_object_list(holder, 0, group=group)
     return holder[0]
-
-
-def _agree_any(flag: bool) -> bool:
-    if not _distributed():
-        return flag
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return any(flags)

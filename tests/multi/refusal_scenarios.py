@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
@@ -124,6 +125,25 @@ def strategy_with(info: RankInfo, arguments: dict[str, Any]) -> None:
 
     trainer = make_trainer(info, MegatronStrategy(**arguments), max_epochs=1)
     trainer.fit(MODULES["plain"]())
+
+
+class Shuffled(TokenTask):
+    """Each rank shuffles by its own rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(LearnedPositions())
+        self.rank = rank
+
+    def train_dataloader(self) -> Any:
+        loader: Any = super().train_dataloader()
+        order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(self.rank)).tolist()
+        subset: Any = Subset(loader.dataset, order)
+        return DataLoader(subset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+
+
+def unequal_batches(info: RankInfo, layout: tuple[int, int]) -> None:
+    """Stages of one replica load different batches."""
+    trainer_for(info, layout, {}, max_epochs=1).fit(Shuffled(info.rank))
 
 
 def old_callback(info: RankInfo) -> None:

@@ -69,6 +69,11 @@ def test_fewer_layers_than_stages_are_refused_with_both_numbers() -> None:
     _refused(outcomes, "pipeline_parallel_size", "2 layers", "3 (pipeline )?stages")
 
 
+def test_stages_that_load_different_batches_are_refused_on_every_rank() -> None:
+    outcomes = run_trainers(refusals.unequal_batches, (3, 1), devices=3, check=False, grace=20, deadline=60)
+    _refused(outcomes, "different batches", "distributed_sampler_kwargs")
+
+
 def test_callbacks_of_the_other_lightning_namespace_are_refused_by_name() -> None:
     outcomes = run_trainers(refusals.old_callback, devices=2, check=False, grace=20, deadline=60)
     _refused(outcomes, "pytorch_lightning", "lightning.pytorch")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.pipeline.weight_gradients import Factors, WeightGradients, add_up
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_trainers
+from tests.multi.split_scenarios import MICRO_BATCHES, counted
 
 
 class Pair(nn.Module):
@@ -63,3 +64,33 @@ def test_both_halves_together_are_one_backward_of_sharded_linears(mesh: Any, gat
     for name, parameter in split_pair.named_parameters():
         assert torch.allclose(parameter.grad, expected[name], atol=1e-12), name
     assert all("put_off" not in module.__dict__ for module in split_pair.modules())
+
+
+# Linears of a layer; in torch's attention, the packed projection is one product on one rank and three on several.
+LINEARS = {"nano": (4, 4), "gpt2": (4, 4), "llama": (7, 7), "torch": (4, 6)}
+IN_TRAINER = [
+    ("gpt2", 1, "zb-v", "full"),
+    ("llama", 2, "zb-h1", None),
+    ("torch", 2, "zb-v", "full"),
+    *(
+        pytest.param(model, tensor, schedule, recompute, marks=pytest.mark.wide)
+        for model in LINEARS
+        for tensor in (1, 2)
+        for schedule, recompute in (("zb-h1", "full"), ("zb-v", None), ("zb-h2", {"every": 1}), ("dualpipe-v", None))
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "tensor", "schedule", "recompute"), IN_TRAINER)
+def test_every_linear_of_a_trunk_is_put_off_and_user_code_runs_once(
+    model: str, tensor: int, schedule: str, recompute: Any
+) -> None:
+    outcomes = run_trainers(counted, model, tensor, schedule, recompute, devices=2 * tensor)
+    for outcome in outcomes:
+        found = outcome.value
+        assert found["per_layer"] == [LINEARS[model][tensor - 1]], found
+        assert found["early"] == [], "no linear has a weight gradient after the first half"
+        layers = len(found["forwards"])
+        assert found["backwards"] == layers * MICRO_BATCHES, found
+        runs = MICRO_BATCHES if recompute is None else 2 * MICRO_BATCHES  # once forward, and once again at most
+        assert set(found["forwards"].values()) == {runs}, found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
+from tests.parity.covering import covering_rows
 from tests.parity.schedule_rows import ScheduleRow, check_row
 
 NAMED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -40,6 +39,7 @@ ROWS = [
     ),
     ScheduleRow("zb-v", tensor=2, micro_batch=2, recompute="'full'"),
     ScheduleRow("interleaved", tensor=2, micro_batch=3, recompute="['*.mlp']"),
+    ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2),
     ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch"),
     ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']", steps=3),
 ]
@@ -50,17 +50,21 @@ def test_training_by_schedule_is_that_of_one_process(row: ScheduleRow) -> None:
     check_row(row)
 
 
-def every_row() -> list[ScheduleRow]:
-    """All schedules × micro-batches × clipping × accumulation × recomputation × replicas."""
+def wide_rows() -> list[ScheduleRow]:
+    """Any three of: schedule and pieces, micro-batches, clipping, accumulation, recomputation, replicas, tensor ranks.
+
+    Batches of 8 and 4 samples make 8 and 4, 4 and 2 or 3 and 2 micro-batches, with 2 replicas half as many; every run
+    validates too.
+    """
     schedules = [(name, None) for name in NAMED] + [("interleaved", v) for v in (1, 2, 3)]
-    settings = itertools.product(schedules, (1, 2, 3), ("none", "norm", "value"), (1, 2), ("None", "'full'"), (1, 2))
+    columns = (schedules, (1, 2, 3), ("none", "norm", "value"), (1, 2), ("None", "'full'", "['*.mlp']"), (1, 2), (1, 2))
     return [
-        ScheduleRow(name, virtual=v, micro_batch=m, clip=clip, accumulate=acc, recompute=kind, replicas=dp)
-        for (name, v), m, clip, acc, kind, dp in settings
+        ScheduleRow(name, virtual=v, micro_batch=m, clip=clip, accumulate=acc, recompute=kind, replicas=dp, tensor=tp)
+        for (name, v), m, clip, acc, kind, dp, tp in covering_rows(columns, 3)
     ]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("row", every_row(), ids=str)
+@pytest.mark.parametrize("row", wide_rows(), ids=str)
 def test_training_by_schedule_is_that_of_one_process_in_every_row(row: ScheduleRow) -> None:
     check_row(row)

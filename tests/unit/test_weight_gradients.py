@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +173,58 @@ def test_subclasses_with_a_forward_of_their_own_and_reparametrized_weights_are_l
     add_up(queue)
     for parameter, grad in zip(module.parameters(), expected, strict=True):
         assert torch.allclose(parameter.grad, grad, atol=1e-6)
+
+
+class Attending(nn.Module):
+    """torch's attention between two linears."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor, other: Tensor | None = None, **options: Any) -> Tensor:
+        x = self.before(x)
+        key, value = (x, x) if other is None else (other, 2 * other)
+        mixed, weights = self.attention(x, key, value, **options)
+        return x + mixed if weights is None else x + mixed * weights.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({}, {"need_weights": False, "is_causal": True, "attn_mask": torch.ones(5, 5).triu(1).bool()}),
+        ({"bias": False}, {"key_padding_mask": torch.eye(3, 5).bool()}),
+        ({"dropout": 0.4}, {"need_weights": False}),
+        ({"dropout": 0.4}, {"average_attn_weights": False}),
+        ({"kdim": 6, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True}, {"other": (3, 4, 6)}),
+        ({}, {"other": (3, 4, 8)}),
+    ],
+    ids=["weights", "causal", "padding", "dropout", "dropout-weights", "other-sizes", "other-source"],
+)
+def test_the_projections_of_torchs_attention_are_put_off(options: dict[str, Any], call: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module, x = Attending(**options).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    if "other" in call:
+        call = {"other": torch.randn(call["other"], dtype=torch.float64, requires_grad=True)}
+    torch.manual_seed(1)
+    expected = module(x, **call)
+    expected.square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    split, queue, seen = WeightGradients([module]), list[Factors](), list[str]()
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    torch.manual_seed(1)
+    with split.installed(), split.putting_off(queue):
+        got = module(x, **call)
+        got.square().sum().backward()
+    assert torch.allclose(got, expected, atol=1e-12)
+    kept_back = {name for name, parameter in module.named_parameters() if parameter.grad is None}
+    assert kept_back == {name for name in grads if "bias_" not in name}, "linears have nothing yet"
+    add_up(queue)
+    assert sorted(seen) == sorted(grads), "every hook ran once"
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(parameter.grad, grads[name], atol=1e-12), name
+    assert "forward" not in module.attention.__dict__ and "put_off" not in module.attention.__dict__

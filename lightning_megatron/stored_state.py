@@ -1,0 +1,253 @@
+"""What a module and its optimizers keep on this rank, under the names and logical shapes that checkpoints use.
+
+A parameter is stored under its name, a state of its optimizer under ``optimizer.<index>.<name>.<state>``; both are
+logical tensors, of which this rank holds pieces. Tied parameters are stored under the first of their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.pieces import PiecedTensor
+from lightning_megatron.sharding import ShardSpec
+from lightning_megatron.tensor_state import TensorState
+
+GroupNames = list[list[str]]
+"""Names of the parameters of each group of an optimizer, over all stages, in the user's order."""
+Kinds = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Logical shape and type of stored tensors, by name."""
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Where an optimizer keeps the state of (a piece of) one parameter.
+
+    Attributes:
+        name: the parameter's name.
+        key: what ``optimizer.state`` is keyed by.
+        spec: the part of the logical parameter that a state tensor shaped like ``key`` belongs to.
+    """
+
+    name: str
+    key: nn.Parameter
+    spec: ShardSpec
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Name of every parameter by identity; the first one of a tied parameter."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers -> the name they are stored under."""
+    first: dict[int, str] = {}
+    further: dict[str, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if id(tensor) in first:
+            further[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return further
+
+
+def stored_module(module: nn.Module, tensor: TensorState) -> dict[str, Any]:
+    """This rank's part of ``module.state_dict()``: tensors that are split over tensor ranks as pieces."""
+    return {name: tensor.pieces(name, value) for name, value in module.state_dict().items()}
+
+
+def state_places(optimizer: Optimizer, module: nn.Module, tensor: TensorState) -> list[StatePlace]:
+    """Where an optimizer that updates whole (tensor-parallel) parameters keeps its state."""
+    names = parameter_names(module)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [StatePlace(names[id(p)], p, tensor.spec_of(names[id(p)], p.shape)) for p in members if id(p) in names]
+
+
+def stored_optimizer(
+    optimizer: Optimizer, names: GroupNames, places: Sequence[StatePlace], known: Mapping[int, str]
+) -> dict[str, Any]:
+    """State of this rank's parameters by name, and the groups with the names of all stages' parameters.
+
+    Args:
+        optimizer: holds this rank's parameters.
+        names: by group; groups added later are named by ``known``.
+        places: of its state.
+        known: parameter names by identity.
+    """
+    state = {}
+    for place in places:
+        entries = optimizer.state.get(place.key)
+        if entries:
+            state[place.name] = {key: _pieces(value, place) for key, value in entries.items()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = names[index] if index < len(names) else [known[id(p)] for p in group["params"]]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
+    return {"state": state, "param_groups": groups}
+
+
+def _pieces(value: Any, place: StatePlace) -> Any:
+    if not isinstance(value, Tensor) or tuple(value.shape) != place.spec.local_shape:
+        return value
+    return PiecedTensor(place.spec, value.detach().contiguous())
+
+
+def load_optimizer(
+    optimizer: Optimizer, names: GroupNames, places: Sequence[StatePlace], saved: Mapping[str, Any]
+) -> None:
+    """Load this rank's part of a state saved by name, or by index as plain torch does.
+
+    Raises:
+        ValueError: the numbers of parameter groups differ.
+    """
+    groups = saved["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(groups)} parameter groups, this run's has "
+            f"{len(optimizer.param_groups)}; return the same groups from `configure_optimizers`, or load the weights "
+            "only: `MegatronCheckpointIO(load_optimizer=False)`."
+        )
+    order = [name for group in names for name in group]
+    by_name = {order[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
+    template = optimizer.state_dict()["param_groups"]
+    merged = [{**group, "params": own["params"]} for group, own in zip(groups, template, strict=True)]
+    optimizer.load_state_dict({"state": {}, "param_groups": merged})
+    options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for place in places:
+        entries = by_name.get(place.name)
+        if entries is not None:
+            group = options.get(id(place.key), {})
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            optimizer.state[place.key] = {key: _local(key, value, place, on_device) for key, value in entries.items()}
+
+
+def _local(key: str, value: Any, place: StatePlace, step_on_device: bool) -> Any:
+    """A loaded value as the optimizer keeps it: torch's own rules for type and device, on this rank's piece."""
+    if isinstance(value, PiecedTensor):
+        return value.local.to(place.key.device, place.key.dtype if value.dtype.is_floating_point else value.dtype)
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(place.key.device, torch.float32) if step_on_device else value
+    if tuple(value.shape) == place.spec.global_shape:
+        value = place.spec.slice_full(value)
+    return value.to(place.key.device, place.key.dtype if value.is_floating_point() else value.dtype)
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], tensor: TensorState) -> None:
+    """Load this rank's part of a whole or partial state: pieces, logical tensors, or anything else as it is."""
+    local = module.state_dict()
+    parts = {name: _part(tensor, name, value) for name, value in state.items() if name in local}
+    module.load_state_dict(parts, strict=False)
+
+
+def _part(tensor: TensorState, name: str, value: Any) -> Any:
+    if isinstance(value, PiecedTensor):
+        return value.local
+    return tensor.to_local(name, value) if isinstance(value, Tensor) else value
+
+
+def optimizer_names(kinds: Kinds) -> Iterator[tuple[str, int, str, str]]:
+    """Stored name, optimizer index, parameter name and state name of every stored optimizer tensor."""
+    for stored in kinds:
+        parts = stored.split(".")
+        if parts[0] == "optimizer" and len(parts) >= 4 and parts[1].isdigit():
+            yield stored, int(parts[1]), ".".join(parts[2:-1]), parts[-1]
+
+
+def optimizer_templates(
+    kinds: Kinds, index: int, places: Sequence[StatePlace], further: Mapping[str, str]
+) -> dict[str, tuple[str, str, PiecedTensor]]:
+    """Empty pieces for this rank's part of a stored optimizer: stored name -> parameter name, state name, pieces."""
+    by_name = {further.get(place.name, place.name): place for place in places}
+    templates = {}
+    for stored, number, parameter, key in optimizer_names(kinds):
+        place = by_name.get(parameter)
+        if number != index or place is None:
+            continue
+        shape, dtype = kinds[stored]
+        split = tuple(shape) == place.spec.global_shape
+        spec = place.spec if split else ShardSpec.whole(shape)
+        device = place.key.device if shape else "cpu"
+        templates[stored] = (
+            place.name,
+            key,
+            PiecedTensor(spec, torch.zeros(spec.local_shape, dtype=dtype, device=device)),
+        )
+    return templates
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which stored tensor each of a module's tensors is loaded from, and what does not fit.
+
+    Attributes:
+        stored: name in the module -> name in the checkpoint, where both have the same shape.
+        missing: in the module, not in the checkpoint.
+        unexpected: in the checkpoint, not in the module.
+        reshaped: name -> shape in the checkpoint and in the module.
+    """
+
+    stored: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+    reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is left over on either side."""
+        return not (self.missing or self.unexpected or self.reshaped)
+
+    def __str__(self) -> str:
+        reshaped = [f"{name} {a} in the checkpoint, {b} here" for name, (a, b) in self.reshaped.items()]
+        parts = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": reshaped}
+        return ", ".join(f"{what} {names or 'nothing'}" for what, names in parts.items())
+
+
+def match(
+    kinds: Kinds,
+    shapes: Mapping[str, torch.Size],
+    further: Mapping[str, str],
+    saved_aliases: Mapping[str, str],
+    prefixes: Mapping[str, str] | None = None,
+) -> Match:
+    """Find the stored tensor of every tensor of a module.
+
+    Args:
+        kinds: what is stored; optimizers' states are passed over.
+        shapes: logical shape of the module's tensors by name, over all stages.
+        further: the module's tied names, as :func:`aliases` gives them.
+        saved_aliases: those of the module that was saved.
+        prefixes: start of a stored name -> start of the name here; the longest that fits counts.
+    """
+    optimizers = {stored for stored, *_ in optimizer_names(kinds)}
+    renamed = {_renamed(stored, prefixes or {}): stored for stored in kinds if stored not in optimizers}
+    for alias, name in saved_aliases.items():
+        if name in kinds:
+            renamed.setdefault(_renamed(alias, prefixes or {}), name)
+    found: dict[str, str] = {}
+    missing, reshaped = [], {}
+    for name, shape in shapes.items():
+        stored = renamed.get(further.get(name, name), renamed.get(name))
+        if stored is None:
+            missing.append(name)
+        elif tuple(kinds[stored][0]) != tuple(shape):
+            reshaped[name] = (tuple(kinds[stored][0]), tuple(shape))
+        else:
+            found[name] = stored
+    unexpected = sorted(name for name in renamed if name not in shapes)
+    return Match(found, missing, unexpected, reshaped)
+
+
+def _renamed(stored: str, prefixes: Mapping[str, str]) -> str:
+    fitting = [prefix for prefix in prefixes if stored.startswith(prefix)]
+    if not fitting:
+        return stored
+    longest = max(fitting, key=len)
+    return prefixes[longest] + stored[len(longest) :]

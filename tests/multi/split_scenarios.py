@@ -1,0 +1,113 @@
+"""Counts what a split backward does in a whole Trainer: which products it puts off, how often user code runs."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from tests.harness import RankInfo
+from tests.parity.scenario import trainer_for
+from tests.parity.zoo.huggingface import PretrainedTask
+from tests.parity.zoo.language import NanoGPT, TorchLayers
+from tests.parity.zoo.tasks import MaskedTask, OwnLossTask
+
+MICRO_BATCHES = 4
+
+
+class Counted(torch.autograd.Function):
+    """Identity of a user who counts its backwards."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Counted.backwards += 1
+        return grad
+
+
+class Counters(Callback):
+    """Counts the forwards of the layers that this rank owns, and runs a function of the user's own behind each."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[str, int] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        partition = trainer.strategy.partition  # type: ignore[attr-defined]
+        owned = partition.layers_of(trainer.strategy.mesh.stage)  # type: ignore[attr-defined]
+        for index in owned:
+            name = partition.trunk.layer_names[index]
+            self.forwards[name] = 0
+            _, linear, *_ = (child for child in pl_module.get_submodule(name).modules() if is_linear(child))
+            linear.register_forward_hook(lambda *args, name=name: self._count(name, args[-1]))
+
+    def _count(self, name: str, output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # another chunk of this stage asks for shapes
+            return output
+        self.forwards[name] += 1
+        return Counted.apply(output)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear of whatever kind."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def build(model: str) -> LightningModule:
+    """Four layers."""
+    if model == "nano":
+        return OwnLossTask(NanoGPT(4))
+    return MaskedTask(TorchLayers(4)) if model == "torch" else PretrainedTask(model, labels=True)
+
+
+def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: Any) -> dict[str, Any]:
+    """One batch of four micro-batches."""
+    counters = Counters()
+    trainer = trainer_for(
+        info,
+        (2, 1),
+        {
+            "micro_batch_size": 2,
+            "tensor_parallel_size": tensor,
+            "pipeline_schedule": schedule,
+            "activation_recompute": recompute,
+        },
+        max_steps=1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=[counters],
+    )
+    torch.manual_seed(1)
+    module, queues, early = build(model), [], set()
+    original = PipelineExecutor._backward_input
+
+    def watched(self: PipelineExecutor, slot: Any) -> None:
+        original(self, slot)
+        queue = self._factors[slot.place]
+        queues.append((slot.virtual, len(queue)))
+        if len(queues) == 1:
+            start, stop = self._stage.partition.bounds[slot.virtual]
+            for name in self._stage.partition.trunk.layer_names[start:stop]:
+                for inner, child in self._stage.module.get_submodule(name).named_modules():
+                    if is_linear(child) and child.weight.grad is not None:
+                        early.add(f"{name}.{inner}")
+
+    Counted.backwards = 0
+    with mock.patch.object(PipelineExecutor, "_backward_input", watched):
+        trainer.fit(module)
+    layers = [stop - start for start, stop in trainer.strategy.partition.bounds]  # type: ignore[attr-defined]
+    return {
+        "per_layer": sorted({count / layers[virtual] for virtual, count in queues}),
+        "queues": len(queues),
+        "early": sorted(early),
+        "forwards": counters.forwards,
+        "backwards": Counted.backwards,
+    }

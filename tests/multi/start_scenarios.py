@@ -1,0 +1,125 @@
+"""What ranks start training with, however the module was built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.layers import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    ParallelMultiheadAttention,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.huggingface import build_model
+from tests.parity.zoo.language import NanoGPT, TorchLayers
+from tests.parity.zoo.tasks import TokenTask
+
+WIDTH = 16
+
+
+class DropInLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = ParallelMultiheadAttention(WIDTH, 4, batch_first=True, num_key_value_heads=2)
+        self.mlp = ParallelMLP(WIDTH, 24, gated=True)
+        self.up, self.down = ColumnParallelLinear(WIDTH, 32), RowParallelLinear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x) + self.down(torch.tanh(self.up(x)))
+
+
+class DropInNet(nn.Module):
+    """A model out of drop-in layers, built before any process group exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([DropInLayer() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+NETS: dict[str, Any] = {
+    "drop_in": DropInNet,
+    "gpt": NanoGPT,
+    "encoder": TorchLayers,
+    "llama": lambda: build_model("llama"),
+    "gpt2": lambda: build_model("gpt2"),
+}
+
+
+class Built(TokenTask):
+    """Builds its network at once, or late and without memory.
+
+    Args:
+        kind: key of `NETS`.
+        late: build it in ``configure_model``, on the meta device.
+    """
+
+    def __init__(self, kind: str, late: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net: Any = None if late else NETS[kind]()
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = NETS[self.kind]()
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.net(batch[0], batch[0] >= 0) if self.kind == "encoder" else self.net(batch[0])
+        out = out[0] if isinstance(out, tuple) else getattr(out, "logits", out)
+        return nn.functional.cross_entropy(out.flatten(0, 1), batch[1].flatten())
+
+
+class Start(Callback):
+    """Notes the whole model, and this rank's own tensors, when training starts."""
+
+    def __init__(self) -> None:
+        self.whole: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.own = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+        whole = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+        self.whole = {name: value.clone() for name, value in whole.items()}
+
+
+def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded: bool, load: str | None) -> Any:
+    """The whole initial model (rank 0) and this rank's part of it.
+
+    Args:
+        info: this process.
+        layout: tensor- and pipeline-parallel size.
+        kind: key of `NETS`.
+        late: build it on the meta device.
+        seeded: seed every rank alike; else every rank draws its own weights.
+        load: path of a state that is loaded into the module before the Trainer sees it.
+    """
+    noted = Start()
+    torch.manual_seed(1 if seeded else 1 + info.rank)
+    strategy = MegatronStrategy(tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1], micro_batch_size=2)
+    trainer = make_trainer(info, strategy, max_steps=1, limit_val_batches=0, callbacks=[noted])
+    module = Built(kind, late)
+    if load is not None:
+        module.load_state_dict(torch.load(Path(load), weights_only=True))
+    trainer.fit(module)
+    return noted.whole, noted.own
