@@ -1,0 +1,72 @@
+"""The decoder as a LightningModule that trains on token rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.models.config import DecoderConfig
+from lightning_megatron.models.decoder import Decoder
+
+
+class CausalLanguageModel(pl.LightningModule):
+    """Predicts the next token; a batch is a tensor of token rows [batch, seq + 1], or a pair (inputs, targets).
+
+    Args:
+        config: the decoder's.
+        lr: peak learning rate of AdamW.
+        weight_decay: on matrices; vectors (norms, biases) have none.
+        betas: AdamW's.
+        warm_up: steps until the learning rate is reached.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warm_up: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config, self.lr, self.weight_decay, self.betas, self.warm_up = config, lr, weight_decay, betas, warm_up
+        self.decoder: Any = None
+
+    def configure_model(self) -> None:
+        """Build the decoder, under the meta device if the strategy says so."""
+        if self.decoder is None:
+            self.decoder = Decoder(self.config)
+
+    def loss(self, batch: Any) -> Tensor:
+        """Mean cross-entropy of the next token."""
+        tokens, targets = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+        logits = self.decoder(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Loss of one (micro-)batch."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Logs ``val_loss``."""
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, fused on a GPU, with a linear warm-up."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        fused = self.device.type == "cuda"
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=fused or None)
+        if not self.warm_up:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warm_up))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
