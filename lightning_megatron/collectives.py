@@ -22,6 +22,7 @@ A group of one rank costs nothing and communicates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -209,8 +210,15 @@ class _SplitToGroup(torch.autograd.Function):
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
-    """Run an autograd function; torch leaves ``apply`` untyped."""
-    return cast(Tensor, function.apply(*args))
+    """Run an autograd function, outside the graph of a layer that is compiled; torch leaves ``apply`` untyped."""
+    return cast(Tensor, _run_eagerly(function, *args) if torch.compiler.is_compiling() else function.apply(*args))
+
+
+def _run(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+_run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:

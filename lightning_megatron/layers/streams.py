@@ -17,6 +17,7 @@ recomputes, replays the regions as well, and a region without dropout leaves no 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class RankStream:
 
     def open(self, device: torch.device) -> None:
         """Leave the shared stream of ``device``; nothing happens when it was left already."""
+        if torch.compiler.is_compiling():
+            return _eagerly(self.open, device)
         if self.is_open or device.type == "meta":
             return
         shared = _state(device)
@@ -57,6 +60,8 @@ class RankStream:
 
     def close(self) -> None:
         """Return to the shared stream."""
+        if torch.compiler.is_compiling():
+            return _eagerly(self.close)
         if self._device is None or self._shared is None or self._start is None:
             return
         drew = not torch.equal(_state(self._device), self._start)
@@ -68,6 +73,12 @@ class RankStream:
     def forget(self) -> None:
         """Drop an open region without touching the generator (its forward was cut short and restored elsewhere)."""
         self._device = self._shared = self._start = None
+
+
+@torch.compiler.disable
+def _eagerly(function: Callable[..., None], *args: Any) -> None:
+    """Outside the graph of a layer that is compiled."""
+    function(*args)
 
 
 def _state(device: torch.device) -> Tensor:

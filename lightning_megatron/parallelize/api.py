@@ -104,11 +104,12 @@ class _PaperGroup:
 def _decide(
     module: nn.Module, size: int, plan: str | Mapping[str, str], sequence_parallel: bool, example: Any
 ) -> tuple[Blueprint, SequencePlan | None]:
-    """Every decision about a module; the module is left as it was."""
-    study = study_of(module, plan)
-    blueprint = draw_up(study.module, size, plan, example)
-    sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
-    return study.carry_over(module, blueprint, sequence)
+    """Every decision about a module; the module is left as it was. Compiled parts run uncompiled meanwhile."""
+    with torch.compiler.set_stance("force_eager"):
+        study = study_of(module, plan)
+        blueprint = draw_up(study.module, size, plan, example)
+        sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
+        return study.carry_over(module, blueprint, sequence)
 
 
 def _carry_out(

@@ -229,13 +229,14 @@ class Block(nn.Module):
 class NanoGPT(nn.Module):
     """nanoGPT's shape: a ModuleDict of embeddings, blocks and norm, and a tied head."""
 
-    def __init__(self, attention: type[CausalSelfAttention] = CausalSelfAttention, width: int = 32, heads: int = 4):
+    def __init__(self, attention: type[CausalSelfAttention] = CausalSelfAttention, layers: int = 2) -> None:
         super().__init__()
+        width, heads = 32, 4
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, width),
                 "wpe": nn.Embedding(64, width),
-                "h": nn.ModuleList([Block(width, heads, attention) for _ in range(2)]),
+                "h": nn.ModuleList([Block(width, heads, attention) for _ in range(layers)]),
                 "ln_f": nn.LayerNorm(width),
             }
         )

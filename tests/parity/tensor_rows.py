@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from lightning_megatron import MegatronStrategy
@@ -75,13 +77,42 @@ def _encoder(**options: Any) -> nn.Module:
     return enlarged(Encoder(**options).double())
 
 
-def _gpt() -> nn.Module:
+def _gpt(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return enlarged(NanoGPT().double())
+    return enlarged(NanoGPT(layers=layers).double())
+
+
+class CompiledTask(GPTTask):
+    """Compiles each of its layers, as users of large models do.
+
+    Args:
+        backend: of ``torch.compile``.
+        wrapped: replace layers by what ``torch.compile`` returns, instead of compiling them in place.
+        recomputed: checkpoint each layer inside the network.
+    """
+
+    def __init__(self, backend: str = "aot_eager", wrapped: bool = False, recomputed: bool = False) -> None:
+        super().__init__(_gpt(4))
+        layers = self.net.transformer["h"]
+        for index, layer in enumerate(layers):
+            if recomputed:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            if wrapped:
+                layers[index] = torch.compile(layer, backend=backend)
+            else:
+                layer.compile(backend=backend)
+
+    def on_fit_start(self) -> None:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # the compiler's own, at graph breaks
 
 
 OWN = {
     "nanogpt": lambda: GPTTask(_gpt()),
+    "gpt": lambda: GPTTask(_gpt(4)),
+    "compiled": CompiledTask,
+    "compiled_wrapped": functools.partial(CompiledTask, wrapped=True),
+    "compiled_recomputed": functools.partial(CompiledTask, recomputed=True),
+    "compiled_inductor": functools.partial(CompiledTask, backend="inductor"),
     "encoder": lambda: TensorTask(_encoder()),
     "encoder_seq_first": lambda: TensorTask(_encoder(batch_first=False, norm_first=True)),
 }
@@ -199,7 +230,8 @@ def check_row(row: TensorRow) -> None:
 
 
 EIGHT = ("llama", "gpt2+", "opt", "bloom+", "gpt_neox", "gptj+", "falcon", "qwen3+")
-WIDELY = (*OWN, *EIGHT, "qwen2", "mistral+", "gemma3", "phi", "falcon, one key/value head+")
+OTHERS = ("qwen2", "mistral+", "gemma3", "phi", "falcon, one key/value head+")
+WIDELY = ("nanogpt", "encoder", "encoder_seq_first", *EIGHT, *OTHERS)
 
 
 def everyday() -> list[TensorRow]:
@@ -211,6 +243,23 @@ def everyday() -> list[TensorRow]:
         TensorRow("llama", tensor=4, stages=2, replicas=1, sequence=False, steps=3),
         TensorRow("gpt2+", tensor=2, stages=1, replicas=2, sequence=False, accumulate=2),
         TensorRow("bloom", tensor=2, stages=2, replicas=1, sequence=False, clip="value"),
+    ]
+
+
+def options() -> list[TensorRow]:
+    """Compiled layers, recomputation and every schedule, one row each."""
+    recompute = ("'full'", "'selective'", "{'every': 2}", "['*.mlp']")
+    compiled = ("compiled", "compiled_wrapped", "compiled_recomputed", "compiled_inductor")
+    schedules = ("gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+    return [
+        *(TensorRow(name, sequence=sequence, steps=3) for name in compiled for sequence in (False, True)),
+        *(TensorRow("compiled_wrapped", stages=2, schedule=name, steps=3) for name in ("1f1b", *schedules)),
+        TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}", steps=3),
+        *(TensorRow("gpt", stages=2, schedule=name, sequence=bool(i % 2)) for i, name in enumerate(schedules)),
+        *(
+            TensorRow("gpt", stages=1 + i % 2, sequence=i < 2, others=f"{{'activation_recompute': {kind}}}")
+            for i, kind in enumerate(recompute)
+        ),
     ]
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.tensor_rows import TensorRow, check_row, everyday, everything
+from tests.parity.tensor_rows import TensorRow, check_row, everyday, everything, options
 
 
 @pytest.mark.parametrize("row", everyday(), ids=str)
 def test_training_over_tensor_ranks_is_that_of_one_process(row: TensorRow) -> None:
+    check_row(row)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("row", options(), ids=str)
+def test_training_over_tensor_ranks_with_other_options_is_that_of_one_process(row: TensorRow) -> None:
     check_row(row)
 
 
