@@ -3,7 +3,7 @@
 The order matters, and is the same on every rank::
 
     agree on random state -> convert dtype -> split layers over tensor ranks -> cut into stages
-        -> materialize what is on the meta device -> move -> recompute -> engine -> agree on weights
+        -> materialize what is on the meta device -> move -> compile, recompute -> engine -> agree on weights
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random_state, agree_on_weights, materialize
 from lightning_megatron.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize import ParallelReport, parallelize
+from lightning_megatron.pipeline.compiled import CompileOptions, compile_layers
 from lightning_megatron.pipeline.partition import make_partition
 from lightning_megatron.pipeline.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage import StageModule, stage_of
@@ -39,6 +40,7 @@ class ModuleOptions:
     pipeline_split: str | Sequence[int]
     pipeline_placement: Mapping[str, str] | None
     activation_recompute: Recompute
+    compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
 
 
@@ -123,6 +125,7 @@ class Assembler:
         stage = self._cut(module, streams)
         materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
+        compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
         if self._options.activation_recompute is not None or stage is not None:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
         engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)

@@ -24,6 +24,7 @@ from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.parallelize import ParallelReport, explain
+from lightning_megatron.pipeline.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.partition import Partition
 from lightning_megatron.pipeline.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedule import Placement
@@ -74,6 +75,8 @@ class MegatronStrategy(StateStrategy):
         activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
             layer), ``{"every": n}`` (every n-th), ``"selective"`` (the attention core of every layer), or names or
             patterns of layers or modules in them, such as ``["*.mlp"]``.
+        compile_layers: compile each layer of the trunk with ``torch.compile``, once for all of them; a dict gives its
+            arguments, such as ``{"mode": "max-autotune"}``.
         record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.
         micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
             default its number of samples. Return the number of unpadded tokens to make a token mean over padded
@@ -109,6 +112,7 @@ class MegatronStrategy(StateStrategy):
         pipeline_split: str | Sequence[int] = "auto",
         pipeline_placement: Mapping[str, str] | None = None,
         activation_recompute: Recompute = None,
+        compile_layers: CompileOptions = False,
         micro_batch_loss_weight: LossWeight | None = None,
         variable_shapes: bool = False,
         record_timeline: bool = False,
@@ -135,12 +139,14 @@ class MegatronStrategy(StateStrategy):
             micro_batch_loss_weight=micro_batch_loss_weight,
         )
         check_recompute(activation_recompute)
+        check_compile(compile_layers, pipeline_schedule, activation_recompute)
         self._profiles = pipeline_split == "profile"
         self._module_options = ModuleOptions(
             pipeline_layers=pipeline_layers,
             pipeline_split="auto" if self._profiles else pipeline_split,
             pipeline_placement=pipeline_placement,
             activation_recompute=activation_recompute,
+            compile_layers=compile_layers,
             tensor_plan=tensor_parallel_plan,
         )
         self._engine_options = EngineOptions(

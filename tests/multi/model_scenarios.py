@@ -16,6 +16,7 @@ from tests.parity.train import make_trainer
 
 CONFIGS = {
     "llama": DecoderConfig(vocabulary=53, hidden=32, layers=4, heads=4, key_value_heads=2, intermediate=48),
+    "deep": DecoderConfig(vocabulary=53, hidden=32, layers=8, heads=4, key_value_heads=2, intermediate=48),
     "gpt": DecoderConfig.gpt2(vocabulary=53, hidden=32, layers=4, heads=4, sequence=12),
     "palm": DecoderConfig(
         vocabulary=53, hidden=32, layers=4, heads=4, key_value_heads=1, parallel_block=True, tied=True, norm="layer"
