@@ -96,6 +96,7 @@ class StageCursor:
         self.received = received
         self.sent = Boundary()
         self._aliases: dict[int, tuple[Any, Tensor]] = {}
+        self._made: dict[int, Tensor] = {}
         self._next = 0
         self.running = True
         self._enter_stream(0)
@@ -104,7 +105,7 @@ class StageCursor:
         """Finish a run: nothing of the micro-batch stays referenced here."""
         self.running = False
         self.received = self.sent = Boundary()
-        self._aliases = {}
+        self._aliases, self._made = {}, {}
 
     def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
         """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
@@ -140,6 +141,8 @@ class StageCursor:
         args, kwargs = self._substitute(index, call, args, kwargs)
         self._enter_stream(1 + index)
         output = call.forward(*args, **kwargs)
+        if type(output) is not Tensor or self._made:
+            self._note_made(args, kwargs, output)
         if index == self._layers - 1:
             self._enter_stream(1 + self._layers)
         return output
@@ -217,10 +220,21 @@ class StageCursor:
         )
         raise StageDone
 
+    def _note_made(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Remember what layers made that takes no gradient, such as counts, for as long as it is handed on."""
+        handed = {id(leaf) for leaf in _flatten(args, kwargs)} if self._made else set()
+        self._made = {key: leaf for key, leaf in self._made.items() if key in handed}
+        outputs = () if type(output) is Tensor else pytree.tree_leaves(output)
+        self._made |= {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
+
     def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
-        """Arguments besides the hidden state that depend on parameters: seen where gradients are on, then
-        remembered.
+        """Arguments besides the hidden state that layers have made: by their gradients, seen where gradients are on
+        and then remembered, or because they are what a layer gave.
         """
+        given = {index for index, leaf in enumerate(leaves) if id(leaf) in self._made or id(leaf) in self._aliases}
+        return tuple(sorted({*self._differentiable_side(leaves, main), *given} - set(main)))
+
+    def _differentiable_side(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
         key = (self.stop, self.training)
         if torch.is_grad_enabled():
             self._side_indices[key] = tuple(

@@ -1,9 +1,11 @@
 """Sending activations and gradients between stages.
 
-Sends never block: a blocking send in the steady state of 1F1B, where two neighbours send to each other at the same
-time, deadlocks. A sent tensor is kept alive until its transfer is done. Receives may be posted ahead of use where the
-backend matches messages by tag (gloo); NCCL matches by order alone, so there they are posted exactly where the
-schedule says.
+Sends do not block: a blocking send in the steady state of 1F1B, where two neighbours send to each other at the same
+time, deadlocks. A sent tensor is kept alive until its transfer is done; only when two more have been sent down the same
+link is it waited for, so that a fast stage does not pile up what a slow one has yet to fetch (gloo tells that a send is
+done to nobody but who waits for it). The order of all transfers stands even if every send waited. Receives may be
+posted ahead of use where the backend matches messages by tag (gloo); NCCL matches by order alone, so there they are
+posted exactly where the schedule says.
 
 Tensor-parallel ranks of one stage hold equal boundary tensors. Sending all of them t times would carry the same numbers
 over t links, so each rank sends its t-th and the receivers put the whole together (SC21, section 4.1)::
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,9 +72,11 @@ class StageLinks:
 
     Attributes:
         scatter_from: size in bytes from which a tensor is sent in parts; below, latency is all there is.
+        under_way: messages of one kind to one stage that may be under way at once.
     """
 
     scatter_from = 64 * 1024
+    under_way = 2
 
     def __init__(
         self,
@@ -84,19 +89,23 @@ class StageLinks:
         self._group = group
         self._ranks = list(ranks)
         self._device = device
-        self._pending: list[tuple[Any, Tensor]] = []
+        self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor]]]] = {}
         self.posts_ahead = dist.get_backend(group) != "nccl"
 
     def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
         """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
-        self._reap()
+        pending = self._pending.setdefault((stage, tag), deque())
+        while len(pending) >= self.under_way:
+            _wait_for(pending.popleft())
+        under_way: list[tuple[Any, Tensor]] = []
         for index, tensor in enumerate(tensors):
             data = tensor.detach().contiguous()
             if scatter and index == 0 and self._scatters(data.shape, data.dtype):
                 assert self._replicas is not None
                 data = data.view(self._replicas.size(), -1)[self._replicas.rank()]
             work = dist.isend(data, self._ranks[stage], group=self._group, tag=tag)
-            self._pending.append((work, data))
+            under_way.append((work, data))
+        pending.append(under_way)
 
     def _scatters(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         elements = math.prod(shape)
@@ -150,10 +159,11 @@ class StageLinks:
 
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+        for pending in self._pending.values():
+            while pending:
+                _wait_for(pending.popleft())
 
-    def _reap(self) -> None:
-        while self._pending and self._pending[0][0].is_completed():
-            self._pending.pop(0)[0].wait()
+
+def _wait_for(sends: list[tuple[Any, Tensor]]) -> None:
+    for work, _ in sends:
+        work.wait()

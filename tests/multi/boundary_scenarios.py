@@ -1,0 +1,98 @@
+"""Layers that hand on more than one tensor, of several dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+
+
+class DictLayer(nn.Module):
+    """Hands on a dict: the hidden state, a bfloat16 trace of it, and how often each sample was positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 1)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x, (trace, count) = state["x"], state["inner"]
+        x = x + torch.tanh(self.linear(x)) * (1 + count.to(x.dtype)[:, None, None] / 10)
+        positive = (self.gate(x).mean((1, 2)) > 0).long()
+        return {"x": x, "inner": (trace + 0.5 * x.mean(1).to(torch.bfloat16), count + positive)}
+
+
+class PairLayer(nn.Module):
+    """Takes and gives the hidden state and an integer as two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + torch.tanh(self.linear(x)) * (1 + count.to(x.dtype)[:, None, None] / 10)
+        return x, count + (x.mean((1, 2)) > 0).long()
+
+
+class DictNet(nn.Module):
+    """A dict through the layers."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList([DictLayer() for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        empty = torch.zeros(len(tokens), HIDDEN, dtype=torch.bfloat16)
+        state = {"x": x, "inner": (empty, torch.zeros(len(tokens), dtype=torch.long))}
+        for layer in self.layers:
+            state = layer(state)
+        trace, count = state["inner"]
+        return self.head(state["x"] + trace.to(x.dtype)[:, None] + count[:, None, None])
+
+
+class PairNet(nn.Module):
+    """Two values through the layers."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList([PairLayer() for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, count = self.embed(tokens), torch.zeros(len(tokens), dtype=torch.long)
+        for layer in self.layers:
+            x, count = layer(x, count)
+        return self.head(x + count[:, None, None])
+
+
+NETS = {"dict": DictNet, "pair": PairNet}
+
+
+def handed_on(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses of five batches with validation; ``arguments["net"]`` says which network."""
+    arguments = dict(arguments)
+    net = arguments.pop("net", "dict")
+    torch.manual_seed(5)
+    module: LightningModule = TokenTask(NETS[net]())
+    trainer = trainer_for(info, layout, arguments, max_steps=5)
+    trainer.fit(module)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def dict_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A dict is handed on."""
+    return handed_on(info, layout, {**arguments, "net": "dict"})
+
+
+def pair_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Two values are handed on."""
+    return handed_on(info, layout, {**arguments, "net": "pair"})
