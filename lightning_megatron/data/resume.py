@@ -1,21 +1,20 @@
 """Any ``DataLoader`` goes on where a run stopped: same order, no sample twice, none left out.
 
-A loader's order comes from random numbers drawn when its iterator is made and when its first batch is asked for. Both
-states are noted at the start of every epoch. To resume, the iterator is made from the same states, the batches that
-were consumed are passed over in the sampler, without loading them, and the generators are put where they were when the
-checkpoint was saved::
+A sampler draws the order of an epoch from the global generators (or from a seed and the epoch). Their state is noted
+just before. To resume, the order is drawn from that state again, the batches that were consumed are passed over in the
+sampler, without loading them, and the generators are put where they were when the checkpoint was saved::
 
-    epoch starts   state A ─ make iterator ─ state B ─ order drawn ─ batch 0 ─ batch 1 ─ ... ─ checkpoint (state C)
-    resumed        state A ─ make iterator ─ state B ─ order drawn ─ pass over ────────────── state C ─ next batch
+    epoch starts   state A ─ order drawn ─ batch 0 ─ batch 1 ─ ... ─ checkpoint (state B)
+    resumed        state A ─ order drawn ─ pass over ─────────────── state B ─ next batch
 
-What is counted is samples over all replicas, so another number of replicas continues at the same sample.
+What is counted is samples over all replicas, so another number of replicas continues at the same sample. A stream (an
+``IterableDataset``) has no sampler: its consumed batches are loaded and dropped.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,68 +31,56 @@ class Continuation:
 
     Args:
         epoch: the epoch to continue, for samplers that shuffle by it.
-        random_state: of the global generators when the checkpoint was saved; ``None`` leaves them.
+        random_state: of the global generators when the checkpoint was saved.
         device: whose generator is among them.
     """
 
-    def __init__(self, epoch: int, random_state: dict[str, Any] | None, device: torch.device) -> None:
+    def __init__(self, epoch: int, random_state: dict[str, Any], device: torch.device) -> None:
         self.epoch = epoch
         self._random_state = random_state
         self._device = device
+        self.waiting: list[_ResumableIterator] = []
         self.is_over = False
-
-    def reach(self) -> None:
-        """The first batch is about to be fetched: from here on random numbers are those of the interrupted run."""
-        self.is_over = True
-        self.rewind()
 
     def rewind(self) -> None:
         """Set the global generators to where the checkpoint was saved."""
-        if self._random_state is not None:
-            restore_rng_state(self._random_state, self._device)
+        restore_rng_state(self._random_state, self._device)
 
-
-@dataclass
-class _Skip:
-    """Batches to pass over in the epoch under way, and the states that its order came from."""
-
-    batches: int
-    made: dict[str, Any] | None
-    drawn: dict[str, Any] | None
+    def reach(self) -> None:
+        """The first batch is about to be fetched: make the iterators of an epoch that begins now, in their order."""
+        self.is_over = True
+        waiting, self.waiting = self.waiting, []
+        for iterator in waiting:
+            iterator.make()
 
 
 class ResumableLoader(DataLoader[Any]):
     """Mixed into the class of a loader by :func:`make_resumable`; not to be constructed."""
 
-    resume_made: dict[str, Any] | None
     resume_drawn: dict[str, Any] | None
-    resume_skip: _Skip | None
+    resume_skip: int
     resume_at: Continuation | None
-    resume_passing: int
+    resume_before: dict[str, Any] | None
 
     def __iter__(self) -> Any:
-        skip, at = self.resume_skip, self.resume_at
+        at, skip = self.resume_at, self.resume_skip
         if at is None or at.is_over:
-            self.resume_skip, skip = None, None
+            self.resume_at = None
+            return super().__iter__()
+        _set_sampler_epoch(self, at.epoch)
+        at.rewind()
+        iterator = _ResumableIterator(self, super().__iter__, at, skip)
+        if skip:
+            iterator.make()
         else:
-            _set_sampler_epoch(self, at.epoch)
-            at.rewind()
-        if skip is not None and skip.made is not None:
-            restore_rng_state(skip.made, _CPU)
-        self.resume_made = collect_rng_state(_CPU)
-        count = skip.batches if skip is not None else 0
-        loads = isinstance(self.dataset, IterableDataset)
-        self.resume_passing = 0 if loads else count
-        try:
-            iterator = super().__iter__()
-        finally:
-            self.resume_passing = 0
-        return _ResumedIterator(self, iterator, skip, count if loads else 0)
+            at.waiting.append(iterator)
+        return iterator
 
     @property
     def _index_sampler(self) -> Any:
-        sampler = super()._index_sampler
-        return _PassingOver(sampler, self.resume_passing) if self.resume_passing else sampler
+        streams = isinstance(self.dataset, IterableDataset)
+        passed = self.resume_skip if self.resume_at is not None and not streams else 0
+        return _NotedSampler(super()._index_sampler, self, passed)
 
     def state_dict(self) -> dict[str, Any]:
         """What says to Lightning that the loader can resume; its state is in the strategy's part of a checkpoint."""
@@ -103,85 +90,95 @@ class ResumableLoader(DataLoader[Any]):
         """Nothing: see :func:`continue_loader`."""
 
 
-class _PassingOver:
-    """A sampler without its first entries, the first time it is gone through (persistent workers keep it)."""
+class _NotedSampler:
+    """Notes the random state that an order is drawn from; the first time, draws it anew and passes over entries."""
 
-    def __init__(self, sampler: Any, count: int) -> None:
+    def __init__(self, sampler: Any, loader: ResumableLoader, passed: int) -> None:
         self._sampler = sampler
-        self._count = count
+        self._loader = loader
+        self._passed = passed
 
     def __iter__(self) -> Iterator[Any]:
+        count, self._passed = self._passed, 0  # persistent workers keep the sampler
+        if count == 0:
+            before, self._loader.resume_before = self._loader.resume_before, None
+            if before is not None:
+                restore_rng_state(before, _CPU)
+            self._loader.resume_drawn = collect_rng_state(_CPU)
+            yield from self._sampler
+            return
+        now = collect_rng_state(_CPU)
+        if self._loader.resume_drawn is not None:
+            restore_rng_state(self._loader.resume_drawn, _CPU)
         entries = iter(self._sampler)
-        count, self._count = self._count, 0
         for _ in range(count):
             next(entries, None)
-        yield from entries
+        first = next(entries, _END)
+        restore_rng_state(now, _CPU)
+        if first is not _END:
+            yield first
+            yield from entries
 
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
 
-class _ResumedIterator:
-    """Notes the random state before the first batch, and continues a run there."""
 
-    def __init__(self, loader: ResumableLoader, iterator: Any, skip: _Skip | None, load_and_drop: int) -> None:
+class _ResumableIterator:
+    """The iterator of the epoch that a run goes on in; where a new one begins, made as late as in the first run."""
+
+    def __init__(self, loader: ResumableLoader, make: Callable[[], Any], at: Continuation, skip: int) -> None:
         self._loader = loader
-        self._iterator = iterator
-        self._skip = skip
-        self._drop = load_and_drop
+        self._make = make
+        self._at = at
+        self._skip = skip if isinstance(loader.dataset, IterableDataset) else 0
+        self._inner: Any = None
         self._started = False
+
+    def make(self) -> None:
+        """Make the loader's own iterator."""
+        if self._inner is None:
+            if self._loader.persistent_workers and self._at.epoch > 0 and not self._loader.resume_skip:
+                # The first run's iterator was made in its first epoch: no seed for workers was drawn in this one.
+                self._loader.resume_before = collect_rng_state(_CPU)
+            self._inner = self._make()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._iterator)
+        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_iterator"], name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.make()
+        return getattr(self._inner, name)
 
     def __next__(self) -> Any:
         if not self._started:
             self._started = True
-            return self._first()
-        return next(self._iterator)
+            self._go_on()
+        return next(self._inner)
 
-    def _first(self) -> Any:
-        loader, at = self._loader, self._loader.resume_at
-        continues = at is not None and not at.is_over
-        if self._skip is None:
-            if continues:
-                assert at is not None
-                at.reach()
-            loader.resume_drawn = collect_rng_state(_CPU)
-            return next(self._iterator)
-        if self._skip.drawn is not None:
-            restore_rng_state(self._skip.drawn, _CPU)
-        loader.resume_drawn = collect_rng_state(_CPU)
-        for _ in range(self._drop):
-            next(self._iterator)
-        if self._drop == 0:
-            self._draw_order()
-        if at is not None:
-            at.reach()
-        return next(self._iterator)
-
-    def _draw_order(self) -> None:
-        """Let a lazy sampler draw its order now, before the generators are put where the checkpoint was saved."""
-        entries = getattr(self._iterator, "_sampler_iter", None)
-        if entries is None or bool(getattr(self._iterator, "_num_workers", 0)):
+    def _go_on(self) -> None:
+        now = collect_rng_state(_CPU) if self._at.is_over else None
+        if self._skip:
+            if self._loader.resume_drawn is not None:
+                restore_rng_state(self._loader.resume_drawn, _CPU)
+            for _ in range(self._skip):
+                next(self._inner)
+        if now is not None:
+            restore_rng_state(now, _CPU)
             return
-        first = next(entries, _END)
-        if first is not _END:
-            self._iterator._sampler_iter = _chain(first, entries)
+        if self._loader.resume_skip:
+            self._at.rewind()
+        self._at.reach()
 
 
 _END = object()
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 @functools.cache
@@ -197,9 +194,7 @@ def make_resumable(loader: Any) -> Any:
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
     loader.__class__ = _resumable_class(type(loader))  # type: ignore[arg-type]
-    for name in ("made", "drawn", "skip", "at"):
-        loader.__dict__[f"resume_{name}"] = None
-    loader.__dict__["resume_passing"] = 0
+    loader.__dict__ |= {"resume_drawn": None, "resume_skip": 0, "resume_at": None, "resume_before": None}
     return loader
 
 
@@ -214,13 +209,12 @@ def batch_size_of(loader: Any) -> int | None:
 
 def loader_state(loader: ResumableLoader) -> dict[str, Any]:
     """What :func:`continue_loader` needs besides the number of consumed batches."""
-    return {"made": loader.resume_made, "drawn": loader.resume_drawn, "batch_size": batch_size_of(loader)}
+    return {"drawn": loader.resume_drawn, "batch_size": batch_size_of(loader)}
 
 
 def continue_loader(
     loader: ResumableLoader, batches: int, state: dict[str, Any] | None, continuation: Continuation
 ) -> None:
-    """Let the next epoch that begins pass over ``batches`` batches, in the order that ``state`` tells."""
-    made, drawn = (state["made"], state["drawn"]) if state is not None else (None, None)
-    loader.__dict__["resume_skip"] = _Skip(batches, made, drawn) if batches else None
-    loader.__dict__["resume_at"] = continuation
+    """Let the epoch that begins next pass over ``batches`` batches, in the order that ``state`` tells."""
+    drawn = state["drawn"] if state is not None else None
+    loader.__dict__ |= {"resume_drawn": drawn, "resume_skip": batches, "resume_at": continuation}
