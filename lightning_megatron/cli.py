@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from lightning_megatron.commands.checkpoint import app as checkpoint
 from lightning_megatron.commands.explain import explain
 from lightning_megatron.commands.plan import plan
 from lightning_megatron.commands.predict import predict
@@ -32,6 +33,7 @@ app.command("plan")(plan)
 app.command("predict")(predict)
 app.command("explain")(explain)
 app.command("rehearse")(rehearse)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

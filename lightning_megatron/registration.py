@@ -7,14 +7,16 @@ What is registered is a factory, so that torch and the strategy load only when a
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 _STRATEGIES = "lightning.pytorch.strategies"
+_SAVING = "lightning.pytorch.core.saving"
 _NAME = "megatron"
 
 
@@ -30,6 +32,23 @@ def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
     if _NAME not in registry:
         registry.register(_NAME, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
+    saving = sys.modules.get(_SAVING)
+    if hasattr(saving, "pl_load") and not isinstance(saving.pl_load, _LoadsDirectories):  # type: ignore[union-attr]
+        saving.pl_load = _LoadsDirectories(saving.pl_load)  # type: ignore[union-attr]
+
+
+class _LoadsDirectories:
+    """Lightning's reader of checkpoint files, which reads our directories as well, for ``load_from_checkpoint``."""
+
+    def __init__(self, lightnings: Callable[..., Any]) -> None:
+        self._lightnings = lightnings
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+            from lightning_megatron.checkpoints.sources import load_whole
+
+            return load_whole(path, trust=kwargs.get("weights_only") is False)
+        return self._lightnings(path, *args, **kwargs)
 
 
 def _build(**options: Any) -> Any:

@@ -6,7 +6,9 @@ rank collects them from the ranks of its own row of the grid.
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -36,8 +38,22 @@ def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any]) -> 
         "layout": asdict(mesh.layout) | dict(extra),
         "precision": str(trainer.precision),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "huggingface": _huggingface_configs(module),
         "versions": {"python": platform.python_version()} | _versions(),
     }
+
+
+def _huggingface_configs(module: Any) -> dict[str, Any]:
+    """Start of the names of every outermost Hugging Face model in a module -> its config."""
+    if "transformers" not in sys.modules:
+        return {}
+    kind = sys.modules["transformers"].PreTrainedModel
+    found: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, kind) and not any(name.startswith(outer) for outer in found):
+            config = json.loads(child.config.to_json_string(use_diff=False))
+            found[f"{name}." if name else ""] = {**config, "architectures": [type(child).__name__]}
+    return found
 
 
 def _versions() -> dict[str, str]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_megatron import lightning_state
 from lightning_megatron.data.resume import make_resumable
 from lightning_megatron.grid_strategy import GridStrategy
+from lightning_megatron.newest import answer_from_markers
 from lightning_megatron.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.standin import whole_view
@@ -51,6 +52,14 @@ class StateStrategy(GridStrategy):
 
     _optimizer_names: list[GroupNames]
     _resumption: Resumption | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        answer_from_markers(StateStrategy)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Raise what a background save has failed with since the last step."""
+        self.checkpoint_io.check()
 
     @property
     def _streams(self) -> SegmentStreams | None:
@@ -205,7 +214,7 @@ class StateStrategy(GridStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._read_tensors(path, checkpoint, fitting and self.lightning_restore_optimizer)
         self._resumption = None
-        if fitting and "loops" in checkpoint:
+        if fitting and "replicas" in checkpoint["lightning_megatron"]:
             self._resumption = Resumption(checkpoint, module.trainer, self.mesh, self.root_device)
             streams = checkpoint["lightning_megatron"]["streams"]
             if streams is not None and self._streams is not None:
@@ -236,7 +245,7 @@ class StateStrategy(GridStrategy):
             states.append({"state": state, "param_groups": groups})
             if index < len(self.optimizers):
                 places = self._places(self.optimizers[index])
-                templates = optimizer_templates(kinds, index, places, own["aliases"])
+                templates = optimizer_templates(kinds, index, places, own["aliases"], self._optimizer_names[index])
                 for stored, (name, key, pieces) in templates.items():
                     wanted[stored] = stored, pieces
                     state.setdefault(name, {})[key] = pieces if stored in kinds and pieces.shape else pieces.local

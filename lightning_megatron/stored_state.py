@@ -162,10 +162,15 @@ def optimizer_names(kinds: Kinds) -> Iterator[tuple[str, int, str, str]]:
 
 
 def optimizer_templates(
-    kinds: Kinds, index: int, places: Sequence[StatePlace], further: Mapping[str, str]
+    kinds: Kinds, index: int, places: Sequence[StatePlace], further: Mapping[str, str], names: GroupNames
 ) -> dict[str, tuple[str, str, PiecedTensor]]:
-    """Empty pieces for this rank's part of a stored optimizer: stored name -> parameter name, state name, pieces."""
+    """Empty pieces for this rank's part of a stored optimizer: stored name -> parameter name, state name, pieces.
+
+    A state imported from a Lightning file is stored by the number of its parameter: ``optimizer.0.#3.exp_avg``.
+    """
     by_name = {further.get(place.name, place.name): place for place in places}
+    order = [name for group in names for name in group]
+    by_name |= {f"#{order.index(place.name)}": place for place in places if place.name in order}
     templates = {}
     for stored, number, parameter, key in optimizer_names(kinds):
         place = by_name.get(parameter)

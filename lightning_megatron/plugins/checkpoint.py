@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -45,10 +43,10 @@ from lightning_megatron.checkpoints.directory import (
 )
 from lightning_megatron.checkpoints.folder import Folder
 from lightning_megatron.checkpoints.planner import PieceLoadPlanner, PieceSavePlanner, saved_kinds
+from lightning_megatron.checkpoints.sources import load_plain
 from lightning_megatron.checkpoints.storage import BoxReader, BoxWriter
 from lightning_megatron.pieces import PiecedTensor, as_pieces
 
-_SAFE_TYPES: list[Any] = [AttributeDict]
 Tensors = dict[str, Tensor | PiecedTensor]
 
 
@@ -147,21 +145,12 @@ class MegatronCheckpointIO(CheckpointIO):
             IncompleteCheckpointError: the directory has no completion marker, or lost a file.
         """
         self.wait()
+        trust = not self._choose(weights_only)
         folder = Folder(path)
         if folder.is_file():
-            content = folder.parent.read(folder.name)
-            return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=self._choose(weights_only)))
+            return load_plain(folder.parent.read(folder.name), str(folder), trust)
         data = open_checkpoint(path)
-        with torch.serialization.safe_globals(_SAFE_TYPES):
-            try:
-                content = data.read(META)
-                loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=self._choose(weights_only))
-            except pickle.UnpicklingError as error:
-                raise RuntimeError(
-                    f"{data}/{META} holds objects that are not plain data ({str(error).splitlines()[0]}). If you "
-                    "trust the file, pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`."
-                ) from error
-        return dict(loaded)
+        return load_plain(data.read(META), f"{data}/{META}", trust)
 
     def _choose(self, weights_only: bool | None) -> bool:
         return self._weights_only if weights_only is None else weights_only

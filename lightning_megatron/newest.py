@@ -1,0 +1,46 @@
+"""``ckpt_path="last"`` finds the newest checkpoint that is whole.
+
+Lightning asks each ModelCheckpoint for files called ``last*`` and takes the one changed last. After a crash that can be
+an older one than ``step=40.ckpt`` beside it, or one that was not finished. Where our strategy is in use, the question
+is answered from the markers instead; under any other strategy, Lightning's answer stands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron.checkpoints.directory import newest_complete
+
+_QUESTION = "_find_last_checkpoints"
+
+
+def answer_from_markers(strategy_type: type) -> None:
+    """Let ModelCheckpoint's search for the last checkpoint look at markers under strategies of ``strategy_type``."""
+    lightnings = getattr(ModelCheckpoint, _QUESTION)
+    if not isinstance(lightnings, _Search):
+        setattr(ModelCheckpoint, _QUESTION, _Search(lightnings, strategy_type))
+
+
+class _Search:
+    """The method, with Lightning's own inside."""
+
+    def __init__(self, lightnings: Callable[..., set[str]], strategy_type: type) -> None:
+        self._lightnings = lightnings
+        self._strategy_type = strategy_type
+
+    def __get__(self, callback: Any, owner: type) -> Any:
+        return self if callback is None else functools.partial(self, callback)
+
+    def __call__(self, callback: ModelCheckpoint, trainer: Any) -> set[str]:
+        found = self._lightnings(callback, trainer)
+        if not isinstance(trainer.strategy, self._strategy_type):
+            return found
+        folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+        newest = newest_complete(folder, callback.FILE_EXTENSION)
+        files = {path for path in found if Path(path).is_file()}
+        return files if newest is None else {newest}
