@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from lightning_megatron.pipeline.schedule import SCHEDULES, UserSchedule, make_schedule
-from lightning_megatron.pipeline.timeline import Costs, Timeline, check, chrome_trace, simulate, svg, text_grid, title
+from lightning_megatron.pipeline.timeline import (
+    Costs,
+    Timeline,
+    check,
+    chrome_trace,
+    png,
+    simulate,
+    svg,
+    text_grid,
+    title,
+)
 
 _WIDEST = 1000  # characters of a text grid that a pager still shows well
 
@@ -38,6 +48,7 @@ def timeline(
     forward_only: Annotated[bool, typer.Option(help="The evaluation order of this schedule.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures and instructions as JSON.")] = False,
     svg_file: Annotated[Path | None, typer.Option("--svg", help="Write the picture to this file.")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="Write the picture as PNG to this file.")] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace to this file.")] = None,
 ) -> None:
     """Check a schedule, simulate it with given costs, and draw it.
@@ -67,7 +78,12 @@ def timeline(
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
-    _write(found, as_json, svg_file, trace_file)
+    try:
+        written = _write(found, svg_file, png_file, trace_file)
+    except OSError as error:
+        typer.echo(f"Error: could not write {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from error
+    _print(found, as_json, written)
 
 
 def figures(found: Timeline) -> dict[str, Any]:
@@ -109,11 +125,18 @@ def _schedule(name: str) -> str | UserSchedule:
     return own
 
 
-def _write(found: Timeline, as_json: bool, svg_file: Path | None, trace_file: Path | None) -> None:
+def _write(found: Timeline, svg_file: Path | None, png_file: Path | None, trace_file: Path | None) -> list[Path]:
+    """Write the pictures asked for; which they are."""
     if svg_file is not None:
         svg_file.write_text(svg(found), encoding="utf-8")
+    if png_file is not None:
+        png_file.write_bytes(png(found))
     if trace_file is not None:
         trace_file.write_text(json.dumps(chrome_trace(found)), encoding="utf-8")
+    return [path for path in (svg_file, png_file, trace_file) if path is not None]
+
+
+def _print(found: Timeline, as_json: bool, written: list[Path]) -> None:
     if as_json:
         typer.echo(json.dumps(figures(found)))
         return
@@ -123,6 +146,5 @@ def _write(found: Timeline, as_json: bool, svg_file: Path | None, trace_file: Pa
     grid = text_grid(found)
     widest = max(map(len, grid.splitlines()))
     typer.echo(grid if widest <= _WIDEST else f"(the grid is {widest} characters wide: use --svg or --trace)")
-    for path in (svg_file, trace_file):
-        if path is not None:
-            typer.echo(f"wrote {path}")
+    for path in written:
+        typer.echo(f"wrote {path}")

@@ -208,9 +208,7 @@ def _ranks_around(stages: int, marked: list[int]) -> list[int]:
 
 
 def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: int, start: float, end: float) -> str:
-    colours = _COLOURS[step.kind]
-    colour = colours[step.chunk % len(colours)]
-    ink = "white" if step.chunk % len(colours) == 0 else "black"
+    colour, ink = colours_of(step)
     bar = (
         f'<rect x="{x:.2f}" y="{y + 1}" width="{max(wide, 0.3):.2f}" height="{height - 2}" fill="{colour}"'
         f' stroke="white" stroke-width="0.6"><title>{name}: {start:g} to {end:g}</title></rect>'
@@ -218,6 +216,13 @@ def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: in
     if wide < 6.2 * len(name):
         return bar
     return f'{bar}<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{name}</text>'
+
+
+def colours_of(step: Instruction) -> tuple[str, str]:
+    """Colour of an instruction's bar, and of the letters on it."""
+    colours = _COLOURS[step.kind]
+    chosen = step.chunk % len(colours)
+    return colours[chosen], "#000000" if chosen else "#ffffff"
 
 
 def _axis(timeline: Timeline, left: int, bottom: int, scale: float) -> list[str]:

@@ -17,6 +17,7 @@ from lightning_megatron.pipeline.dependencies import Costs, sweep, without_colle
 from lightning_megatron.pipeline.drawing import chrome_trace, list_grid, svg, text_grid, title
 from lightning_megatron.pipeline.instructions import Schedule
 from lightning_megatron.pipeline.lowering import describe_stuck
+from lightning_megatron.pipeline.raster import png
 
 __all__ = [
     "Costs",
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "chrome_trace",
     "list_grid",
+    "png",
     "simulate",
     "svg",
     "text_grid",

@@ -47,7 +47,16 @@ def test_a_picture_and_a_trace_are_written(tmp_path: Path) -> None:
     result = run("--schedule", "zb-v", "--stages", "3", "--svg", str(picture), "--trace", str(trace))
     assert result.exit_code == 0
     assert picture.read_text().startswith("<svg")
+    result = run("--schedule", "zb-v", "--stages", "3", "--png", str(tmp_path / "a.png"))
+    assert f"wrote {tmp_path / 'a.png'}" in result.output.replace("\n", "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(trace.read_text())["traceEvents"]) > 3 * 8
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    result = run("--svg", str(tmp_path / "absent" / "a.svg"))
+    assert result.exit_code == 2
+    assert "could not write" in result.output and "a.svg" in result.output.replace("\n", "")
 
 
 def test_wrong_arguments_end_with_a_message_and_no_traceback() -> None:
