@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,11 +78,12 @@ class VocabParallelLogits(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        first = args[0] if args else None
         handler = _SHARDED.get(func)
-        if handler is not None and isinstance(args[0], cls):
+        if handler is not None and isinstance(first, (cls, list, tuple)):
             with contextlib.suppress(_NeedsWhole):
                 return handler(func, *args, **kwargs)
-        if _is_in_place(func) and isinstance(args[0], cls):
+        if _is_in_place(func) and isinstance(first, cls):
             return _in_place(func, *args, **kwargs)
         args, kwargs = tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -168,19 +170,71 @@ def _own_classes(logits: VocabParallelLogits, value: Any) -> Any:
     return F.pad(part, (0, length - part.shape[-1])).movedim(-1, axis)
 
 
+def _in_place_elementwise(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> VocabParallelLogits:
+    """The same, written into this rank's classes."""
+    args, kwargs = tree_map(lambda value: _own_classes(logits, value), (args, kwargs))
+    func(logits._local, *args, **kwargs)
+    return logits
+
+
 def _reshape(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> VocabParallelLogits:
-    """Views that keep the classes as the last axis."""
-    if logits._dim != logits.ndim - 1 or any(isinstance(a, (torch.dtype, Tensor)) for a in args):
+    """Views that keep the classes as an axis of their own."""
+    if any(isinstance(value, torch.dtype) for value in args):
         raise _NeedsWhole
-    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits._vocabulary or shape.numel() != logits.shape.numel():
+    args = tuple(torch.empty(v.shape, device="meta") if isinstance(v, Tensor) else v for v in args)
+    old, shape = logits.shape, func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    before, after = old[: logits._dim].numel(), old[logits._dim + 1 :].numel()
+    for dim, size in enumerate(shape):
+        kept = size == logits._vocabulary and shape[:dim].numel() == before
+        if kept and shape[dim + 1 :].numel() == after:
+            length = logits._local.shape[logits._dim]
+            return logits.like(logits._local.reshape(*shape[:dim], length, *shape[dim + 1 :]), dim)
+    raise _NeedsWhole
+
+
+def _along(position: int, func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+    """Functions of one axis, at ``position`` of the arguments or the first one; the class axis needs whole logits."""
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+    if not isinstance(dim, int) or dim % logits.ndim == logits._dim:
         raise _NeedsWhole
-    return logits.like(logits._local.reshape(*shape[:-1], logits._local.shape[-1]), len(shape) - 1)
+    found = func(logits._local, *args, **kwargs)
+    parts = found if isinstance(found, (tuple, list)) else (found,)
+    removed = parts[0].ndim < logits.ndim and dim % logits.ndim < logits._dim
+    split = tuple(logits.like(part, logits._dim - removed) for part in parts)
+    return split if isinstance(found, (tuple, list)) else split[0]
+
+
+def _join(func: Any, parts: Any, *args: Any, **kwargs: Any) -> VocabParallelLogits:
+    """Concatenation of logits that are split alike."""
+    dim = kwargs.get("dim", args[0] if args else 0)
+    first = parts[0]
+    stacked = func is torch.stack
+    if not isinstance(first, VocabParallelLogits) or not isinstance(dim, int):
+        raise _NeedsWhole
+    dim %= first.ndim + stacked
+    if not stacked and dim == first._dim:
+        raise _NeedsWhole
+    locals_ = [_alike(first, part) for part in parts]
+    return first.like(func(locals_, dim), first._dim + (stacked and dim <= first._dim))
+
+
+def _alike(first: VocabParallelLogits, other: Any) -> Tensor:
+    """The local part of logits that are split in the same way."""
+    alike = isinstance(other, VocabParallelLogits) and other._group == first._group
+    if not alike or other._dim != first._dim or other.ndim != first.ndim or other._vocabulary != first._vocabulary:
+        raise _NeedsWhole
+    return cast(Tensor, other._local)
 
 
 def _transpose(func: Any, logits: VocabParallelLogits, dim0: int, dim1: int) -> VocabParallelLogits:
     first, second = dim0 % logits.ndim, dim1 % logits.ndim
     return logits.like(logits._local.transpose(first, second), {first: second, second: first}.get(logits._dim))
+
+
+def _matrix_transpose(func: Any, logits: VocabParallelLogits, *owner: Any) -> VocabParallelLogits:
+    if logits.ndim < 2:
+        raise _NeedsWhole
+    return _transpose(func, logits, -2, -1)
 
 
 def _permute(func: Any, logits: VocabParallelLogits, *dims: Any) -> VocabParallelLogits:
@@ -234,12 +288,24 @@ _ARITHMETIC = (
     *(T.__mul__, T.__rmul__, T.__truediv__, T.__add__, T.__radd__, T.__sub__, T.__neg__),
     *(torch.mul, torch.div, torch.add, torch.sub, torch.tanh, torch.clamp),
 )
+_IN_PLACE = (
+    *(T.mul_, T.div_, T.add_, T.sub_, T.neg_, T.tanh_, T.clamp_),
+    *(T.__imul__, T.__itruediv__, T.__iadd__, T.__isub__),
+)
+_ALONG_FIRST = (T.narrow, torch.narrow, T.select, torch.select, T.unbind, torch.unbind, T.index_select)
+_ALONG_SECOND = (T.chunk, torch.chunk, T.split, torch.split)
 _SHARDED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     T.__format__: _format,
     **dict.fromkeys(_getters("requires_grad", "grad_fn", "is_leaf"), _of_local),
     **dict.fromkeys((*_CASTS, *_ARITHMETIC), _elementwise),
+    **dict.fromkeys(_IN_PLACE, _in_place_elementwise),
+    **dict.fromkeys(_ALONG_FIRST, partial(_along, 0)),
+    **dict.fromkeys(_ALONG_SECOND, partial(_along, 1)),
+    **dict.fromkeys((torch.cat, torch.concat, torch.stack), _join),
     **dict.fromkeys((T.view, T.reshape, T.flatten, torch.flatten, torch.reshape, T.unflatten), _reshape),
+    **dict.fromkeys((T.reshape_as, T.view_as), _reshape),
+    **dict.fromkeys(_getters("mT"), _matrix_transpose),
     **dict.fromkeys((T.squeeze, T.unsqueeze, torch.squeeze, torch.unsqueeze), _reshape),
     **dict.fromkeys((T.transpose, torch.transpose, T.swapaxes), _transpose),
     **dict.fromkeys((T.permute, torch.permute), _permute),
