@@ -133,7 +133,7 @@ class Assembler:
         if engine.splits_itself:
             self._agree_on_own_split(module)
         else:
-            holders = {name: engine.holders_of(name) for name, _ in module.named_parameters()}
+            holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
         return Assembled(module, engine, tensor_state, report, streams, groups)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
+from lightning_megatron.data_parallel.independence import Independence
+from lightning_megatron.layout import Layout
 from lightning_megatron.lightning_state import callbacks_of
 from lightning_megatron.pipeline.schedule import make_schedule, schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
@@ -180,6 +183,90 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
                 "LBFGS takes inner products over all parameters, which lie on different stages; use another "
                 "optimizer, or `pipeline_parallel_size=1`."
             )
+
+
+def check_independence(
+    optimizers: Sequence[Optimizer], least: Independence, layout: Layout, shards: int, unsplit: bool, lowered: bool
+) -> None:
+    """Refuse optimizers that need more of the model at once than a rank holds.
+
+    Args:
+        optimizers: the module's.
+        least: the smallest thing that they update by itself.
+        layout: axis sizes.
+        shards: ranks that share the optimizer's work.
+        unsplit: whether no parameter is split over tensor-parallel ranks.
+        lowered: whether layers compute with 16-bit copies of the weights.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+    if least is Independence.NONE and shards > 1:
+        raise MisconfigurationException(
+            f"{names} needs {least.value} (found by a trial on small matrices), but `optimizer_sharding` shares them "
+            f"out over {shards} replicas; pass `MegatronStrategy(optimizer_sharding=False)`, or use an optimizer that "
+            "updates every parameter by itself."
+        )
+    if least is Independence.NONE and layout.pipeline * layout.tensor > 1:
+        raise MisconfigurationException(
+            f"{names} needs {least.value} (found by a trial on small matrices), but `pipeline_parallel_size="
+            f"{layout.pipeline}` and `tensor_parallel_size={layout.tensor}` spread them over ranks; use an optimizer "
+            "that updates every parameter by itself, or set both to 1."
+        )
+    if least is Independence.NONE and lowered:
+        raise MisconfigurationException(
+            f"{names} needs {least.value}, or calls its closure several times (found by a trial on small matrices); "
+            "mixed precision updates float32 copies of the weights, which the closure does not see. Use "
+            "`precision='32-true'` or 'bf16-true'."
+        )
+    if least is Independence.PARAMETER and not unsplit:
+        raise MisconfigurationException(
+            f"{names} needs whole matrices (found by a trial on small ones), but `tensor_parallel_size="
+            f"{layout.tensor}` splits them over ranks; use an optimizer that updates every element by itself, such as "
+            "AdamW, or `tensor_parallel_size=1`."
+        )
+
+
+def check_scaled(module: pl.LightningModule) -> None:
+    """Refuse what a dynamic loss scale cannot follow.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "`precision='16-mixed'` scales the loss by a number that changes from step to step, which manual "
+            "optimization cannot follow; use `precision='bf16-mixed'`, or set `self.automatic_optimization = True`."
+        )
+
+
+def check_own_gradients(loss_scale: Any, nonfinite: Any, reduce_dtype: Any) -> None:
+    """Refuse what this package does to gradients, for a module whose own code has split it.
+
+    Raises:
+        MisconfigurationException: with the option to leave out.
+    """
+    wanted = {"precision='16-mixed'": loss_scale, "nonfinite": nonfinite, "gradient_reduce_dtype": reduce_dtype}
+    for name, value in wanted.items():
+        if value is not None:
+            raise MisconfigurationException(
+                f"`{name}` does not go together with a module that splits itself in `configure_model` "
+                "(`parallelize_module`, `fully_shard`), whose gradients torch sums; leave it out, or let "
+                "`tensor_parallel_size` split the module."
+            )
+
+
+def check_gradient_options(reduce_dtype: Any, nonfinite: Any) -> None:
+    """Refuse values that cannot be meant.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if reduce_dtype is not None and (not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point):
+        raise ValueError(f"`gradient_reduce_dtype={reduce_dtype!r}` must be a dtype such as torch.bfloat16, or None.")
+    if nonfinite not in (None, "raise", "skip"):
+        raise ValueError(f"`nonfinite={nonfinite!r}` must be 'raise', 'skip', or None.")
 
 
 def already_cut(earlier: StageModule, stages: int) -> str:

@@ -73,7 +73,7 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return x
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    _all_gather_single(out, x, group)
+    start_flat_gather(out, x, group).wait()
     return _moved_back(out, dim)
 
 
@@ -89,7 +89,7 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
     check_divisible(x.shape[dim], size, f"dim {dim} of a tensor of shape {tuple(x.shape)}")
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    work = _reduce_scatter_single(out, x, group)
+    work = start_flat_scatter(out, x, group)
     return (out if dim == 0 else out.movedim(0, dim)), work
 
 
@@ -132,16 +132,16 @@ def check_divisible(value: int, size: int, what: str) -> None:
         )
 
 
-def _all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """torch 2.13 renamed this collective; both names are served."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x, group=group)
+def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start gathering blocks [n] of all ranks into ``out`` [group * n]; ``x`` may be this rank's block of it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return cast("dist.Work", gather(out, x, group=group, async_op=True))
 
 
-def _reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """torch 2.13 renamed this collective; both names are served."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast("dist.Work | None", scatter(out, x, group=group, async_op=True))
+def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start summing ``x`` [group * n] over the ranks; each gets its block ``out`` [n], which may be part of ``x``."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return cast("dist.Work", scatter(out, x, group=group, async_op=True))
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -8,7 +8,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets import GradientBuckets
-from lightning_megatron.data_parallel.norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
-from lightning_megatron.mesh import Holders, ParallelMesh
+from lightning_megatron.gradients import GradientOptions, ModelGradients
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.module_state import ModuleState
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
 from lightning_megatron.pipeline.micro_batches import (
@@ -56,10 +56,10 @@ class EngineOptions:
     chunks: int | None
     schedule_options: Mapping[str, Any]
     loss_weight: LossWeight | None
-    bucket_bytes: int
     variable_shapes: bool
     record_timeline: bool
     sequence_parallel: bool
+    gradients: GradientOptions
 
     @property
     def schedule_shape(self) -> ScheduleShape:
@@ -119,39 +119,26 @@ class StepEngine:
         replicated = self.splits_itself and mesh.layout.data > 1
         self._replicas = ReplicaAverage(module, mesh.group("data_parallel")) if replicated else None
         self._reduces = True
-        self.gradients: GradientBuckets | None = None
+        self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
+        self.bad_micro_batch: int | None = None
         self.recorder: LogRecorder | None = None
 
-    def prepare_gradients(self, groups: Mapping[Holders, Any]) -> None:
-        """Lay out gradient buckets; call once the parameters are final.
-
-        Args:
-            groups: group of this rank for each kind of holders other than the replicas of one stage.
-        """
-        self.close()
-        parameters = dict(self._module.named_parameters())
-        layout = self._mesh.layout
-        data_group = self._mesh.group("data_parallel") if layout.data > 1 else None
-        shared = {name: groups[holder] for name in parameters if (holder := self.holders_of(name)) in groups}
-        self.gradients = GradientBuckets(parameters, data_group, shared, self._options.bucket_bytes)
+    @property
+    def gradients(self) -> GradientBuckets | None:
+        """Where gradients collect; ``None`` where autograd's own ``.grad`` will do."""
+        return self.model_gradients.buckets
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a parameter's gradient comes from several ranks or several backward passes."""
+        """Whether a parameter's gradient comes from several ranks or backward passes, or is not simply autograd's."""
         layout = self._mesh.layout
         several = layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
-        return several or self._tensor.sums_gradients
-
-    def holders_of(self, name: str) -> Holders:
-        """Who holds parameter ``name``."""
-        stages = tuple(sorted(self._stage.partition.holders[name])) if self._stage is not None else (self._mesh.stage,)
-        return Holders(stages, self._tensor.summed(name))
+        options = self._options.gradients
+        return several or self._tensor.sums_gradients or options.layer_dtype is not None or options.inspect
 
     def close(self) -> None:
         """Release hooks and buffers."""
-        if self.gradients is not None:
-            self.gradients.close()
-            self.gradients = None
+        self.model_gradients.close()
         if self._segments is not None:
             self._segments.remove()
             self._segments = None
@@ -169,7 +156,14 @@ class StepEngine:
         )
 
     def train(
-        self, call: Callable[[Any], Any], batch: Any, *, accumulate: int, fresh: bool, reduce: bool
+        self,
+        call: Callable[[Any], Any],
+        batch: Any,
+        *,
+        accumulate: int,
+        fresh: bool,
+        reduce: bool,
+        scale: float = 1.0,
     ) -> StepResult:
         """Forward and backward of one batch by the schedule.
 
@@ -179,6 +173,7 @@ class StepEngine:
             accumulate: batches whose gradients are averaged.
             fresh: whether this is the first of them.
             reduce: whether this is the last.
+            scale: factor of the loss while gradients are computed.
 
         Returns:
             The step's result, equal on every rank.
@@ -186,8 +181,8 @@ class StepEngine:
         assert self.gradients is not None
         parts = self._split(batch, self._options.micro_batch_size)
         weights, total = self._weights(parts, across_replicas=True)
-        scales = [weight / (total * accumulate) for weight in weights]
-        self.gradients.begin(fresh=fresh, reduce=reduce)
+        scales = [weight / (total * accumulate) * scale for weight in weights]
+        self.gradients.begin(fresh=fresh, reduce=reduce, scale=scale)
         result = self._run(call, batch, parts, scales, weights, "training_step")
         self.gradients.withdraw()
         return result
@@ -218,11 +213,12 @@ class StepEngine:
         self._exchange.finish(result)
         return result
 
-    def begin_plain_gradients(self, *, reduce: bool) -> None:
-        """Prepare the buckets for a backward that Lightning runs."""
+    def begin_plain_gradients(self, *, reduce: bool, fresh: bool | None, scale: float = 1.0) -> None:
+        """Prepare the buckets for a backward that Lightning runs; arguments as :meth:`GradientBuckets.begin`."""
         self._reduces = reduce
         if self.gradients is not None:
-            self.gradients.begin(fresh=None, reduce=reduce, divide_by=self._mesh.layout.data)
+            replicas = self._mesh.layout.data
+            self.gradients.begin(fresh=fresh, reduce=reduce, divide_by=replicas, scale=scale, once=True)
             self.gradients.set_final(True)
 
     def finish_gradients(self) -> None:
@@ -231,22 +227,6 @@ class StepEngine:
             self.gradients.finish()
         elif self._replicas is not None and self._reduces:
             self._replicas.average()
-
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """2-norm of the gradients of ``parameters`` over the whole model, each counted once."""
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        counted = [p.grad for p in parameters if p.grad is not None and self._counts(names.get(id(p)))]
-        if self.splits_itself:
-            return whole_norm(counted)
-        layout = self._mesh.layout
-        groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
-        groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
-        return global_norm(counted, groups, self._device)
-
-    def _counts(self, name: str | None) -> bool:
-        if name is None:
-            return True
-        return self._tensor.counted_here(name) and (self._stage is None or self._stage.counted_here(name))
 
     def _split(self, batch: Any, chosen: int | str) -> list[Any]:
         size = batch_size_of(batch)
@@ -308,11 +288,23 @@ class StepEngine:
         keys, rows = self.recorder.collect(self._device)
         loss = None
         if name == "training_step":
-            loss = weighted_mean([loss_of(output).detach() for output in outputs], weights)
+            losses = [loss_of(output).detach() for output in outputs]
+            self._note_bad(losses)
+            loss = weighted_mean(losses, weights)
             outputs = [_without_loss(output) for output in outputs]
         output = merge_outputs(outputs, weights, sizes, name) if outputs[0] is not None else None
         state = self._state.changes() if self._state is not None else []
         return StepResult(loss, output, keys, rows, state)
+
+    def _note_bad(self, losses: list[Tensor]) -> None:
+        """Remember the first micro-batch whose loss is not finite, if anybody will ask."""
+        if self._options.gradients.inspect and self.bad_micro_batch is None:
+            finite = torch.stack([loss.isfinite().all() for loss in losses]).tolist()
+            self.bad_micro_batch = next((index for index, fine in enumerate(finite) if not fine), None)
+
+    def note_plain_loss(self, loss: Tensor) -> None:
+        """The same for the loss of a plain step, which is its only micro-batch."""
+        self._note_bad([loss.detach()])
 
     def _run_single(self, step: Step) -> None:
         """One stage, several micro-batches: forward and backward of each in turn."""

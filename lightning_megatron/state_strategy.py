@@ -114,13 +114,28 @@ class StateStrategy(GridStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state; what is split over tensor-parallel ranks as pieces of logical tensors."""
         assert self.lightning_module is not None
+        return self._stored_module()
+
+    def _stored_module(self) -> dict[str, Any]:
+        """This rank's part of the module's state, as checkpoints keep it."""
+        assert self.lightning_module is not None
         return stored_module(self.lightning_module, self._tensor_state)
+
+    def _load_module(self, state: Mapping[str, Any]) -> None:
+        """Load a state that matches the module, whole or in pieces."""
+        assert self.lightning_module is not None
+        load_module(self.lightning_module, state, self._tensor_state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
         assert self.lightning_module is not None
-        logical = self._tensor_state.logical_state(self.lightning_module.state_dict())
+        logical = self._tensor_state.logical_state(self._local_state())
         return lightning_state.gather_state_dict(logical, self.mesh)
+
+    def _local_state(self) -> dict[str, Any]:
+        """This rank's tensors as they are used for updates."""
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a whole or partial state.
@@ -135,7 +150,7 @@ class StateStrategy(GridStrategy):
             found = self._match(kinds, {}, None)
             if strict and (found.missing or found.unexpected):
                 raise RuntimeError(_does_not_fit(module, found))
-        load_module(module, checkpoint["state_dict"], self._tensor_state)
+        self._load_module(checkpoint["state_dict"])
 
     def _match(self, kinds: Kinds, saved_aliases: Mapping[str, str], prefixes: Mapping[str, str] | None) -> Match:
         """Which stored tensor each tensor of the whole module is loaded from; collective over the pipeline."""
@@ -236,7 +251,7 @@ class StateStrategy(GridStrategy):
                 raise RuntimeError(_does_not_fit(module, found))
             rank_zero_warn(f"{path} fits {type(module).__name__} in part: {found}.")
         wanted: dict[str, tuple[str, PiecedTensor]] = {}
-        for name, value in stored_module(module, self._tensor_state).items():
+        for name, value in self._stored_module().items():
             if name in found.stored and isinstance(value, (Tensor, PiecedTensor)):
                 wanted[name] = found.stored[name], as_pieces(value).empty_like()
         states: list[dict[str, Any]] = []

@@ -32,11 +32,13 @@ class StatePlace:
         name: the parameter's name.
         key: what ``optimizer.state`` is keyed by.
         spec: the part of the logical parameter that a state tensor shaped like ``key`` belongs to.
+        member: the parameter in the optimizer's groups, where that is not ``key``.
     """
 
     name: str
     key: nn.Parameter
     spec: ShardSpec
+    member: nn.Parameter | None = None
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -122,7 +124,7 @@ def load_optimizer(
     for place in places:
         entries = by_name.get(place.name)
         if entries is not None:
-            group = options.get(id(place.key), {})
+            group = options.get(id(place.key if place.member is None else place.member), {})
             on_device = bool(group.get("capturable") or group.get("fused"))
             optimizer.state[place.key] = {key: _local(key, value, place, on_device) for key, value in entries.items()}
 

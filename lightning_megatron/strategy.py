@@ -18,11 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checks, lightning_state
-from lightning_megatron.assembly import Assembled, Assembler, ModuleOptions
-from lightning_megatron.engine import EngineOptions, LossWeight, StepEngine
+from lightning_megatron.assembly import Assembler, ModuleOptions
+from lightning_megatron.data_parallel.sharing import OptimizerSharding, check_sharding
+from lightning_megatron.engine import EngineOptions, LossWeight
+from lightning_megatron.gradients import GradientOptions
 from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
+from lightning_megatron.optimization_strategy import OptimizationStrategy, insert_gradient_norm
 from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.partition import Partition
@@ -30,12 +33,10 @@ from lightning_megatron.pipeline.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
-from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.replay import StepResult
 from lightning_megatron.rng import SegmentStreams
-from lightning_megatron.state_strategy import StateStrategy
+from lightning_megatron.step_guard import NonFinite
 from lightning_megatron.stored_state import GroupNames, parameter_names
-from lightning_megatron.tensor_state import TensorState
 
 if TYPE_CHECKING:
     from lightning_megatron.rehearsal import Rehearsal
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MegatronStrategy(StateStrategy):
+class MegatronStrategy(OptimizationStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
@@ -82,6 +83,14 @@ class MegatronStrategy(StateStrategy):
             default its number of samples. Return the number of unpadded tokens to make a token mean over padded
             batches exact.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
+        optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
+            weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
+            other n. ``False`` keeps the whole state on every replica.
+        gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
+            default that of the main gradients: float32 under mixed precision, else the parameters'.
+        nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
+            it began, or ``"skip"`` the update, on every rank; by default nothing, as in one process.
+        log_gradient_norm: log the global norm of the gradients before clipping as ``grad_norm``.
         bucket_size_mb: size of a gradient bucket in MiB.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
         timeout: of collectives.
@@ -116,6 +125,10 @@ class MegatronStrategy(StateStrategy):
         micro_batch_loss_weight: LossWeight | None = None,
         variable_shapes: bool = False,
         record_timeline: bool = False,
+        optimizer_sharding: OptimizerSharding = True,
+        gradient_reduce_dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = None,
+        log_gradient_norm: bool = False,
         bucket_size_mb: float = 25.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -140,6 +153,8 @@ class MegatronStrategy(StateStrategy):
         )
         check_recompute(activation_recompute)
         check_compile(compile_layers, pipeline_schedule, activation_recompute)
+        check_sharding(optimizer_sharding)
+        checks.check_gradient_options(gradient_reduce_dtype, nonfinite)
         self._profiles = pipeline_split == "profile"
         self._module_options = ModuleOptions(
             pipeline_layers=pipeline_layers,
@@ -156,11 +171,19 @@ class MegatronStrategy(StateStrategy):
             chunks=virtual_pipeline_parallel_size,
             schedule_options=dict(pipeline_schedule_options or {}),
             loss_weight=micro_batch_loss_weight,
-            bucket_bytes=int(bucket_size_mb * 1024 * 1024),
             variable_shapes=variable_shapes,
             record_timeline=record_timeline or self._profiles,
             sequence_parallel=sequence_parallel,
+            gradients=GradientOptions(
+                sharding=optimizer_sharding,
+                bucket_bytes=int(bucket_size_mb * 1024 * 1024),
+                reduce_dtype=gradient_reduce_dtype,
+                inspect=nonfinite is not None,
+            ),
         )
+        self._nonfinite = nonfinite
+        self._guard = None
+        self._logs_gradient_norm = log_gradient_norm
         placement = self._engine_options.schedule_shape.placement
         sizes = {
             "tensor": tensor_parallel_size,
@@ -178,27 +201,13 @@ class MegatronStrategy(StateStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._assembled: Assembled | None = None
+        self._assembled = None
         self._metrics: MetricRouter | None = None
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
         self._replay = LogReplay()
         self._optimizer_names: list[GroupNames] = []
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin in use; its clipping sees the gradients of all stages."""
-        if self._precision_plugin is None:
-            self.precision_plugin = MegatronPrecision()
-        assert self._precision_plugin is not None
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else megatron_precision(plugin)
-        if self._precision_plugin is not None:
-            self._precision_plugin.norm_of = self.gradient_norm  # type: ignore[attr-defined]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the module, make the ranks alike, and set up gradients and optimizers."""
@@ -209,6 +218,8 @@ class MegatronStrategy(StateStrategy):
         lightning_state.insert_failure_callback(trainer, self._report)
         if self._profiles:
             insert_profile(trainer)
+        if self._logs_gradient_norm:
+            insert_gradient_norm(trainer)
         if self._assembled is None or self._assembled.module is not module:
             self._assemble(module)
         else:
@@ -219,16 +230,19 @@ class MegatronStrategy(StateStrategy):
             self._metrics.attach(module)
         module.__dict__["log"] = self._log
         if trainer.state.fn == TrainerFn.FITTING:
-            if self._assembled.needs_gradients:
-                self._engine.prepare_gradients(self._assembled.groups)
             self.setup_optimizers(trainer)
+            self._prepare_gradients(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _assemble(self, module: pl.LightningModule) -> None:
         assembler = Assembler(
-            self.mesh, self.root_device, self.precision_plugin, self._module_options, self._engine_options
+            self.mesh,
+            self.root_device,
+            self.precision_plugin,
+            self._module_options,
+            self._with_precision(self._engine_options),
         )
         self._assembled = assembler.assemble(module)
         self.model = self._assembled.module
@@ -236,16 +250,6 @@ class MegatronStrategy(StateStrategy):
         self._metrics = None
         if layout.pipeline * layout.tensor > 1:
             self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.in_step)
-
-    @property
-    def _engine(self) -> StepEngine:
-        """The engine; there is one from ``setup`` on."""
-        assert self._assembled is not None
-        return self._assembled.engine
-
-    @property
-    def _tensor_state(self) -> TensorState:
-        return self._assembled.tensor_state if self._assembled is not None else TensorState()
 
     @property
     def _streams(self) -> SegmentStreams | None:
@@ -340,9 +344,14 @@ class MegatronStrategy(StateStrategy):
                 if manual or output is None:
                     self._replay_plain()
                 return output
-            accumulate = module.trainer.accumulate_grad_batches
-            fresh = module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
-            result = self._engine.train(step, batch, accumulate=accumulate, fresh=fresh, reduce=self._reduce_gradients)
+            result = self._engine.train(
+                step,
+                batch,
+                accumulate=module.trainer.accumulate_grad_batches,
+                fresh=self._starts_accumulation,
+                reduce=self._reduce_gradients,
+                scale=self._scale,
+            )
             self._replay(module, result)
             return lightning_state.training_output(result)
 
@@ -390,9 +399,14 @@ class MegatronStrategy(StateStrategy):
         closure_loss = precision.pre_backward(closure_loss, module)
         with self._naming_failures():
             if not self._scheduled:
-                engine.begin_plain_gradients(reduce=self._reduce_gradients)
-                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+                engine.note_plain_loss(closure_loss)
+                engine.begin_plain_gradients(
+                    reduce=self._reduce_gradients, fresh=self._starts_fresh(), scale=self._scale
+                )
+                scaled = closure_loss if self._scale == 1.0 else closure_loss * self._scale
+                precision.backward(scaled, module, optimizer, *args, **kwargs)
             engine.finish_gradients()
+            self._check_step(self._reduce_gradients)
             if not self._scheduled and module.automatic_optimization:
                 self._replay_plain()
         return precision.post_backward(closure_loss, module)
@@ -417,21 +431,6 @@ class MegatronStrategy(StateStrategy):
             yield
         finally:
             self._reduce_gradients = True
-
-    def gradient_norm(self, parameters: Any | None = None) -> Tensor:
-        """2-norm of the gradients over the whole model, every parameter counted once; collective over all ranks.
-
-        Args:
-            parameters: this rank's parameters to count; by default all of the optimizer's.
-
-        Returns:
-            Scalar, equal on every rank.
-        """
-        if parameters is None:
-            parameters = [
-                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
-        return self._engine.gradient_norm(parameters)
 
     @property
     def partition(self) -> Partition | None:

@@ -2,11 +2,15 @@
 
 Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A
 parameter's ``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all
-micro-batches. In the last micro-batch a bucket's all-reduce starts the moment its last gradient has arrived::
+micro-batches. In the last micro-batch a bucket's reduction starts the moment its last gradient has arrived::
 
     backward of the last micro-batch   layer 3 │ layer 2 │ layer 1 │ layer 0
-    bucket 0 (layers 3, 2)                      └─ all-reduce ─┘
-    bucket 1 (layers 1, 0)                                          └─ all-reduce ─┘
+    bucket 0 (layers 3, 2)                      └─ reduce ────┘
+    bucket 1 (layers 1, 0)                                          └─ reduce ────┘
+
+Without a shared-out optimizer a reduction is an all-reduce. With one it is a reduce-scatter: each rank gets the sum of
+its shard only, and ``.grad`` of the parameters is ``None`` afterwards, because no rank knows all of it. Where the
+user's code looks at ``.grad`` (a hook between backward and update), buckets are all-reduced all the same.
 
 Buckets start in index order on every rank, which NCCL and gloo both need. Parameters that several stages hold (tied
 embeddings) have buckets of their own, summed over those stages as well, at the end.
@@ -14,36 +18,15 @@ embeddings) have buckets of their own, summed over those stages as well, at the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-@dataclass
-class Bucket:
-    """A contiguous buffer of gradients.
-
-    Attributes:
-        group: process group the sum runs over, or ``None`` if nobody else holds these gradients.
-        shared: whether other stages hold these parameters too; such buckets are reduced last.
-        flat: the buffer: the gradients one after the other, then one flag per parameter (was it touched?).
-    """
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    group: Any
-    shared: bool
-    flat: Tensor
-    views: list[Tensor]
-    flags: Tensor
-    touched: list[bool] = field(default_factory=list)
-    ready: set[int] = field(default_factory=set)
-    work: Any = None
-    launched: bool = False
+from lightning_megatron.data_parallel.bucket import Bucket, Piece, make_bucket
+from lightning_megatron.data_parallel.sharing import Sharing
 
 
 class GradientBuckets:
@@ -51,33 +34,82 @@ class GradientBuckets:
 
     Args:
         parameters: name -> parameter, in registration order.
-        data_group: group over which replicas are summed; ``None`` with one replica.
-        shared: name -> group (over stages, and replicas) for parameters that several stages hold.
+        replicas: who else holds the parameters of this stage.
+        shared: name -> holders, for parameters that several stages (or tensor-parallel ranks, each with a part of the
+            gradient) hold.
         bucket_bytes: buffer size at which a new bucket starts.
+        lowered: names of parameters that layers use in another dtype than the optimizer, and that dtype.
+        whole: whether the optimizer needs whole parameters.
+        watched: whether the user's code looks at ``.grad`` after a reduction.
+        inspect: whether to note which gradients of this rank are not finite before they are summed.
+        reduce_dtype: dtype in which sums over replicas travel; by default that of the main gradients.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        data_group: Any,
-        shared: Mapping[str, Any],
+        replicas: Sharing,
+        shared: Mapping[str, Sharing],
         bucket_bytes: int,
+        *,
+        lowered: Mapping[str, torch.dtype] | None = None,
+        whole: bool = False,
+        watched: bool = False,
+        inspect: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._parameters = dict(parameters)
-        self._data_group = data_group
+        self._replicas = replicas
         self._shared = shared
         self._bucket_bytes = bucket_bytes
+        self._lowered = lowered or {}
+        self._whole = whole
+        self._watched = watched
+        self._inspect = inspect
+        self._reduce_dtype = reduce_dtype
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
-        self._divide_by = 1
+        self._divide_by = 1.0
         self._hooks: list[Any] = []
-        self.buckets: list[Bucket] = []
-        self._bucketed: set[int] = set()
+        self._own: list[Bucket] = []
+        self._tied: list[Bucket] = []
+        self._places: dict[int, tuple[Bucket, int]] = {}
         self._next_launch = 0
         self._build()
 
-    def begin(self, *, fresh: bool | None, reduce: bool, divide_by: int = 1) -> None:
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets, in the order in which their reductions start."""
+        return self._own + self._tied
+
+    @property
+    def watched(self) -> bool:
+        """Whether ``.grad`` of every parameter holds its whole sum after a reduction."""
+        return self._watched
+
+    @property
+    def scatters(self) -> bool:
+        """Whether reductions leave each rank with its shard of the sums."""
+        return self._replicas.shards > 1 and not self._watched
+
+    @property
+    def updates_pieces(self) -> bool:
+        """Whether the optimizer updates pieces instead of the parameters."""
+        return any(bucket.weights is not None for bucket in self.buckets)
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
+        """The bucket of a parameter, and its index there; ``None`` if it never took part in training."""
+        return self._places.get(id(parameter))
+
+    def piece_of(self, parameter: nn.Parameter) -> Piece | None:
+        """This rank's piece of a parameter, if its optimizer updates pieces and there is one here."""
+        bucket, index = self._places.get(id(parameter), (None, 0))
+        return bucket.pieces.get(index) if bucket is not None else None
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
         """Prepare for the backward(s) of one batch.
 
         A parameter's first gradient is copied into its bucket as it arrives (or with its whole bucket, if no second one
@@ -88,26 +120,26 @@ class GradientBuckets:
                 decides per parameter by whether it has a ``.grad``, as autograd would.
             reduce: whether the sum over replicas follows at the end of this batch.
             divide_by: what the sums are divided by: the number of replicas, unless the loss was scaled already.
+            scale: what the loss was multiplied by; the sums are divided by it too.
+            once: whether a single backward follows.
         """
-        if any(p.requires_grad and id(p) not in self._bucketed for p in self._parameters.values()):
+        if any(p.requires_grad and id(p) not in self._places for p in self._parameters.values()):
             self._build()
         self._reduce = reduce
         self._final = False
         self._next_launch = 0
-        self._divide_by = divide_by
-        self._copy_late = (
-            fresh is None and reduce and all(parameter.grad is None for parameter in self._parameters.values())
-        )
+        self._divide_by = divide_by * scale
         for bucket in self.buckets:
-            bucket.ready.clear()
-            bucket.work = None
             bucket.launched = False
+            bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
             if fresh:
                 bucket.touched = [False] * len(bucket.parameters)
             elif fresh is None:
                 self._adopt(bucket)
+            bucket.resume(scale, divide_by)
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
                 parameter.grad = view if touched else None
+        self._copy_late = once and reduce and not any(any(bucket.touched) for bucket in self.buckets)
 
     @staticmethod
     def _adopt(bucket: Bucket) -> None:
@@ -132,15 +164,39 @@ class GradientBuckets:
             for bucket in self.buckets:
                 if not bucket.launched:
                     self._launch(bucket)
+            flags = [*_exchange_flags(self._own), *_exchange_flags(self._tied)]
             for bucket in self.buckets:
                 self._complete(bucket, self._divide_by)
+            for exchange in flags:
+                exchange.finish()
         self.publish()
 
     def publish(self) -> None:
-        """Point ``.grad`` at the buffers: ``None`` for parameters that got no gradient, as in one process."""
+        """Point ``.grad`` at the sums: ``None`` for parameters that got no gradient, as in one process."""
         for bucket in self.buckets:
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
-                parameter.grad = view if touched else None
+                parameter.grad = view if touched and not bucket.scattered else None
+            for index, piece in bucket.pieces.items():
+                piece.update.grad = piece.grad if bucket.touched[index] else None
+
+    def adopt(self) -> None:
+        """Follow what the user's code did to ``.grad`` since it was published."""
+        for bucket in self.buckets:
+            if bucket.pieces and not bucket.scattered:
+                self._adopt(bucket)
+                for index, piece in bucket.pieces.items():
+                    piece.update.grad = piece.grad if bucket.touched[index] else None
+
+    def held(self) -> list[Tensor]:
+        """All sums that this rank holds, buffer by buffer."""
+        return [bucket.own_gradients if bucket.scattered else bucket.gradients for bucket in self.buckets]
+
+    def first_bad(self) -> str | None:
+        """Name of the first parameter, in registration order, whose gradient on this rank was not finite."""
+        bad = set()
+        for bucket in self.buckets:
+            bad |= {name for name, most in bucket.maxima.items() if not bool(torch.isfinite(most))}
+        return next((name for name in self._parameters if name in bad), None)
 
     def close(self) -> None:
         """Remove the autograd hooks."""
@@ -149,34 +205,25 @@ class GradientBuckets:
         self._hooks = []
 
     def _build(self) -> None:
-        self.close()
-        self._bucketed = {id(p) for p in self._parameters.values() if p.requires_grad}
-        self.buckets = []
-        own = [(n, p) for n, p in self._parameters.items() if p.requires_grad and n not in self._shared]
-        for names in _fill(reversed(own), self._bucket_bytes):
-            self.buckets.append(self._make_bucket(names, self._data_group, shared=False))
+        """Lay out the parameters that are trained and have no bucket yet: all of them, or those just unfrozen."""
+        new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self._places}
+        own = [(n, p) for n, p in new.items() if n not in self._shared]
+        for members in self._fill(reversed(own)):
+            self._own.append(self._make(members, self._replicas, shared=False))
         by_group: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, group in self._shared.items():
-            parameter = self._parameters[name]
-            if parameter.requires_grad:
-                by_group.setdefault((id(group), parameter.dtype), []).append((name, parameter))
+        for name, sharing in self._shared.items():
+            if name in new:
+                key = (id(sharing.group), new[name].dtype, self._lowered.get(name))
+                by_group.setdefault(key, []).append((name, new[name]))
         for members in by_group.values():
-            self.buckets.append(self._make_bucket(members, self._shared[members[0][0]], shared=True))
+            self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
 
-    def _make_bucket(self, members: Sequence[tuple[str, nn.Parameter]], group: Any, shared: bool) -> Bucket:
-        parameters = [parameter for _, parameter in members]
-        first = parameters[0]
-        total = sum(parameter.numel() for parameter in parameters)
-        flat = torch.zeros(total + len(parameters), dtype=first.dtype, device=first.device)
-        views, offset = [], 0
-        for parameter in parameters:
-            views.append(_view_like(flat[offset : offset + parameter.numel()], parameter))
-            offset += parameter.numel()
-        bucket = Bucket([name for name, _ in members], parameters, group, shared, flat, views, flat[total:])
-        bucket.touched = [False] * len(parameters)
-        for index, parameter in enumerate(parameters):
-            hook = _ArrivalHook(self, bucket, index)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+    def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
+        bucket = make_bucket(members, sharing, shared=shared, lowered=self._lowered, whole=self._whole)
+        bucket.scattered = False
+        for index, parameter in enumerate(bucket.parameters):
+            self._places[id(parameter)] = bucket, index
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_ArrivalHook(self, bucket, index)))
         return bucket
 
     def arrived(self, bucket: Bucket, index: int) -> None:
@@ -199,9 +246,9 @@ class GradientBuckets:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self._next_launch < len(self.buckets):
-            bucket = self.buckets[self._next_launch]
-            if bucket.shared or len(bucket.ready) < len(bucket.parameters):
+        while self._next_launch < len(self._own):
+            bucket = self._own[self._next_launch]
+            if len(bucket.ready) < len(bucket.parameters):
                 return
             self._launch(bucket)
             self._next_launch += 1
@@ -210,14 +257,21 @@ class GradientBuckets:
         bucket.launched = True
         if self._copy_late:
             self._copy_whole(bucket)
-        if bucket.group is None:
+        sharing = bucket.sharing
+        bucket.maxima = {}
+        if self._inspect:
+            views = {n: view for n, view, t in zip(bucket.names, bucket.views, bucket.touched, strict=True) if t}
+            maxima = torch._foreach_norm(list(views.values()), float("inf")) if views else []
+            bucket.maxima = dict(zip(views, maxima, strict=True))
+        if sharing.group is None:
             return
         bucket.flags.fill_(1.0)
         for index, touched in enumerate(bucket.touched):
             if not touched:
                 bucket.views[index].zero_()
                 bucket.flags[index] = 0.0
-        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+        bucket.scattered = sharing.shards > 1 and self.scatters
+        bucket.start_sum(self._reduce_dtype)
 
     @staticmethod
     def _copy_whole(bucket: Bucket) -> None:
@@ -229,14 +283,55 @@ class GradientBuckets:
             parameter.grad = view
 
     @staticmethod
-    def _complete(bucket: Bucket, divide_by: int) -> None:
-        if bucket.work is not None:
-            bucket.work.wait()
-            bucket.work = None
-            if not all(bucket.touched):
-                bucket.touched = [flag > 0 for flag in bucket.flags.tolist()]
+    def _complete(bucket: Bucket, divide_by: float) -> None:
+        bucket.reduced = True
+        if bucket.finish_sum() and not bucket.scattered and not all(bucket.touched):
+            bucket.touched = [flag > 0 for flag in bucket.flags.tolist()]
         if divide_by != 1:
-            bucket.flat.div_(divide_by)
+            (bucket.own_gradients if bucket.scattered else bucket.flat).div_(divide_by)
+
+    def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+        """Group consecutive parameters of one dtype into runs of about the size of a bucket."""
+        runs: list[list[tuple[str, nn.Parameter]]] = []
+        kind, size = None, 0
+        for name, parameter in members:
+            bytes_ = parameter.numel() * parameter.element_size()
+            now = (parameter.dtype, parameter.device, self._lowered.get(name))
+            if kind != now or size + bytes_ > self._bucket_bytes:
+                runs.append([])
+                kind, size = now, 0
+            runs[-1].append((name, parameter))
+            size += bytes_
+        return runs
+
+
+class _FlagExchange:
+    """Agreement on which parameters any rank gave a gradient, for buckets of one group that were scattered."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._complete = all(all(bucket.touched) for bucket in buckets)
+        self._flags = torch.cat([bucket.flags for bucket in buckets])
+        self._work = dist.all_reduce(self._flags, group=buckets[0].sharing.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait; the numbers are only looked at if this rank lacks some."""
+        self._work.wait()
+        if self._complete:
+            return
+        touched = iter((self._flags > 0).tolist())
+        for bucket in self._buckets:
+            bucket.touched = [next(touched) for _ in bucket.parameters]
+
+
+def _exchange_flags(buckets: list[Bucket]) -> Iterator[_FlagExchange]:
+    """Start one exchange per group."""
+    groups: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        if bucket.scattered:
+            groups.setdefault(id(bucket.sharing.group), []).append(bucket)
+    for members in groups.values():
+        yield _FlagExchange(members)
 
 
 class _ArrivalHook:
@@ -247,28 +342,3 @@ class _ArrivalHook:
 
     def __call__(self, parameter: Tensor) -> None:
         self._owner.arrived(self._bucket, self._index)
-
-
-def _view_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View of ``flat`` with the parameter's shape and, if dense, its strides, which autograd wants of ``.grad``."""
-    if parameter.is_contiguous():
-        return flat.view(parameter.shape)
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(order).is_contiguous():
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
-
-
-def _fill(members: Iterable[tuple[str, nn.Parameter]], limit: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Group consecutive parameters of one dtype into runs of about ``limit`` bytes."""
-    runs: list[list[tuple[str, nn.Parameter]]] = []
-    size = 0
-    for name, parameter in members:
-        bytes_ = parameter.numel() * parameter.element_size()
-        same = runs and runs[-1][0][1].dtype == parameter.dtype and runs[-1][0][1].device == parameter.device
-        if not same or size + bytes_ > limit:
-            runs.append([])
-            size = 0
-        runs[-1].append((name, parameter))
-        size += bytes_
-    return runs

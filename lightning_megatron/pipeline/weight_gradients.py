@@ -54,7 +54,7 @@ class Factors(NamedTuple):
         left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
         weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
         if weight is None:
-            self.weight.grad = (left @ right).to(self.weight.dtype)
+            self.weight.grad = (left @ right).to(self.weight.grad_dtype)
         elif weight.dtype == left.dtype:
             weight.addmm_(left, right)
         else:
@@ -62,7 +62,7 @@ class Factors(NamedTuple):
         if bias is not None:
             bias.add_(grad.sum(0))
         elif self.bias is not None:
-            self.bias.grad = grad.sum(0).to(self.bias.dtype)
+            self.bias.grad = grad.sum(0).to(self.bias.grad_dtype)
 
 
 def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tensor | None:
@@ -70,7 +70,7 @@ def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tenso
     if parameter is None or (parameter.grad is None and rows is None):
         return None
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad if rows is None else parameter.grad[slice(*rows)]
 
 

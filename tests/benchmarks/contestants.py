@@ -64,7 +64,15 @@ class Stopwatch(Callback):
             self.result = self.clock.per_step(self.steps)
 
 
-def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequences: int) -> Round:
+def trainer_round(
+    info: RankInfo,
+    size: Size,
+    steps: int,
+    strategy: Any,
+    sequences: int,
+    task: type[Task] = Task,
+    callbacks: list[Callback] | None = None,
+) -> Round:
     """A whole Trainer with ``strategy``; ``sequences`` per step in this process's loader."""
     watch = Stopwatch(steps)
     trainer = Trainer(
@@ -74,7 +82,7 @@ def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequenc
         plugins=[ReusedProcesses(info)],
         max_steps=WARM_UP + steps,
         logger=False,
-        callbacks=[watch],
+        callbacks=[watch, *(callbacks or [])],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -83,7 +91,7 @@ def trainer_round(info: RankInfo, size: Size, steps: int, strategy: Any, sequenc
     )
     torch.manual_seed(0)
     batches: Any = DataLoader(make_batches(size, WARM_UP + steps, sequences), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(Task(size), train_dataloaders=batches)
+    trainer.fit(task(size), train_dataloaders=batches)
     return Round(*watch.result, float(trainer.callback_metrics["train_loss"]))
 
 

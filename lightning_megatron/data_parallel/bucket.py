@@ -1,0 +1,265 @@
+"""One bucket: gradients of some parameters in a flat buffer and, where the optimizer is shared out, their weights too.
+
+::
+
+    flat      g0 g0 g0 g1 g1 g1 g1 g2 .  │ one flag per parameter      main gradients, all of them
+    weights   w0 w0 w0 w1 w1 w1 w1 w2 .                                what the layers compute with
+    master             w1 w1 w1 w1                                     this rank's shard, what the optimizer updates
+
+The master weights are a view of the weights, unless layers compute in 16 bits: then they, and the main gradients, are
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.collectives import start_flat_gather, start_flat_scatter
+from lightning_megatron.data_parallel.placement import Part, Placement, place
+from lightning_megatron.data_parallel.sharing import Sharing
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that this rank's optimizer updates.
+
+    Attributes:
+        part: which elements, and where they lie in the shard.
+        update: the parameter that stands in for it in the optimizer; a view of the master weights.
+        grad: its gradient, a view of the main gradients.
+    """
+
+    name: str
+    part: Part
+    update: nn.Parameter
+    grad: Tensor
+
+
+@dataclass
+class Bucket:
+    """Gradients that are summed together.
+
+    Attributes:
+        sharing: who holds these parameters.
+        shared: whether other stages, or tensor-parallel ranks, hold them too; such buckets are reduced last.
+        placement: where each parameter lies in ``flat``.
+        flat: main gradients one after the other, then one flag per parameter (was it touched?).
+        weights: the same layout; ``None`` where the optimizer updates the parameters themselves.
+        master: this rank's shard of the weights.
+        pieces: parts of the parameters in it, by index of the parameter.
+        scattered: whether only this rank's shard of ``flat`` holds the sum.
+        reduced: whether the gradients are sums over all holders, divided by what they are to be divided by.
+        maxima: largest absolute value of each gradient before the sum, by name, where that was asked for.
+        sent: what travels, while gradients are summed in another dtype than their own.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    sharing: Sharing
+    shared: bool
+    placement: Placement
+    flat: Tensor
+    views: list[Tensor]
+    weights: Tensor | None = None
+    master: Tensor | None = None
+    weight_views: list[Tensor] = field(default_factory=list)
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    touched: list[bool] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+    work: Any = None
+    launched: bool = False
+    scattered: bool = False
+    reduced: bool = False
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    sent: Tensor | None = None
+
+    @property
+    def gradients(self) -> Tensor:
+        """The main gradients without the flags."""
+        return self.flat[: self.placement.total]
+
+    @property
+    def flags(self) -> Tensor:
+        """One number per parameter: how many holders gave it a gradient."""
+        return self.flat[self.placement.total :]
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """This rank's shard of the main gradients."""
+        low, high = self.placement.bounds(self.sharing.rank)
+        return self.flat[low:high]
+
+    @property
+    def own_weights(self) -> Tensor:
+        """This rank's shard of the weights that the layers compute with."""
+        assert self.weights is not None
+        low, high = self.placement.bounds(self.sharing.rank)
+        return self.weights[low:high]
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the layers compute with other numbers than the optimizer keeps."""
+        return self.master is not None and self.weights is not None and self.master.dtype != self.weights.dtype
+
+    def update_of(self, index: int) -> nn.Parameter | None:
+        """What stands in for a parameter in the optimizer, if this rank has a piece of it."""
+        piece = self.pieces.get(index)
+        return None if piece is None else piece.update
+
+    def resume(self, factor: float, replicas: int) -> None:
+        """Go on adding to sums: bring them to the scale of what is added, and count what each rank holds once.
+
+        Args:
+            factor: scale of the loss.
+            replicas: what the sums were divided by besides, and will be again.
+        """
+        if self.reduced and any(self.touched):
+            if self.scattered:
+                low, high = self.placement.bounds(self.sharing.rank)
+                self.flat[:low].zero_()
+                self.flat[high:].zero_()
+                self.own_gradients.mul_(factor * replicas)
+            elif factor != 1.0:
+                self.gradients.mul_(factor)
+        self.reduced = self.scattered = False
+
+    def start_sum(self, dtype: torch.dtype | None) -> None:
+        """Start summing over all holders: this rank's shard if ``scattered``, else everything and the flags.
+
+        Args:
+            dtype: in which the numbers travel and are added; ``None`` for that of the buffer.
+        """
+        self.sent = None if dtype in (None, self.flat.dtype) else self.flat.to(dtype)
+        flat = self.flat if self.sent is None else self.sent
+        if not self.scattered:
+            self.work = dist.all_reduce(flat, group=self.sharing.group, async_op=True)
+            return
+        low, high = self.placement.bounds(self.sharing.rank)
+        self.work = start_flat_scatter(flat[low:high], flat[: self.placement.total], self.sharing.shard_group)
+
+    def finish_sum(self) -> bool:
+        """Wait for the sum; returns whether one was under way."""
+        if self.work is None:
+            return False
+        self.work.wait()
+        flat, self.work = self.flat if self.sent is None else self.sent, None
+        low, high = self.placement.bounds(self.sharing.rank) if self.scattered else (0, flat.numel())
+        if self.scattered and self.sharing.copy_group is not None:
+            dist.all_reduce(flat[low:high], group=self.sharing.copy_group)
+        if self.sent is not None:
+            self.flat[low:high].copy_(self.sent[low:high])
+            self.sent = None
+        return True
+
+    def recover_weights(self) -> None:
+        """Bring back what left the buffer: weights assigned with ``parameter.data = ...``, masters of weights that
+        were changed by hand.
+        """
+        if self.weights is None:
+            return
+        for parameter, view in zip(self.parameters, self.weight_views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+        if self.lowered:
+            assert self.master is not None
+            own = self.own_weights
+            changed = own != self.master.to(own.dtype)
+            self.master.copy_(torch.where(changed, own.to(self.master.dtype), self.master))
+
+    def start_gather(self) -> None:
+        """Send this rank's updated shard to the others, and receive theirs; :meth:`finish_gather` waits."""
+        if self.weights is None:
+            return
+        if self.lowered:
+            assert self.master is not None
+            self.own_weights.copy_(self.master)
+        if self.sharing.shards > 1:
+            self.work = start_flat_gather(self.weights, self.own_weights, self.sharing.shard_group)
+
+    def finish_gather(self) -> None:
+        """Wait until the weights of all shards are here."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+def make_bucket(
+    members: Sequence[tuple[str, nn.Parameter]],
+    sharing: Sharing,
+    *,
+    shared: bool,
+    lowered: Mapping[str, torch.dtype],
+    whole: bool = False,
+) -> Bucket:
+    """Lay out a bucket and point its parameters at it.
+
+    Args:
+        members: names and parameters of one dtype.
+        sharing: who holds them.
+        shared: whether other stages or tensor-parallel ranks do.
+        lowered: names of parameters that layers use in another dtype than the optimizer's, and that dtype.
+        whole: whether no parameter may be cut.
+    """
+    names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
+    first, low = parameters[0], lowered.get(names[0])
+    moves = sharing.shards > 1 or low is not None
+    placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=whole)
+    main = first.dtype if low is None else torch.float32
+    flat = torch.zeros(placement.total + len(parameters), dtype=main, device=first.device)
+    views = [
+        _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=moves)
+        for offset, parameter in zip(placement.offsets, parameters, strict=True)
+    ]
+    bucket = Bucket(names, parameters, sharing, shared, placement, flat, views)
+    bucket.touched = [False] * len(parameters)
+    if moves:
+        _take_weights(bucket, low or main)
+        _cut_pieces(bucket, keep_shapes=whole or sharing.shards == 1)
+    return bucket
+
+
+def _take_weights(bucket: Bucket, dtype: torch.dtype) -> None:
+    """Move the weights of the parameters into the bucket, and this rank's shard of them into the master weights."""
+    placement, sharing, main = bucket.placement, bucket.sharing, bucket.flat.dtype
+    bucket.weights = torch.zeros(placement.total, dtype=dtype, device=bucket.flat.device)
+    bucket.master = bucket.own_weights if dtype == main else bucket.own_weights.to(main)
+    for part in placement.parts(sharing.rank):
+        source = bucket.parameters[part.member].data.reshape(-1)[part.start : part.stop]
+        bucket.master[part.at : part.at + part.stop - part.start].copy_(source)
+    for parameter, offset in zip(bucket.parameters, placement.offsets, strict=True):
+        view = bucket.weights[offset : offset + parameter.numel()].view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.grad = None
+        parameter.data = view
+        if dtype != main:
+            parameter.grad_dtype = main
+        bucket.weight_views.append(view)
+
+
+def _cut_pieces(bucket: Bucket, *, keep_shapes: bool) -> None:
+    assert bucket.master is not None
+    gradients = bucket.own_gradients
+    for part in bucket.placement.parts(bucket.sharing.rank):
+        stop = part.at + part.stop - part.start
+        value, grad = bucket.master[part.at : stop], gradients[part.at : stop]
+        if keep_shapes:
+            shape = bucket.parameters[part.member].shape
+            value, grad = value.view(shape), grad.view(shape)
+        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, nn.Parameter(value), grad)
+
+
+def _view_like(flat: Tensor, parameter: nn.Parameter, *, contiguous: bool) -> Tensor:
+    """View of ``flat`` with the parameter's shape and, if dense, its strides, which autograd wants of ``.grad``."""
+    if contiguous or parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)

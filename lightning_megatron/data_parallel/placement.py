@@ -1,0 +1,105 @@
+"""Where the parameters of a bucket lie in its flat buffer, and which part of each belongs to which shard.
+
+A bucket is cut into equal shards, one per rank that shares the optimizer's work. Optimizers that treat every element
+by itself do not care where the cuts fall, so parameters lie end to end and a cut may go through the middle of one.
+Those that need whole matrices get shards that end where parameters end, at the price of some padding::
+
+    sizes 6 4 5, two shards     elements   a a a a a a b b │ b b c c c c c .
+                                whole      a a a a a a . . . │ b b b b c c c c c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of the flattened parameter ``member``, lying at ``at`` in the shard."""
+
+    member: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layout of a flat buffer.
+
+    Attributes:
+        sizes: elements of each parameter.
+        offsets: where each begins in the buffer.
+        shard: elements of one shard.
+        shards: number of shards; the buffer has ``shard * shards`` elements.
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard: int
+    shards: int
+
+    @property
+    def total(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.shard * self.shards
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of shard ``rank`` in the buffer, and the first one after it."""
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def parts(self, rank: int) -> list[Part]:
+        """What of each parameter lies in shard ``rank``, in order; parameters elsewhere are left out."""
+        low, high = self.bounds(rank)
+        found = []
+        for member, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            start, stop = max(offset, low), min(offset + size, high)
+            if start < stop:
+                found.append(Part(member, start - offset, stop - offset, start - low))
+        return found
+
+
+def place(sizes: Sequence[int], shards: int, *, whole: bool = False) -> Placement:
+    """Lay parameters out over equal shards.
+
+    Args:
+        sizes: elements of each parameter, in order.
+        shards: number of shards, at least 1.
+        whole: whether no parameter may be cut.
+    """
+    if not whole or shards == 1:
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += size
+        return Placement(tuple(sizes), tuple(offsets), -(-end // shards), shards)
+    shard = _smallest_shard(sizes, shards)
+    offsets, begin, used = [], 0, 0
+    for size in sizes:
+        if used + size > shard:
+            begin, used = begin + shard, 0
+        offsets.append(begin + used)
+        used += size
+    return Placement(tuple(sizes), tuple(offsets), shard, shards)
+
+
+def _smallest_shard(sizes: Sequence[int], shards: int) -> int:
+    """The smallest size of ``shards`` runs of consecutive parameters, found by bisection."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if _runs(sizes, middle) <= shards:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _runs(sizes: Sequence[int], limit: int) -> int:
+    runs, used = 1, 0
+    for size in sizes:
+        if used + size > limit:
+            runs, used = runs + 1, 0
+        used += size
+    return runs

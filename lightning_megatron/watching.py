@@ -1,0 +1,33 @@
+"""Does the user's code look at gradients between backward and update?
+
+With a shared-out optimizer no rank needs the whole sum of a gradient, and a reduce-scatter gives it its shard only.
+Hooks that run in between may read or change ``parameter.grad``, though, and must find there what one process finds:
+then gradients are all-reduced. Which hooks there are is known when training starts.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_MODULE_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+)
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook of the module or of a callback may look at ``.grad``; callbacks of this package do not."""
+    if not module.automatic_optimization:
+        return True
+    if any(is_overridden(hook, module) for hook in _MODULE_HOOKS):
+        return True
+    others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
+    return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)

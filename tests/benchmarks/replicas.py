@@ -1,0 +1,145 @@
+"""Replicas of the small GPT under this strategy and its peers: step time and bytes held, in one run.
+
+``python -m tests.benchmarks.replicas --replicas 2`` alternates the contestants in the same processes. Bytes are those
+of all live tensors, counted in a run of its own when each block's backward ends and after the update; the largest
+count is reported, activations included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lightning_megatron import MegatronStrategy
+from tests.benchmarks.contestants import Round, trainer_round
+from tests.benchmarks.model import Block, Size, Task
+from tests.harness import RankInfo, run_job
+
+
+class ZeroTask(Task):
+    """The task with torch's ZeroRedundancyOptimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+
+
+class ShardedTask(Task):
+    """The task under FSDP2: every block a unit, weights kept between forward and backward."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.net.layers:
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.net, mesh=mesh, reshard_after_forward=False)
+
+
+def _ours(replicas: int, **options: Any) -> Callable[[], Any]:
+    return lambda: MegatronStrategy(data_parallel_size=replicas, **options)
+
+
+def contestants(replicas: int) -> dict[str, tuple[Callable[[], Any], type[Task]]]:
+    """Strategy and task of each, by name."""
+    return {
+        "ours": (_ours(replicas), Task),
+        "ours, not shared": (_ours(replicas, optimizer_sharding=False), Task),
+        "DDP": (lambda: DDPStrategy(process_group_backend="gloo"), Task),
+        "DDP + Zero": (lambda: DDPStrategy(process_group_backend="gloo"), ZeroTask),
+        "FSDP2": (
+            lambda: ModelParallelStrategy(
+                data_parallel_size=replicas, tensor_parallel_size=1, process_group_backend="gloo"
+            ),
+            ShardedTask,
+        ),
+    }
+
+
+class CountBytes(Callback):
+    """The most bytes that live tensors hold at the end of a block's backward or before an update."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, Block):
+                module.register_full_backward_hook(self._count)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._count()
+
+    def _count(self, *_: Any) -> None:
+        storages = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), Tensor) and found.device.type == "cpu":
+                local = found._local_tensor if hasattr(found, "_local_tensor") else found
+                storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        self.most = max(self.most, sum(storages.values()))
+
+
+def compete(info: RankInfo, size: Size, steps: int, rounds: int) -> dict[str, list[Round]]:
+    """All contestants in turn, the first one of a round changing."""
+    results: dict[str, list[Round]] = {}
+    entries = list(contestants(info.world_size).items())
+    for index in range(rounds):
+        for name, (strategy, task) in entries[index % len(entries) :] + entries[: index % len(entries)]:
+            results.setdefault(name, []).append(
+                trainer_round(info, size, steps, strategy(), size.batch // info.world_size, task)
+            )
+    return results
+
+
+def memory(info: RankInfo, size: Size, name: str) -> int:
+    """Bytes held by one contestant."""
+    strategy, task = contestants(info.world_size)[name]
+    counter = CountBytes()
+    trainer_round(info, size, 1, strategy(), size.batch // info.world_size, task, [counter])
+    return counter.most
+
+
+def main() -> None:
+    """Prints a table; ratios are ours / theirs, round by round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    size, replicas = Size(hidden=arguments.hidden), arguments.replicas
+    ranks = [o.value for o in run_job(compete, replicas, size, arguments.steps, arguments.rounds, deadline=900.0)]
+    task = Task(size)
+    parameters = sum(parameter.numel() for parameter in task.parameters() if isinstance(parameter, nn.Parameter))
+    report: dict[str, Any] = {"replicas": replicas, "parameters": parameters, "contestants": {}}
+    for name in contestants(replicas):
+        held = max(o.value for o in run_job(memory, replicas, size, name, deadline=300.0))
+        line: dict[str, Any] = {"bytes": held, "bytes_per_parameter": held / parameters}
+        for measure, combine in (("seconds", max), ("cpu", sum)):
+            own, theirs = (
+                [combine(getattr(rank[who][i], measure) for rank in ranks) for i in range(arguments.rounds)]
+                for who in ("ours", name)
+            )
+            line[measure] = statistics.median(theirs)
+            line[f"{measure}_ratio"] = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
+        report["contestants"][name] = line
+        print(
+            f"{name:18s} {line['seconds'] * 1e3:8.1f} ms (ours / theirs {line['seconds_ratio']:.3f})  "
+            f"cpu {line['cpu'] * 1e3:8.1f} ms ({line['cpu_ratio']:.3f})  {line['bytes_per_parameter']:.1f} B/parameter"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Sixteen bits in the layers, thirty-two in the optimizer; what is not finite; and how many bytes that takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.data_parallel.loss_scale import LossScale
+from tests.harness import JobFailed, run_trainers
+from tests.multi.precision_scenarios import burst, bytes_held, losses
+
+LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((1, 1, 1), {}),
+    ((1, 2, 1), {}),
+    ((2, 2, 1), {"micro_batch_size": 3}),
+    ((1, 2, 2), {}),
+    ((2, 1, 1), {"micro_batch_size": 3, "pipeline_schedule": "zb-h1"}),
+    ((1, 2, 1), {"gradient_reduce_dtype": torch.bfloat16, "optimizer_sharding": False}),
+]
+
+
+def _mean(values: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(values).mean(0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("sizes", "options"), LAYOUTS)
+def test_mixed_precision_follows_the_float32_run(
+    precision: str, sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    devices = sizes[0] * sizes[1] * sizes[2]
+    wanted = run_trainers(losses, None, "32-true", {}, devices=1)[0].value["losses"]
+    values = [outcome.value for outcome in run_trainers(losses, sizes, precision, options, devices=devices)]
+    found = _mean([value["losses"] for value in values])
+    noise = 1e-2 if precision == "bf16-mixed" else 2e-3  # bfloat16 has 8 significant bits, float16 11
+    assert float((found - torch.tensor(wanted)).abs().max()) < noise
+    assert found[-4:].mean() < found[:4].mean()
+    low = "torch.bfloat16" if precision == "bf16-mixed" else "torch.float16"
+    for value in values:
+        assert value["layers"] == {low, "torch.float32"} and value["state"] == {"torch.float32"}
+        assert value["norms"] <= {"torch.float32"}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize("sharding", [True, False])
+def test_an_overflow_skips_the_step_on_every_rank(sizes: tuple[int, int, int], sharding: bool) -> None:
+    options = {"optimizer_sharding": sharding}
+    for outcome in run_trainers(burst, sizes, "16-mixed", options, 1e30, devices=sizes[0] * sizes[1]):
+        value = outcome.value
+        assert value["moved"] == [True, True, False, True] and value["finite"]
+        assert value["skipped"] == 1 and value["scale"]["scale"] == 2.0**15 and value["scale"]["good_steps"] == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_a_loss_that_is_not_finite_is_skipped_on_request(sizes: tuple[int, int, int]) -> None:
+    options = {"nonfinite": "skip"}
+    for outcome in run_trainers(burst, sizes, "64-true", options, float("nan"), devices=sizes[0] * sizes[1]):
+        value = outcome.value
+        assert value["moved"] == [True, True, False, True] and value["finite"] and value["skipped"] == 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+def test_a_loss_that_is_not_finite_is_named_on_every_rank(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(JobFailed) as failure:
+        run_trainers(burst, sizes, "64-true", {"nonfinite": "raise"}, float("inf"), devices=sizes[0] * sizes[1])
+    for outcome in failure.value.outcomes:
+        assert "NonFiniteError" in (outcome.error or "")
+        assert "data 1" in outcome.error and "step 2" in outcome.error and "micro-batch 2" in outcome.error
+        assert "No rank has updated its weights" in outcome.error
+
+
+def test_the_scale_grows_backs_off_and_waits_as_it_is_told() -> None:
+    scale = LossScale(8.0, growth_interval=2, hysteresis=2)
+    for overflowed, expected in [(False, 8), (False, 16), (True, 16), (True, 8), (True, 8), (False, 8), (True, 8)]:
+        scale.update(overflowed)
+        assert scale.scale == expected
+    other = LossScale()
+    other.load_state_dict(scale.state_dict())
+    assert other == scale
+
+
+FORMULAS = {"32-true": (4, 4, 8), "64-true": (8, 8, 16), "bf16-mixed": (2, 4, 12), "bf16-true": (2, 2, 4)}
+
+
+@pytest.mark.parametrize("precision", list(FORMULAS))
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_bytes_of_a_rank_are_those_of_the_formula(precision: str, replicas: int) -> None:
+    weights, gradients, optimizer = FORMULAS[precision]
+    for outcome in run_trainers(bytes_held, (1, replicas, 1), precision, {}, devices=replicas):
+        value = outcome.value
+        expected = value["parameters"] * (weights + gradients + optimizer / replicas)
+        assert value["bytes"] == pytest.approx(expected, rel=0.02)
