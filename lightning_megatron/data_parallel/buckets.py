@@ -71,7 +71,8 @@ class GradientBuckets:
         self._reduce = False
         self._copy_late = False
         self._divide_by = 1.0
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, _ArrivalHook] = {}
+        self._rests = False
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -127,6 +128,9 @@ class GradientBuckets:
             self._build()
         self._reduce = reduce
         self._final = False
+        self._rests = fresh is not None
+        for hook in self._hooks.values():
+            hook.wake()
         self._next_launch = 0
         self._divide_by = divide_by * scale
         for bucket in self.buckets:
@@ -154,9 +158,18 @@ class GradientBuckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
+    @property
+    def rests(self) -> bool:
+        """Whether gradients that have arrived once need no watching: further ones follow, in place."""
+        return self._rests and not self._final
+
     def set_final(self, final: bool | frozenset[int]) -> None:
         """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
         self._final = final
+        if final and self._reduce and self._replicas.group is not None:
+            for key, hook in self._hooks.items():
+                if final is True or key in final:
+                    hook.wake()
 
     def finish(self) -> None:
         """Wait for the sums, divide them, and leave ``.grad`` of every touched parameter pointing at its sum."""
@@ -200,9 +213,9 @@ class GradientBuckets:
 
     def close(self) -> None:
         """Remove the autograd hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
 
     def _build(self) -> None:
         """Lay out the parameters that are trained and have no bucket yet: all of them, or those just unfrozen."""
@@ -223,7 +236,7 @@ class GradientBuckets:
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_ArrivalHook(self, bucket, index)))
+            self._hooks[id(parameter)] = _ArrivalHook(self, bucket, index)
         return bucket
 
     def arrived(self, bucket: Bucket, index: int) -> None:
@@ -335,10 +348,30 @@ def _exchange_flags(buckets: list[Bucket]) -> Iterator[_FlagExchange]:
 
 
 class _ArrivalHook:
-    """Autograd's callback for one parameter."""
+    """Autograd's callback for one parameter.
+
+    Once the gradient accumulates in place, it has nothing to do until the last micro-batch: it then takes itself off
+    the parameter, as a call per parameter and micro-batch costs more than a small layer.
+    """
 
     def __init__(self, owner: GradientBuckets, bucket: Bucket, index: int) -> None:
         self._owner, self._bucket, self._index = owner, bucket, index
+        self._parameter = bucket.parameters[index]
+        self._handle = self._parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
         self._owner.arrived(self._bucket, self._index)
+        if self._owner.rests:
+            self._others().pop(self._handle.id, None)
+
+    def wake(self) -> None:
+        """Be called again."""
+        self._others()[self._handle.id] = self
+
+    def remove(self) -> None:
+        """Never be called again."""
+        self._handle.remove()
+
+    def _others(self) -> dict[int, Any]:
+        hooks: dict[int, Any] = self._parameter._post_accumulate_grad_hooks
+        return hooks

@@ -3,78 +3,73 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import platform
-import statistics
-from dataclasses import asdict, fields
-from pathlib import Path
+import sys
 from typing import Any
 
-import lightning
-import torch
+from tests.benchmarks import growth, report, start_up, suite
 
-from tests.benchmarks.contestants import PAIRS, WARM_UP, Round, duel
-from tests.benchmarks.model import Size
-from tests.harness import run_job
+STANDALONE = ("start-up", "growth-layers", "growth-micro-batches")
 
 
 def main() -> None:
-    """Runs the duels that were asked for and prints their ratios."""
+    """Runs what was asked for, prints a line for each and keeps a record."""
     arguments = _parse()
-    size = Size(**{field.name: getattr(arguments, field.name) for field in fields(Size)})
-    report: dict[str, Any] = {
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per rank",
-        "size": asdict(size),
-        "steps": arguments.steps,
-        "warm_up": WARM_UP,
-        "rounds": arguments.rounds,
-        "duels": {},
-    }
-    print(json.dumps({key: value for key, value in report.items() if key != "duels"}))
-    for name in arguments.only.split(","):
-        outcomes = run_job(duel, 2, name, size, arguments.steps, arguments.rounds, deadline=arguments.deadline)
-        report["duels"][name] = _summary(name, [outcome.value for outcome in outcomes])
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+    if arguments.suite == "gpu":
+        from tests.benchmarks import gpu
+
+        gpu.main(arguments)
+        return
+    duels = suite.cpu_duels()
+    chosen = arguments.only.split(",") if arguments.only else [*duels, *STANDALONE]
+    unknown = [name for name in chosen if name not in duels and name not in STANDALONE]
+    if unknown:
+        sys.exit(f"no benchmark is named {unknown[0]!r}; there are {', '.join([*duels, *STANDALONE])}.")
+    entry: dict[str, Any] = {**report.machine(), "rounds": arguments.rounds, "results": {}}
+    print({key: value for key, value in entry.items() if key != "results"})
+    print("                 wall ms: ours, theirs, ratio (quartiles; best)     processor ms, all ranks: the same")
+    for name in chosen:
+        entry["results"][name] = _run(name, duels, arguments)
+    if not arguments.forget:
+        report.keep(entry)
 
 
-def _summary(name: str, ranks: list[list[tuple[Round, Round]]]) -> dict[str, Any]:
-    """Ratios round by round, of the slowest rank's wall time and of all ranks' processor time; prints them."""
-    report: dict[str, Any] = {}
-    for measure, combine in (("seconds", max), ("cpu", sum)):
-        sides = [
-            [combine(getattr(rank[index][side], measure) for rank in ranks) for index in range(len(ranks[0]))]
-            for side in (0, 1)
-        ]
-        ratios = sorted(one / other for one, other in zip(*sides, strict=True))
-        for contestant, values in zip(PAIRS[name], sides, strict=True):
-            spread = f"{min(values) * 1e3:.1f}..{max(values) * 1e3:.1f}"
-            print(
-                f"{name}  {measure:7s} {contestant.__name__:16s} {statistics.median(values) * 1e3:8.1f} ms ({spread})"
-            )
-        print(
-            f"{name}  {measure:7s} ours / theirs    {statistics.median(ratios):8.3f} "
-            f"(rounds {ratios[0]:.3f}..{ratios[-1]:.3f}; best of each {min(sides[0]) / min(sides[1]):.3f})"
-        )
-        report[measure] = {"ours": sides[0], "theirs": sides[1], "median_ratio": statistics.median(ratios)}
-    losses = [[rank[-1][side].loss for rank in ranks if not math.isnan(rank[-1][side].loss)] for side in (0, 1)]
-    print(f"{name}  last losses: ours {losses[0]}, theirs {losses[1]}")
-    return report
+def _run(name: str, duels: dict[str, suite.Duel], arguments: argparse.Namespace) -> dict[str, Any]:
+    if name.startswith("growth-"):
+        return _grow(name.removeprefix("growth-"), arguments)
+    if name == "start-up":
+        peer, config = "DDPStrategy, two processes, cold", {}
+        found = report.summarize(start_up.compare(max(2, arguments.rounds // 3)))
+    else:
+        duel = duels[name]
+        peer, config = duel.peer, {"config": duel.config, "size": vars(duel.size), "ranks": duel.ranks}
+        config["steps"] = arguments.steps or duel.steps
+        found = report.summarize(suite.play(duel, arguments.rounds, arguments.steps))
+    print(report.line(name, peer, found), flush=True)
+    return {"peer": peer, **config, **found}
+
+
+def _grow(dimension: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    found = growth.grow(dimension, "pp2", max(2, arguments.rounds // 2), arguments.steps or 10)
+    print(
+        f"growth with {dimension}: ours {found['ours']}, torch's Schedule1F1B {found['theirs']}, ratio of slopes "
+        f"{found['slope_ratio']:.3f}; at {found['counts']}: {found['points_ms']} ms",
+        flush=True,
+    )
+    return found
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--only", default=",".join(PAIRS), help=f"comma-separated, of {', '.join(PAIRS)}")
+    parser.add_argument("--suite", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--only", help="comma-separated names; all by default")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each contestant, alternating")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps in a round")
-    parser.add_argument("--json", help="write the full report to this file")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds for one duel")
-    for field in fields(Size):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser.add_argument("--steps", type=int, help="measured steps in a round; by default what the benchmark says")
+    parser.add_argument("--forget", action="store_true", help="do not append this run to history.jsonl")
+    gpu = parser.add_argument_group("--suite gpu")
+    gpu.add_argument("--model", default="1b", help="1b, 3b or 8b")
+    gpu.add_argument("--sequence", type=int, default=4096)
+    gpu.add_argument("--batch", type=int, default=4, help="rows per step")
+    gpu.add_argument("--tiny", action="store_true", help="try the script without a GPU")
     return parser.parse_args()
 
 

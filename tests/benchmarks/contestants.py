@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +40,13 @@ class Clock:
     """Wall and processor time since the start, per step."""
 
     def __init__(self) -> None:
-        distributed.barrier()
+        _meet()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def per_step(self, steps: int) -> tuple[float, float]:
         """Both, divided by ``steps``, once every rank has arrived."""
         cpu = time.process_time() - self.cpu
-        distributed.barrier()
+        _meet()
         return (time.perf_counter() - self.wall) / steps, cpu / steps
 
 
@@ -144,17 +145,24 @@ PAIRS = {"pp2": (ours_pipeline, torch_pipeline), "dp2": (ours_data, lightning_da
 
 
 def duel(info: RankInfo, name: str, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
-    """Alternates the two contestants of ``name``; who goes first alternates too."""
+    """Alternates the two contestants of ``name``."""
     ours, theirs = PAIRS[name]
+    return alternate(lambda: ours(info, size, steps), lambda: theirs(info, size, steps), rounds)
+
+
+def alternate(ours: Callable[[], Round], theirs: Callable[[], Round], rounds: int) -> list[tuple[Round, Round]]:
+    """Rounds of both in turn; who goes first alternates too, as what runs second finds warmer caches."""
     results = []
     for index in range(rounds):
-        if index % 2:
-            other = theirs(info, size, steps)
-            results.append((ours(info, size, steps), other))
-        else:
-            own = ours(info, size, steps)
-            results.append((own, theirs(info, size, steps)))
+        other = theirs() if index % 2 else None
+        own = ours()
+        results.append((own, other or theirs()))
     return results
+
+
+def _meet() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
 
 
 def _ensure_group(info: RankInfo) -> None:
