@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import sub
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_megatron.lightning_state import callbacks_of
-from lightning_megatron.pipeline.partition import balance
+from lightning_megatron.pipeline.balance import balance, run_loads, stage_loads
 from lightning_megatron.pipeline.recorder import measured_costs
 
 
@@ -39,7 +40,7 @@ class PipelineProfile(Callback):
     Attributes:
         report: what was printed, once it was.
         imbalance: slowest stage over the mean; 1 is even.
-        split: layers per virtual stage that would be most even.
+        split: layers per virtual stage that would be most even; the present ones where nothing is gained.
 
     Raises:
         ValueError: ``batches`` is below 1.
@@ -100,28 +101,40 @@ class PipelineProfile(Callback):
         times = {index: seconds for rank in everyone for index, seconds in rank.items()}
         layers = [times[index] for index in range(len(partition.trunk.layer_names))]
         stages = [sum(column) / len(column) for column in zip(*self._stages, strict=True)]
-        ends = [max(0.0, stages[at] - sum(layers[slice(*partition.bounds[at])])) for at in (0, -1)]
-        self.imbalance = max(stages) * len(stages) / sum(stages)
-        self.split = balance(layers, len(stages), *ends)
-        self.report = self._describe(layers, stages, ends, [stop - start for start, stop in partition.bounds])
+        present = [stop - start for start, stop in partition.bounds]
+        extra = [max(0.0, at) for at in map(sub, stages, run_loads(present, layers, 0.0, 0.0))]
+        own = sum(extra[1:-1]) / max(1, len(extra) - 2)  # what running the step costs on any stage
+        ends = [max(0.0, extra[at] - own) for at in (0, -1)]
+        owners = partition.owners
+        self.imbalance = _unevenness(stages, owners)
+        split = balance(layers, owners, *ends)
+        loads = [load + own for load in run_loads(split, layers, *ends)]
+        better = max(stage_loads(loads, owners)) < 0.98 * max(stage_loads(stages, owners))
+        self.split = split if better else present
+        self.report = _describe(layers, stages, ends, owners)
+        if better:
+            self.report += (
+                f" `pipeline_split={split}` instead of {present} would make that {_unevenness(loads, owners):.2f}."
+            )
+        else:
+            self.report += f" `pipeline_split={present}`, as it is, is the most even split by these times."
         rank_zero_info(self.report)
 
-    def _describe(
-        self, layers: Sequence[float], stages: Sequence[float], ends: Sequence[float], present: Sequence[int]
-    ) -> str:
-        text = (
-            f"forward of a micro-batch, by stage: {_milliseconds(stages)}; layers take {_milliseconds(layers)}, what "
-            f"runs before them {_milliseconds(ends[:1])} and after them {_milliseconds(ends[1:])}. The slowest stage "
-            f"takes {self.imbalance:.2f} times the mean."
-        )
-        if list(self.split) == list(present):
-            return f"{text} `pipeline_split={list(present)}`, as it is, is the most even split by these times."
-        starts = [sum(self.split[:at]) for at in range(len(self.split) + 1)]
-        loads = [sum(layers[starts[at] : starts[at + 1]]) for at in range(len(self.split))]
-        loads[0] += ends[0]
-        loads[-1] += ends[1]
-        expected = max(loads) * len(loads) / sum(loads)
-        return f"{text} `pipeline_split={self.split}` instead of {list(present)} would make that {expected:.2f}."
+
+def _unevenness(loads: Sequence[float], owners: Sequence[int]) -> float:
+    """Slowest stage over the mean."""
+    sums = stage_loads(loads, owners)
+    return max(sums) * len(sums) / sum(sums)
+
+
+def _describe(layers: Sequence[float], runs: Sequence[float], ends: Sequence[float], owners: Sequence[int]) -> str:
+    stages = stage_loads(runs, owners)
+    pieces = "" if len(stages) == len(runs) else f" (by piece: {_milliseconds(runs)})"
+    return (
+        f"forward of a micro-batch, by stage: {_milliseconds(stages)}{pieces}; layers take {_milliseconds(layers)}, "
+        f"what runs before them {_milliseconds(ends[:1])} and after them {_milliseconds(ends[1:])}. The slowest stage "
+        f"takes {_unevenness(runs, owners):.2f} times the mean."
+    )
 
 
 def insert_profile(trainer: pl.Trainer) -> None:

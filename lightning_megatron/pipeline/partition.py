@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_megatron.pipeline.balance import balance
 from lightning_megatron.pipeline.order import Phase, Uses, read_uses
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.trunk import Trunk, find_trunk
@@ -83,7 +84,7 @@ def make_partition(
     uses = read_uses(module, trunk)
     places = _place_units(module, trunk, uses, placement or {})
     units = _stages_of_places(places, owners)
-    sizes = _split(module, trunk, uses, stages, pipeline_split)
+    sizes = _split(module, trunk, uses, owners, pipeline_split)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
     bounds = tuple(itertools.pairwise(starts))
     holders = _holders(module, trunk, bounds, owners, units)
@@ -161,8 +162,8 @@ def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, s
             units[name] = frozenset({place})
 
 
-def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str | Sequence[int]) -> list[int]:
-    layers = len(trunk.layer_names)
+def _split(module: nn.Module, trunk: Trunk, uses: Uses, owners: Sequence[int], split: str | Sequence[int]) -> list[int]:
+    layers, stages = len(trunk.layer_names), len(owners)
     if layers < stages:
         raise ValueError(
             f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); "
@@ -170,7 +171,7 @@ def _split(module: nn.Module, trunk: Trunk, uses: Uses, stages: int, split: str 
         )
     if split == "auto":
         costs, before, after = _costs(module, trunk, uses)
-        return balance(costs, stages, before, after)
+        return balance(costs, owners, before, after)
     if isinstance(split, str):
         raise ValueError(f"`pipeline_split={split!r}` must be 'auto' or a list of {stages} layer counts.")
     sizes = list(split)
@@ -215,49 +216,6 @@ def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False
             continue
         total += sum(p.numel() for p in child._parameters.values() if p is not None and p.dim() >= 2)
     return total
-
-
-def balance(costs: Sequence[float], stages: int, before: float = 0.0, after: float = 0.0) -> list[int]:
-    """Contiguous split of ``costs`` into ``stages`` non-empty runs with the smallest maximum, then the most even.
-
-    Args:
-        costs: cost per layer.
-        stages: number of runs.
-        before: cost that the first run carries besides its layers.
-        after: cost that the last run carries besides its layers.
-
-    Returns:
-        Layers per stage.
-    """
-    n = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-
-    def load(stage: int, start: int, stop: int) -> float:
-        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
-        return prefix[stop] - prefix[start] + extra
-
-    infinite = (float("inf"), float("inf"))
-    best = [(0.0, 0.0) if stop == 0 else infinite for stop in range(n + 1)]
-    cuts: list[list[int]] = []
-    for stage in range(stages):
-        row, cut = [infinite] * (n + 1), [0] * (n + 1)
-        for stop in range(stage + 1, n - (stages - 1 - stage) + 1):
-            for start in range(stage, stop):
-                if best[start] == infinite:
-                    continue
-                weight = load(stage, start, stop)
-                candidate = (max(best[start][0], weight), best[start][1] + weight * weight)
-                if candidate < row[stop]:
-                    row[stop], cut[stop] = candidate, start
-        best = row
-        cuts.append(cut)
-    sizes, stop = [], n
-    for cut in reversed(cuts):
-        sizes.append(stop - cut[stop])
-        stop = cut[stop]
-    return sizes[::-1]
 
 
 def _holders(

@@ -53,3 +53,12 @@ def test_a_profile_names_the_imbalance_and_the_split_that_would_be_even(schedule
     assert values[0]["split"] == [3, 1]
     assert 1.3 < values[0]["imbalance"] < 1.7, "3 and 9 units: 1.5 times the mean"
     assert "`pipeline_split=[3, 1]` instead of [2, 2]" in values[0]["report"], values[0]["report"]
+
+
+def test_a_profile_adds_up_the_pieces_of_a_stage_and_proposes_nothing_that_gains_nothing() -> None:
+    # One layer each: stage 0 has 1 + 4 units and the head's 2, stage 1 has 2 + 3.
+    sleeps = Sleeps(stages=2, micro_batches=3, forward=0.02, backward_input=0.0, backward_weight=0.0)
+    for outcome in run_trainers(profiled, "zb-v", sleeps, [1, 1, 1, 1], devices=2):
+        assert 1.1 < outcome.value["imbalance"] < 1.25, "7 and 5 units: 1.17 times the mean"
+        assert outcome.value["split"] == [1, 1, 1, 1]
+        assert "`pipeline_split=[1, 1, 1, 1]`, as it is, is the most even" in outcome.value["report"]
