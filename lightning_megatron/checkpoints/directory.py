@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 META = "meta.pt"
 ABOUT = "about.json"
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(incomplete|replaced)$")
+_FORGOTTEN_S = 3600.0
 _BLOCK = 16 * 1024 * 1024
 
 
@@ -95,10 +96,10 @@ def publish(target: Folder, data: Folder, files: dict[str, FileSum], step: int, 
 
 
 def _remove_leftovers(target: Folder) -> None:
-    """Delete what interrupted saves of the same name have left: after a whole one, nobody writes there any more."""
+    """Delete what interrupted saves have left: those of the same name, and any that nobody has touched for an hour."""
     for folder in target.parent.folders():
         match = _TEMPORARY.match(folder.name)
-        if match is not None and match["name"] == target.name:
+        if match is not None and (match["name"] == target.name or folder.age() > _FORGOTTEN_S):
             folder.remove()
 
 
@@ -201,12 +202,16 @@ def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) 
 def newest_complete(folder: Any, suffix: str = ".ckpt") -> str | None:
     """Path of the newest complete checkpoint in a folder, by steps taken, then by time; warns about incomplete ones.
 
-    Symbolic links (``last.ckpt``) count as what they point to.
+    Symbolic links (``last.ckpt``) count as what they point to. A run that was killed between the two renames that
+    replace a checkpoint leaves both the old and the new one whole under temporary names: they count too.
     """
     found: list[tuple[int, float, str]] = []
     parent = Folder(folder)
     for candidate in parent.folders():
-        if _TEMPORARY.match(candidate.name) or not candidate.name.endswith(suffix):
+        temporary = _TEMPORARY.match(candidate.name)
+        if not (temporary["name"] if temporary else candidate.name).endswith(suffix):
+            continue
+        if temporary and _marker_or_none(candidate) is None:
             continue
         try:
             open_checkpoint(str(candidate))

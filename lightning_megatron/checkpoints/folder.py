@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,6 +110,10 @@ class Folder:
     def is_link(self) -> bool:
         """Whether a symbolic link is at this path."""
         return self.is_local and Path(self.path).is_symlink()
+
+    def age(self) -> float:
+        """Seconds since anything was added to the folder or removed from it (local folders only)."""
+        return time.time() - Path(self.path).stat().st_mtime
 
     def make(self) -> None:
         """Create the folder and its parents, if they are not there."""

@@ -220,22 +220,28 @@ def megatron_checkpoint_io(plugin: CheckpointIO) -> MegatronCheckpointIO:
 
 
 class _CheckpointWriter(BoxWriter):
-    """Adds the small files to the boxes and publishes the directory, on the first rank."""
+    """Adds the small files to the boxes and publishes the directory, on the first rank.
+
+    The small files' content is fixed when the writer is made: callbacks go on changing theirs during a background save.
+    """
 
     def __init__(self, target: Folder, token: str, meta: dict[str, Any]) -> None:
         super().__init__(data_folder(target, token))
         self._target = target
-        self._meta = meta
+        self._small: dict[str, bytes] = {}
+        if not _is_first():
+            return
+        self._step = int(meta.get("global_step", 0))
+        about = {"step": self._step, "epoch": meta.get("epoch", 0)} | meta["lightning_megatron"].get("about", {})
+        buffer = io.BytesIO()
+        torch.save(meta, buffer)
+        self._small = {META: buffer.getvalue(), ABOUT: json.dumps(about, indent=1).encode()}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        buffer = io.BytesIO()
-        torch.save(self._meta, buffer)
-        self.add_file(META, buffer.getvalue())
-        about = {"step": self._meta.get("global_step", 0), "epoch": self._meta.get("epoch", 0)}
-        about |= self._meta.get("lightning_megatron", {}).get("about", {})
-        self.add_file(ABOUT, json.dumps(about, indent=1).encode())
-        publish(self._target, self.folder, self.files, int(about["step"]), time.time())
+        for name, data in self._small.items():
+            self.add_file(name, data)
+        publish(self._target, self.folder, self.files, self._step, time.time())
 
 
 class _HostStager(AsyncStager):

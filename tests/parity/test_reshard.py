@@ -25,6 +25,11 @@ GRIDS = {
     "p2v2": Grid(pipeline=2, chunks=2),
     "p2v2 t2": Grid(tensor=2, pipeline=2, chunks=2),
     "p2d2": Grid(pipeline=2, data=2),
+    "d2 whole": Grid(data=2, options={"optimizer_sharding": False}),
+    "d4 in twos": Grid(data=4, options={"optimizer_sharding": {"shard": 2}}),
+    "bf16 d2": Grid(data=2, precision="bf16-mixed"),
+    "bf16 t2p2": Grid(tensor=2, pipeline=2, precision="bf16-mixed"),
+    "bf16 d3": Grid(data=3, precision="bf16-mixed"),
     "zb-v": Grid(pipeline=2, options={"pipeline_schedule": "zb-v"}),
 }
 PAIRS = [
@@ -44,6 +49,9 @@ PAIRS = [
     ("p2v2 t2", "t3sp p2"),
     ("p2d2", "t2sp"),
     ("zb-v", "t2"),
+    ("d3", "d2 whole"),
+    ("d2 whole", "d4 in twos"),
+    ("d4 in twos", "t3sp p2"),
 ]
 DEFAULT = [("t2d2", "p2v2 t2"), ("d2", "d3")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]
@@ -52,6 +60,15 @@ ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT el
 @pytest.mark.parametrize(("first", "second"), ROWS)
 def test_what_one_layout_saved_another_loads_bit_for_bit_and_trains_on(first: str, second: str, tmp_path: Path) -> None:
     check(GRIDS[first], GRIDS[second], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("bf16 d2", "bf16 t2p2"), pytest.param("bf16 t2p2", "bf16 d3", marks=pytest.mark.wide)],
+)
+def test_sixteen_bit_runs_keep_their_float32_weights(first: str, second: str, tmp_path: Path) -> None:
+    check(GRIDS[first], GRIDS[second], tmp_path, tolerance=0.03)  # sums in 16 bits depend on the layout
+    assert tensors_of(tmp_path / "saved.ckpt")["layers.0.mlp.0.weight"].dtype == torch.float32
 
 
 def check(first: Grid, second: Grid, folder: Path, tolerance: float = 1e-9) -> None:
