@@ -269,6 +269,25 @@ def check_gradient_options(reduce_dtype: Any, nonfinite: Any) -> None:
         raise ValueError(f"`nonfinite={nonfinite!r}` must be 'raise', 'skip', or None.")
 
 
+def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
+    """Refuse an overlap that would do nothing, or that compiled layers would not wait for.
+
+    Raises:
+        ValueError: with the option to change.
+    """
+    if not isinstance(overlap, bool):
+        raise ValueError(f"`overlap_parameter_gather={overlap!r}` must be True or False.")
+    if overlap and sharding is False:
+        raise ValueError(
+            "`overlap_parameter_gather=True` needs `optimizer_sharding`, without which nothing is gathered."
+        )
+    if overlap and compile_layers:
+        raise ValueError(
+            "`overlap_parameter_gather=True` waits in the hooks of layers, which `compile_layers` compiles away; leave "
+            "out one of the two."
+        )
+
+
 def already_cut(earlier: StageModule, stages: int) -> str:
     """Message for a module that another layout's run has cut."""
     before = len(set(earlier.partition.owners))

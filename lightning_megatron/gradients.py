@@ -6,6 +6,7 @@ Below it lie the buckets, which know of groups and buffers only; here names, sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_megatron.collectives import start_flat_gather
 from lightning_megatron.data_parallel.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets import GradientBuckets
+from lightning_megatron.data_parallel.late_gather import LateGather
 from lightning_megatron.data_parallel.lowering import lowered_parameters
 from lightning_megatron.data_parallel.norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.own_split import splits_itself
@@ -42,6 +44,7 @@ class GradientOptions:
             for one set of weights.
         reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
         inspect: whether to note which gradients are not finite before they are summed.
+        overlap_gather: whether updated weights travel while the next step begins.
     """
 
     sharding: OptimizerSharding = True
@@ -49,6 +52,7 @@ class GradientOptions:
     layer_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     inspect: bool = False
+    overlap_gather: bool = False
 
 
 class ModelGradients:
@@ -81,6 +85,7 @@ class ModelGradients:
         self._masters: dict[tuple[str, ...], tuple[Placement, Tensor]] = {}
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
+        self._late: LateGather | None = None
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
 
@@ -104,6 +109,7 @@ class ModelGradients:
         whole: bool,
         watched: bool,
         skips: bool = False,
+        watches_weights: bool = False,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -113,6 +119,7 @@ class ModelGradients:
             whole: whether an optimizer needs whole parameters.
             watched: whether the user's code looks at ``.grad`` between backward and update.
             skips: whether updates may have to be skipped.
+            watches_weights: whether the user's code may look at weights between an update and the next step.
         """
         self.close()
         self._release()
@@ -137,7 +144,10 @@ class ModelGradients:
         )
         self._restore_masters()
         if self.buckets.updates_pieces or skips:
-            self.updates = {id(optimizer): PiecewiseUpdate(optimizer, self.buckets) for optimizer in optimizers}
+            if options.overlap_gather and replicas.shards > 1 and not watches_weights:
+                self._late = LateGather(self._module, self.buckets)
+            for optimizer in optimizers:
+                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late)
 
     def _restore_masters(self) -> None:
         """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""
@@ -153,6 +163,9 @@ class ModelGradients:
         for update in self.updates.values():
             update.close()
         self.updates = {}
+        if self._late is not None:
+            self._late.close()
+            self._late = None
         if self.buckets is not None:
             self.buckets.close()
             self._closed, self.buckets = self.buckets, None
@@ -165,6 +178,15 @@ class ModelGradients:
                 self._masters[tuple(bucket.names)] = bucket.placement, bucket.master
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """Around a training step, which may use weights that are still under way."""
+        return self._late.step() if self._late is not None else nullcontext()
+
+    def finish_gather(self) -> None:
+        """Wait for weights that are under way."""
+        if self._late is not None:
+            self._late.finish()
 
     def skip_updates(self) -> None:
         """Let the optimizers' next step change nothing."""

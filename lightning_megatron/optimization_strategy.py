@@ -23,7 +23,7 @@ from lightning_megatron.state_strategy import StateStrategy
 from lightning_megatron.step_guard import NonFinite, StepGuard
 from lightning_megatron.stored_state import StatePlace
 from lightning_megatron.tensor_state import TensorState
-from lightning_megatron.watching import watches_gradients
+from lightning_megatron.watching import watches_gradients, watches_weights
 
 
 class OptimizationStrategy(StateStrategy):
@@ -94,6 +94,7 @@ class OptimizationStrategy(StateStrategy):
             whole=least is not Independence.ELEMENT,
             watched=watches_gradients(module, lightning_state.callbacks_of(trainer)),
             skips=self._guard.watches,
+            watches_weights=watches_weights(module, lightning_state.callbacks_of(trainer)),
         )
 
     def _check_optimizers(self) -> Independence:
@@ -133,6 +134,7 @@ class OptimizationStrategy(StateStrategy):
         return self._engine.model_gradients.state_places(optimizer)
 
     def _stored_module(self) -> dict[str, Any]:
+        self._engine.model_gradients.finish_gather()
         stored = super()._stored_module()
         masters = self._engine.model_gradients.masters()
         stored |= masters
@@ -140,12 +142,14 @@ class OptimizationStrategy(StateStrategy):
 
     def _load_module(self, state: Mapping[str, Any]) -> None:
         gradients = self._engine.model_gradients
+        gradients.finish_gather()
         masters = gradients.masters()
         super()._load_module({name: value for name, value in state.items() if name not in masters})
         if masters:
             gradients.load_masters(state)
 
     def _local_state(self) -> dict[str, Any]:
+        self._engine.model_gradients.finish_gather()
         state = super()._local_state()
         return state | {n: v for n, v in self._engine.model_gradients.whole_masters().items() if n in state}
 

@@ -86,6 +86,8 @@ class MegatronStrategy(OptimizationStrategy):
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
             other n. ``False`` keeps the whole state on every replica.
+        overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
+            Does nothing where a hook of the module or of a callback may look at weights in between.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
             default that of the main gradients: float32 under mixed precision, else the parameters'.
         nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
@@ -126,6 +128,7 @@ class MegatronStrategy(OptimizationStrategy):
         variable_shapes: bool = False,
         record_timeline: bool = False,
         optimizer_sharding: OptimizerSharding = True,
+        overlap_parameter_gather: bool = False,
         gradient_reduce_dtype: torch.dtype | None = None,
         nonfinite: NonFinite = None,
         log_gradient_norm: bool = False,
@@ -155,6 +158,7 @@ class MegatronStrategy(OptimizationStrategy):
         check_compile(compile_layers, pipeline_schedule, activation_recompute)
         check_sharding(optimizer_sharding)
         checks.check_gradient_options(gradient_reduce_dtype, nonfinite)
+        checks.check_overlap(overlap_parameter_gather, optimizer_sharding, compile_layers)
         self._profiles = pipeline_split == "profile"
         self._module_options = ModuleOptions(
             pipeline_layers=pipeline_layers,
@@ -179,6 +183,7 @@ class MegatronStrategy(OptimizationStrategy):
                 bucket_bytes=int(bucket_size_mb * 1024 * 1024),
                 reduce_dtype=gradient_reduce_dtype,
                 inspect=nonfinite is not None,
+                overlap_gather=overlap_parameter_gather,
             ),
         )
         self._nonfinite = nonfinite
@@ -336,7 +341,8 @@ class MegatronStrategy(OptimizationStrategy):
         assert self.lightning_module is not None
         module, batch = self.lightning_module, args[0] if args else next(iter(kwargs.values()))
         step = functools.partial(self._call_step, module.training_step, args, kwargs)
-        with self._naming_failures(), self.precision_plugin.train_step_context():
+        gradients = self._engine.model_gradients
+        with self._naming_failures(), self.precision_plugin.train_step_context(), gradients.training_step():
             manual = not module.automatic_optimization
             self._scheduled = not manual and not self._engine.is_plain(batch)
             if not self._scheduled:
@@ -372,6 +378,7 @@ class MegatronStrategy(OptimizationStrategy):
         batch = args[0] if args else next(iter(kwargs.values()))
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
+            self._engine.model_gradients.finish_gather()
             result: StepResult = self._engine.evaluate(step, batch, name)
             self._replay(self.lightning_module, result)
             return result.output

@@ -1,4 +1,4 @@
-"""Does the user's code look at gradients between backward and update?
+"""Does the user's code look at gradients between backward and update, or at weights between update and next step?
 
 With a shared-out optimizer no rank needs the whole sum of a gradient, and a reduce-scatter gives it its shard only.
 Hooks that run in between may read or change ``parameter.grad``, though, and must find there what one process finds:
@@ -20,6 +20,11 @@ _MODULE_HOOKS = (
     "optimizer_zero_grad",
     "backward",
 )
+_BEFORE_THE_UPDATE = (
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_exception"),
+    *("on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end"),
+    *("on_save_checkpoint", "on_load_checkpoint", "on_gpu"),
+)
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
@@ -31,3 +36,19 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
         return True
     others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
+
+
+def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook that runs between an update and the next step may look at weights; Lightning's own callbacks ask
+    the strategy for them.
+    """
+    if not module.automatic_optimization:
+        return True
+    own = [hook for hook in dir(pl.LightningModule) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
+    more = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device")
+    if any(is_overridden(hook, module) for hook in (*own, *more)):
+        return True
+    known = ("lightning_megatron.", "lightning.pytorch.")
+    others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
+    hooks = [hook for hook in dir(Callback) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
+    return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)

@@ -18,7 +18,7 @@ embeddings) have buckets of their own, summed over those stages as well, at the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class GradientBuckets:
         self._tied: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._next_launch = 0
+        self.on_arrival: Callable[[Bucket, int], None] | None = None
         self._build()
 
     @property
@@ -242,6 +243,8 @@ class GradientBuckets:
     def arrived(self, bucket: Bucket, index: int) -> None:
         """Note that the gradient of one parameter has been accumulated; called by autograd."""
         parameter, view = bucket.parameters[index], bucket.views[index]
+        if self.on_arrival is not None:
+            self.on_arrival(bucket, index)
         if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
             view.copy_(parameter.grad)
             parameter.grad = view

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets import GradientBuckets
+from lightning_megatron.data_parallel.late_gather import LateGather
 
 
 class PiecewiseUpdate:
@@ -36,9 +37,11 @@ class PiecewiseUpdate:
     Args:
         optimizer: as ``configure_optimizers`` returned it.
         buckets: gives the pieces.
+        late: waits for gathered weights later; by default the step ends when they are there.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: GradientBuckets) -> None:
+    def __init__(self, optimizer: Optimizer, buckets: GradientBuckets, late: LateGather | None = None) -> None:
+        self._late = late
         self._optimizer = optimizer
         self._buckets = buckets
         self._parameters: list[list[nn.Parameter]] | None = None
@@ -101,6 +104,8 @@ class PiecewiseUpdate:
         return (args[0], entering, *args[2:]), kwargs
 
     def _enter(self) -> None:
+        if self._late is not None:
+            self._late.finish()
         self._buckets.adopt()
         for bucket in self._touched_buckets():
             bucket.recover_weights()
@@ -128,6 +133,9 @@ class PiecewiseUpdate:
         skipped, self._skips = self._skips, False
         if not skipped:
             buckets = self._touched_buckets()
+            if self._late is not None:
+                self._late.start(buckets)
+                return
             for bucket in buckets:
                 bucket.start_gather()
             for bucket in buckets:

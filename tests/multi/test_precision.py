@@ -25,8 +25,17 @@ def _mean(values: list[list[float]]) -> torch.Tensor:
     return torch.tensor(values).mean(0)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize(("sizes", "options"), LAYOUTS)
+def _rows() -> list[Any]:
+    """Every layout in one of the precisions, the rest on request."""
+    rows = []
+    for index, (sizes, options) in enumerate(LAYOUTS):
+        for other, precision in enumerate(("bf16-mixed", "16-mixed")):
+            marks = [pytest.mark.wide] if (index + other) % 2 else []
+            rows.append(pytest.param(precision, sizes, options, marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize(("precision", "sizes", "options"), _rows())
 def test_mixed_precision_follows_the_float32_run(
     precision: str, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
@@ -84,8 +93,16 @@ def test_the_scale_grows_backs_off_and_waits_as_it_is_told() -> None:
 FORMULAS = {"32-true": (4, 4, 8), "64-true": (8, 8, 16), "bf16-mixed": (2, 4, 12), "bf16-true": (2, 2, 4)}
 
 
-@pytest.mark.parametrize("precision", list(FORMULAS))
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        pytest.param(
+            precision, replicas, marks=[pytest.mark.wide] if replicas == 4 and "mixed" not in precision else []
+        )
+        for precision in FORMULAS
+        for replicas in (2, 4)
+    ],
+)
 def test_bytes_of_a_rank_are_those_of_the_formula(precision: str, replicas: int) -> None:
     weights, gradients, optimizer = FORMULAS[precision]
     for outcome in run_trainers(bytes_held, (1, replicas, 1), precision, {}, devices=replicas):

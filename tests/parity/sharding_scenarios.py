@@ -219,3 +219,46 @@ def norms(info: RankInfo, setup: Setup) -> list[float]:
     trainer = make_trainer(info, strategy, max_epochs=1, limit_val_batches=0, callbacks=[Note()])
     trainer.fit(NormOf() if setup.layout is None else SharedTask())
     return found
+
+
+class OwnUse(SharedTask):
+    """Uses weights without calling the modules that hold them: before, or only from the second batch on."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.apart, self.late = nn.Linear(VOCABULARY, 3), late
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.late and batch_idx == 0:
+            return self.net(*batch)[1]
+        penalty = self.apart.weight.square().sum() + self.net.transformer.wpe.weight.square().sum()
+        return self.net(*batch)[1] + 0.1 * penalty
+
+
+def quiet(info: RankInfo, setup: Setup, own_use: bool | None = None) -> dict[str, Any]:
+    """Trains without a callback that could look at weights; reports how many gathers a step left under way."""
+    strategy: Any = "auto"
+    if setup.layout is not None:
+        from lightning_megatron import MegatronStrategy
+
+        strategy = MegatronStrategy(*setup.layout, **setup.strategy)
+    trainer = make_trainer(info, strategy, max_epochs=2, limit_val_batches=0, **setup.trainer)
+    module = SharedTask() if own_use is None else OwnUse(own_use)
+    pending: list[int] = []
+    if setup.layout is not None and setup.strategy.get("overlap_parameter_gather"):
+        from lightning_megatron.data_parallel.late_gather import LateGather
+
+        start = LateGather.start
+
+        def counted(self: Any, buckets: Any) -> None:
+            start(self, buckets)
+            pending.append(len(self._pending))
+
+        LateGather.start = counted  # type: ignore[method-assign]
+    try:
+        trainer.fit(module)
+    finally:
+        if pending:
+            LateGather.start = start  # type: ignore[method-assign]
+    whole = trainer.strategy.full_state_dict() if setup.layout is not None else module.state_dict()
+    return {"weights": {name: value.detach().clone() for name, value in whole.items()}, "pending": pending}

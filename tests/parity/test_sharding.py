@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.harness import JobFailed, run_trainers
-from tests.parity.sharding_scenarios import OPTIMIZERS, Setup, differences, norms, train
+from tests.parity.sharding_scenarios import OPTIMIZERS, Setup, differences, norms, quiet, train
 
 SMALL = {"bucket_size_mb": 0.01}  # several buckets, whose cuts fall into the middle of parameters
 CLIP = {"gradient_clip_val": 0.3}
@@ -121,3 +121,28 @@ def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
     setup = Setup(layout, {**SMALL, "log_gradient_norm": True})
     for outcome in run_trainers(norms, setup, devices=setup.devices):
         assert outcome.value == pytest.approx(wanted, rel=1e-5)  # Lightning keeps logged values in float32
+
+
+LATE = {**SMALL, "overlap_parameter_gather": True}
+
+
+@pytest.mark.parametrize("own_use", [None, False], ids=["modules called", "weights used apart"])
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
+def test_weights_that_travel_during_the_next_step_are_waited_for(
+    layout: tuple[int, int, int], own_use: bool | None
+) -> None:
+    wanted = run_trainers(quiet, Setup(), own_use, devices=1)[0].value["weights"]
+    setup = Setup(layout, LATE)
+    outcomes = run_trainers(quiet, setup, own_use, devices=setup.devices)
+    assert all(outcome.value["pending"] and min(outcome.value["pending"]) > 2 for outcome in outcomes)
+    for name, value in outcomes[0].value["weights"].items():
+        assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_a_later_use_that_nothing_waits_for_is_refused() -> None:
+    with pytest.raises(JobFailed, match="was used without calling the module that holds it"):
+        run_trainers(quiet, Setup((1, 2, 1), LATE), True, devices=2)
+
+
+def test_a_hook_that_may_look_at_weights_keeps_the_gather_in_the_update() -> None:
+    check(Setup((1, 2, 1), LATE, CLIP))
