@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
+    from lightning_megatron.initial_weights import load_hf_weights as load_hf_weights
     from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO as MegatronCheckpointIO
     from lightning_megatron.strategy import MegatronStrategy as MegatronStrategy
 
 __version__ = "0.1.0"
-__all__ = ["MegatronCheckpointIO", "MegatronStrategy"]
+__all__ = ["MegatronCheckpointIO", "MegatronStrategy", "load_hf_weights"]
 
 _HOMES = {
     "MegatronCheckpointIO": "lightning_megatron.plugins.checkpoint",
+    "load_hf_weights": "lightning_megatron.initial_weights",
     "MegatronStrategy": "lightning_megatron.strategy",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import lightning_state
+from lightning_megatron.checkpoints.sources import open_source
 from lightning_megatron.data.resume import make_resumable
 from lightning_megatron.grid_strategy import GridStrategy
+from lightning_megatron.initial_weights import match_weights
 from lightning_megatron.newest import answer_from_markers
 from lightning_megatron.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.stage import stage_of
@@ -137,6 +140,23 @@ class StateStrategy(GridStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
+    def load_initial_weights(self, path: Any) -> None:
+        """Fill this rank's part of the divided module from files, reading that part only; see
+        :func:`~lightning_megatron.load_hf_weights`.
+
+        Raises:
+            RuntimeError: a parameter is missing there, or has another shape.
+        """
+        module = self.lightning_module
+        assert module is not None
+        source = open_source(path)
+        shapes, further = self._whole_shapes()
+        found = match_weights(source, shapes, further, path)
+        state = {n: v for n, v in self._stored_module().items() if isinstance(v, (Tensor, PiecedTensor))}
+        wanted = {n: (found.stored[n], as_pieces(v).empty_like()) for n, v in state.items() if n in found.stored}
+        source.fill(wanted)
+        self._load_module({name: pieces for name, (_, pieces) in wanted.items()})
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a whole or partial state.
 
@@ -154,6 +174,10 @@ class StateStrategy(GridStrategy):
 
     def _match(self, kinds: Kinds, saved_aliases: Mapping[str, str], prefixes: Mapping[str, str] | None) -> Match:
         """Which stored tensor each tensor of the whole module is loaded from; collective over the pipeline."""
+        return match(kinds, *self._whole_shapes(), saved_aliases, prefixes)
+
+    def _whole_shapes(self) -> tuple[dict[str, torch.Size], dict[str, str]]:
+        """Logical shapes of the whole module's tensors, and its tied names; collective over the pipeline."""
         module, tensor = self.lightning_module, self._tensor_state
         assert module is not None
         state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -164,7 +188,7 @@ class StateStrategy(GridStrategy):
             dist.all_gather_object(stages, own, group=self.mesh.group("pipeline_parallel"))
         shapes = {name: shape for stage in stages for name, shape in stage[0].items()}
         further = {name: first for stage in stages for name, first in stage[1].items()}
-        return match(kinds, shapes, further, saved_aliases, prefixes)
+        return shapes, further
 
     def _places(self, optimizer: Optimizer) -> list[StatePlace]:
         """Where an optimizer keeps the state of this rank's parameters."""

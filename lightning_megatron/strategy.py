@@ -22,6 +22,7 @@ from lightning_megatron.assembly import Assembler, ModuleOptions
 from lightning_megatron.data_parallel.sharing import OptimizerSharding, check_sharding
 from lightning_megatron.engine import EngineOptions, LossWeight
 from lightning_megatron.gradients import GradientOptions
+from lightning_megatron.initial_weights import start_from
 from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
@@ -99,6 +100,8 @@ class MegatronStrategy(OptimizationStrategy):
         accelerator: see Lightning.
         parallel_devices: see Lightning.
         cluster_environment: see Lightning.
+        initial_weights: Hugging Face model folder, ``.safetensors``, ``.ckpt`` or checkpoint directory to start from;
+            every rank reads its own part. A checkpoint given to ``fit`` comes after it.
         checkpoint_io: see Lightning; by default :class:`~lightning_megatron.plugins.checkpoint.MegatronCheckpointIO`.
         precision_plugin: see Lightning.
 
@@ -138,6 +141,7 @@ class MegatronStrategy(OptimizationStrategy):
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
+        initial_weights: Any | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
@@ -208,6 +212,7 @@ class MegatronStrategy(OptimizationStrategy):
         )
         self._assembled = None
         self._metrics: MetricRouter | None = None
+        self._initial_weights = initial_weights
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
@@ -251,6 +256,9 @@ class MegatronStrategy(OptimizationStrategy):
         )
         self._assembled = assembler.assemble(module)
         self.model = self._assembled.module
+        path = start_from(module, self._initial_weights)
+        if path is not None:
+            self.load_initial_weights(path)
         layout = self.mesh.layout
         self._metrics = None
         if layout.pipeline * layout.tensor > 1:

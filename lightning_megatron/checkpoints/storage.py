@@ -35,6 +35,7 @@ from lightning_megatron.checkpoints.folder import Folder
 
 INDEX = "index.json"
 _ALIGNMENT = 64
+_WORTH_A_READ = 4096  # bytes
 _NOTHING = memoryview(bytes(_ALIGNMENT))
 
 
@@ -239,7 +240,9 @@ def read_part(
     offset: tuple[int, ...],
     extent: tuple[int, ...],
 ) -> Tensor:
-    """Rectangle ``offset`` + ``extent`` of a stored box of ``shape``; reads whole rows (first dim) only.
+    """Rectangle ``offset`` + ``extent`` of a stored box of ``shape``.
+
+    Rows (first dim) are read whole, unless only a part of them is wanted and that part is worth a read of its own.
 
     Raises:
         EOFError: the file ends before the box does.
@@ -247,6 +250,13 @@ def read_part(
     if not shape:
         return _read(file, place.start, (), dtype)
     row = math.prod(shape[1:]) * dtype.itemsize
+    inner_row = math.prod(extent[1:2]) * math.prod(shape[2:]) * dtype.itemsize
+    if len(shape) > 1 and extent[2:] == shape[2:] and extent[1] < shape[1] and inner_row >= _WORTH_A_READ:
+        tensor = torch.empty(extent, dtype=dtype)
+        skipped = offset[1] * math.prod(shape[2:]) * dtype.itemsize
+        for number in range(extent[0]):
+            _read_into(file, place.start + (offset[0] + number) * row + skipped, bytes_of(tensor[number]))
+        return tensor
     rows = _read(file, place.start + offset[0] * row, (extent[0], *shape[1:]), dtype)
     inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], extent[1:], strict=True))
     return rows[(slice(None), *inner)]
@@ -254,7 +264,11 @@ def read_part(
 
 def _read(file: IO[bytes], start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
-    view = bytes_of(tensor)
+    _read_into(file, start, bytes_of(tensor))
+    return tensor
+
+
+def _read_into(file: IO[bytes], start: int, view: memoryview) -> None:
     file.seek(start)
     done = 0
     while done < view.nbytes:
@@ -262,7 +276,6 @@ def _read(file: IO[bytes], start: int, shape: tuple[int, ...], dtype: torch.dtyp
         if not count:
             raise EOFError(f"{getattr(file, 'name', file)} ends at byte {start + done}, {view.nbytes - done} too early")
         done += count
-    return tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

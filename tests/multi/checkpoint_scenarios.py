@@ -10,9 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronCheckpointIO, MegatronStrategy, load_hf_weights
+from lightning_megatron.checkpoints import storage
 from tests.harness import RankInfo
-from tests.parity.reshard_scenarios import Losses, Tied
+from tests.parity.reshard_scenarios import Losses, Tied, tensors_of
 from tests.parity.train import make_trainer
 
 
@@ -78,3 +79,81 @@ def resume_imported(info: RankInfo, path: str, sizes: tuple[int, int, int]) -> l
     trainer = trainer_of(info, 4, sizes, callbacks=[losses])
     trainer.fit(Tied(seed=5), ckpt_path=path)
     return losses.values
+
+
+class Pretrained(HuggingFace):
+    """Built without memory in ``configure_model``; a head of its own beside the pretrained model."""
+
+    def __init__(self, path: str = "") -> None:
+        LightningModule.__init__(self)
+        self.path = path
+        self.net: Any = None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = gpt2()
+                self.extra = torch.nn.Linear(3, 3)
+            if self.path:
+                load_hf_weights(self, self.path)
+
+
+def read_bytes(info: RankInfo, path: str, sizes: tuple[int, int, int], through: str) -> tuple[int, dict[str, Tensor]]:
+    """Bytes of weights read on this rank before the first step, and the whole state (on rank 0)."""
+    read, reading = [0], storage._read
+
+    def counting(file: Any, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = reading(file, start, shape, dtype)
+        read[0] += found.nbytes
+        return found
+
+    storage._read = counting
+    options = {"initial_weights": path} if through == "strategy" else {}
+    strategy = MegatronStrategy(*sizes, micro_batch_size=2, **options)
+    trainer = make_trainer(info, strategy, max_steps=1, precision="32-true")
+    module = Pretrained("" if options else path)
+    trainer.fit(module)
+    storage._read = reading
+    return read[0], strategy.full_state_dict()
+
+
+def partial(info: RankInfo, path: str, strict: bool) -> list[str]:
+    """Loads ``tied.ckpt`` into a module with another name for its layers, and one more tensor."""
+    import warnings
+
+    class Other(Tied):
+        def __init__(self) -> None:
+            super().__init__(seed=6)
+            self.blocks = self.layers
+            del self.layers
+            self.more = torch.nn.Parameter(torch.zeros(2))
+            self.position = torch.nn.Parameter(torch.zeros(7, 12))
+            self.strict_loading = strict
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+            for layer in self.blocks:
+                x = layer(x)
+            return self.head(self.norm(x)) * self.scale + self.more.sum()
+
+    io = MegatronCheckpointIO(load_optimizer=False, prefixes={"layers.": "blocks."})
+    strategy = MegatronStrategy(2, 1, 1, micro_batch_size=2, checkpoint_io=io)
+    trainer = make_trainer(info, strategy, max_steps=2, precision="32-true")
+    module = Other()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, ckpt_path=path)
+        except RuntimeError as error:
+            return [str(error)]
+    state = strategy.full_state_dict()
+    if not state:
+        return []
+    stored = tensors_of(path)
+    moved = {"blocks." + name.removeprefix("layers."): name for name in stored if name.startswith("layers.")}
+    assert moved and all(torch.equal(state[name], stored[first]) for name, first in moved.items())
+    assert not trainer.optimizers[0].state
+    return [str(each.message) for each in caught if "in part" in str(each.message)]

@@ -27,7 +27,15 @@ from lightning_megatron.checkpoints.storage import BoxWriter
 from lightning_megatron.cli import app
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
 from tests.harness import run_trainers
-from tests.multi.checkpoint_scenarios import Dangerous, HuggingFace, resume_imported, write_both
+from tests.multi.checkpoint_scenarios import (
+    Dangerous,
+    HuggingFace,
+    Pretrained,
+    partial,
+    read_bytes,
+    resume_imported,
+    write_both,
+)
 from tests.parity.reshard_scenarios import Losses, Tied, tensors_of
 
 
@@ -199,3 +207,41 @@ def test_memory_urls_work_like_folders(saved: Path) -> None:
     )
     assert len(Folder("memory://run/a.ckpt").folders()) == 1, "what was replaced is gone"
     assert "DAMAGED" not in command("verify", "memory://run/a.ckpt")
+
+
+@pytest.mark.parametrize("through", ["module", "strategy"])
+def test_pretrained_weights_are_read_by_slice_into_a_module_that_was_never_whole(
+    through: str, saved: Path, tmp_path: Path
+) -> None:
+    command("export", saved / "hf.ckpt", tmp_path / "hf")
+    stored = tensors_of(saved / "hf.ckpt")
+    total = (tmp_path / "hf" / "model.safetensors").stat().st_size
+    outcomes = run_trainers(read_bytes, str(tmp_path / "hf"), (2, 1, 2), through, devices=4)
+    shares = [outcome.value[0] / total for outcome in outcomes]
+    assert 0 < max(shares) < 0.9 and sum(shares) < 2.8, shares  # the 101 words all lie in the first 128, on two ranks
+    state = outcomes[0].value[1]
+    for name, value in stored.items():
+        assert name.startswith("optimizer.") or torch.equal(state[name], value), name
+
+
+def test_pretrained_weights_fill_a_plain_module_too(saved: Path, tmp_path: Path) -> None:
+    from lightning_megatron import load_hf_weights
+
+    command("export", saved / "hf.ckpt", tmp_path / "hf")
+    module = Pretrained()
+    module.configure_model()
+    load_hf_weights(module, tmp_path / "hf")
+    stored = tensors_of(saved / "hf.ckpt")
+    assert torch.equal(module.net.transformer.wte.weight, stored["net.transformer.wte.weight"])
+    assert module.net.lm_head.weight.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="do not fit"):
+        load_hf_weights(Tied(), tmp_path / "hf")
+
+
+def test_partial_loading_renames_and_reports_what_is_missing_unexpected_and_reshaped(saved: Path) -> None:
+    report = run_trainers(partial, str(saved / "tied.ckpt"), False, devices=2)[0].value
+    assert len(report) == 1
+    assert "missing ['more']" in report[0] and "unexpected nothing" in report[0]
+    assert "position (6, 12) in the checkpoint, (7, 12) here" in report[0]
+    for outcome in run_trainers(partial, str(saved / "tied.ckpt"), True, devices=2):
+        assert "does not fit" in outcome.value[0] and "prefixes" in outcome.value[0]
