@@ -73,7 +73,7 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
     else:
         _check_styles(module, styles)
         inner = {n: s for n, s in styles.items() if n not in blueprint.heads}
-        blueprint.regions = regions_from_styles(module, inner, trace)
+        blueprint.regions = _without_forks(blueprint, regions_from_styles(module, inner, trace))
     _settle_regions(module, blueprint, parts)
     _split_vocabulary(module, blueprint)
     return blueprint
@@ -194,6 +194,29 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
             f"No tensor-parallel plan: the rules found no column/row pair of linear layers in {type(module).__name__}; "
             "pass `tensor_parallel_plan={pattern: style}` or use the layers of `lightning_megatron.layers`."
         )
+
+
+def _without_forks(blueprint: Blueprint, regions: list[Region]) -> list[Region]:
+    """The regions whose columns are read by one row-parallel layer only.
+
+    Layers of the others are split one by one, their outputs gathered; an explicit plan is refused instead.
+    """
+    rows: dict[str, list[str]] = {}
+    for region in regions:
+        for name in region.columns:
+            rows.setdefault(name, []).append(region.row)
+    forks = {name: found for name, found in rows.items() if len(found) > 1}
+    if forks and blueprint.source == "argument":
+        name, found = next(iter(forks.items()))
+        raise ValueError(
+            f"The plan is wrong for {name!r}: its output is read by {' and '.join(map(repr, found))}, and can be split "
+            "for one row-parallel layer only; use 'colwise_gather_output' for it and 'rowwise_split_input' for them."
+        )
+    dissolved = [region for region in regions if forks.keys() & region.columns]
+    for region in dissolved:
+        blueprint.styles |= dict.fromkeys(region.columns, Style.COLWISE_GATHER_OUTPUT)
+        blueprint.styles[region.row] = Style.ROWWISE_SPLIT_INPUT
+    return [region for region in regions if region not in dissolved]
 
 
 def _repeated(region: Region) -> bool:

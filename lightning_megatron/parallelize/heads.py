@@ -19,7 +19,7 @@ from lightning_megatron.sharding import Range, block_range, key_value_heads
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
 KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_head_kv", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "d_head")
-_NO_WIDTHS = r"vocab|_idx|_id$|position|head_dim|head_size|d_kv|d_head|key_value_proj_dim"
+_NO_WIDTHS = r"vocab|_idx|_id$|position|head_dim|(?<!all_)head_size|d_kv|d_head|key_value_proj_dim"
 GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "n_groups")
 
 

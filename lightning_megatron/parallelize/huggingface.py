@@ -10,6 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.parallelize.kinds import is_linear
+from lightning_megatron.parallelize.patterns import matches
+from lightning_megatron.parallelize.styles import is_style
+
 
 def is_hugging_face(module: nn.Module) -> bool:
     """Whether the module is a Hugging Face ``PreTrainedModel``."""
@@ -30,16 +34,23 @@ def hugging_face_models(module: nn.Module) -> dict[str, Any]:
 def own_plan(module: nn.Module) -> dict[str, str]:
     """Plans that the Hugging Face models in a module carry, as full patterns; empty when they carry none.
 
-    A plan that names a head or an embedding only (as models without a plan of their own inherit) does not count.
+    A plan that names only a head, an embedding (as models without a plan of their own inherit) or experts, which are
+    not split here, does not count.
     """
     plan: dict[str, str] = {}
     for name, model in hugging_face_models(module).items():
         entries = dict(getattr(model, "_tp_plan", None) or {})
-        if not any("*" in pattern for pattern in entries):
+        linears = [inner for inner, part in model.named_modules() if is_linear(part)]
+        if not _names_layers(entries, linears):
             entries = _plan_from_configs(model)
-        if any("*" in pattern for pattern in entries):
+        if _names_layers(entries, linears):
             plan |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in entries.items()}
     return plan
+
+
+def _names_layers(entries: dict[str, str], linears: list[str]) -> bool:
+    patterns = [pattern for pattern, style in entries.items() if "*" in pattern and is_style(style)]
+    return any(matches(pattern, name) for pattern in patterns for name in linears)
 
 
 def _plan_from_configs(model: Any) -> dict[str, str]:
