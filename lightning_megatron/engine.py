@@ -34,6 +34,7 @@ from lightning_megatron.pipeline.micro_batches import (
     weighted_mean,
 )
 from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.partition import parts_outside
 from lightning_megatron.pipeline.recorder import StepRecorder, gather_timeline
 from lightning_megatron.pipeline.schedule import Schedule, ScheduleShape, lower, make_schedule, schedule_shape
 from lightning_megatron.pipeline.stage import StageModule
@@ -109,7 +110,7 @@ class StepEngine:
         self._tensor = tensor
         self._options = options
         self._exchange = StepExchange(mesh, device)
-        self._state = ModuleState(module) if stage is not None else None
+        self._state = ModuleState(module, stage.partition, mesh, device) if stage is not None else None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
         self._links: StageLinks | None = None
@@ -264,13 +265,15 @@ class StepEngine:
         with self.recording(name), self._streams.step(training=scales is not None):
             recorder = self.recorder
             assert recorder is not None
-            step = Step(schedule, _Recorded(call, recorder, weights), parts, scales)
+            step = Step(schedule, _Recorded(call, recorder, weights), parts, name, scales)
             if self._stage is None:
                 self._run_single(step)
             else:
                 executor = self._pipeline()
                 self._check_equal_batches(batch, len(parts))
                 executor.run(step)
+                if step.training and self._state is not None:
+                    self._state.share_early_buffers()
             if not self._has_loss:
                 result = self._exchange.share(None)
                 assert self._state is not None
@@ -320,13 +323,15 @@ class StepEngine:
                 loss = loss_of(output)
                 torch.autograd.backward(loss, torch.full_like(loss, step.loss_scales[index], requires_grad=False))
             step.outputs[index] = map_tensors(output, torch.detach)
+        if self._segments is not None:
+            self._segments.end()
 
     def _make_segments(self) -> SegmentHooks | None:
         try:
             trunk = find_trunk(self._module)
         except ValueError:
             return None
-        return SegmentHooks(trunk.layers(self._module), self._streams)
+        return SegmentHooks(trunk.layers(self._module), self._streams, parts_outside(self._module, trunk))
 
     def _pipeline(self) -> PipelineExecutor:
         if self._executor is None:
@@ -377,7 +382,7 @@ class StepEngine:
     @contextmanager
     def recording(self, name: str) -> Iterator[None]:
         """Record ``self.log`` calls while the user's step runs."""
-        self.recorder = LogRecorder(self._module)
+        self.recorder = LogRecorder(self._module, self._stage.cursor.refuse_away if self._stage is not None else None)
         if self._state is not None:
             self._state.snapshot()
         fastpath = torch.backends.mha.get_fastpath_enabled()

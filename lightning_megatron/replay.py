@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,10 +82,12 @@ class LogRecorder:
 
     Args:
         module: the user's module.
+        check: called with each value and what it is; raises if it cannot be right.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule, check: Callable[[Any, str], None] | None = None) -> None:
         self._module = module
+        self._check = check
         self._records: dict[tuple[str, int], _Recorded] = {}
         self._counts: dict[str, int] = {}
         self._weight = 1.0
@@ -101,6 +104,8 @@ class LogRecorder:
         if options.get("rank_zero_only"):
             self.rank_zero_calls.append((args, kwargs))
             return
+        if self._check is not None:
+            self._check(value, f"the logged value `{name}`")
         occurrence = self._counts.get(name, 0)
         self._counts[name] = occurrence + 1
         record = self._records.get((name, occurrence))

@@ -19,12 +19,13 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
@@ -60,7 +61,7 @@ class SegmentStreams:
         self._replica = replica
         self._seed = seed
         self._steps = {True: 0, False: 0}
-        self._step_state = _START
+        self.step_state = _START
         self._micro_batch_states: dict[int, int] = {}
 
     def state_dict(self) -> dict[str, int]:
@@ -80,7 +81,7 @@ class SegmentStreams:
         """
         self._steps[training] += 1
         step_seed = mix(self._seed, self._steps[training], training)
-        self._step_state = absorb(_START, step_seed, self._replica)
+        self.step_state = absorb(_START, step_seed, self._replica)
         self._micro_batch_states = {}
         state = collect_rng_state(self._device)
         try:
@@ -98,7 +99,7 @@ class SegmentStreams:
         """
         state = self._micro_batch_states.get(micro_batch)
         if state is None:
-            state = self._micro_batch_states[micro_batch] = absorb(self._step_state, micro_batch)
+            state = self._micro_batch_states[micro_batch] = absorb(self.step_state, micro_batch)
         seed = absorb(state, segment, call) & _MASK
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
@@ -108,6 +109,17 @@ class SegmentStreams:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
+    def position(self) -> tuple[Tensor, Tensor | None]:
+        """Where torch's generators are now."""
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), cuda
+
+    def go_to(self, position: tuple[Tensor, Tensor | None]) -> None:
+        """Go back to where :meth:`position` was asked."""
+        torch.set_rng_state(position[0])
+        if position[1] is not None:
+            torch.cuda.set_rng_state(position[1], self._device)
+
 
 class SegmentHooks:
     """Enters the segment streams of an uncut trunk, so that one process draws the numbers that a pipeline draws.
@@ -115,13 +127,15 @@ class SegmentHooks:
     Args:
         layers: the trunk's layers.
         streams: the streams.
+        parts: modules outside the trunk that hold parameters.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], streams: SegmentStreams) -> None:
+    def __init__(self, layers: Sequence[nn.Module], streams: SegmentStreams, parts: Sequence[nn.Module] = ()) -> None:
         self._streams = streams
         self._layers = len(layers)
-        self._micro_batch = 0
+        self._micro_batch: int | None = None
         self._calls: dict[int, int] = {}
+        self._parts = PartHooks(parts, streams, lambda: None if self._calls else self._micro_batch)
         self._handles = [
             layer.register_forward_pre_hook(functools.partial(self._enter, 1 + index))
             for index, layer in enumerate(layers)
@@ -134,17 +148,83 @@ class SegmentHooks:
         self._calls = {}
         self._streams.enter(micro_batch, 0)
 
+    def end(self) -> None:
+        """Leave the generators alone until the next :meth:`begin`."""
+        self._micro_batch = None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._parts.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, segment: int, *_: Any) -> None:
+        if self._micro_batch is None:
+            return
+        call = self._calls.get(segment, 0)
+        if torch._C._current_graph_task_id() != -1:  # the user's activation checkpointing draws again what it drew
+            self._streams.enter(self._micro_batch, segment, max(0, call - 1))
+            return
+        self._calls[segment] = call + 1
+        self._streams.enter(self._micro_batch, segment, call)
+
+
+class PartHooks:
+    """Lets each part that runs before the layers draw from a stream of its own.
+
+    A stage that lacks the part draws nothing in its place. What the step itself draws after it (a diffusion model's
+    time steps, noise) must be equal on all stages nevertheless.
+
+    Args:
+        parts: modules outside the trunk; those that cannot draw random numbers are left alone.
+        streams: the streams.
+        before_trunk: the present micro-batch, or ``None`` when no step runs or its layers have begun.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], streams: SegmentStreams, before_trunk: Callable[[], int | None]
+    ) -> None:
+        self._streams = streams
+        self._before_trunk = before_trunk
+        self._saved: dict[int, Any] = {}
+        self._calls: dict[int, tuple[tuple[int, int], int]] = {}
+        self._handles = []
+        for index, part in enumerate(parts):
+            if _may_draw(part):
+                self._handles.append(part.register_forward_pre_hook(functools.partial(self._enter, index)))
+                self._handles.append(part.register_forward_hook(functools.partial(self._leave, index)))
+
+    def use_streams(self, streams: SegmentStreams) -> None:
+        """Draw from other streams from now on."""
+        self._streams = streams
+
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, segment: int, *_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+    def _enter(self, index: int, *_: Any) -> None:
+        micro_batch = self._before_trunk()
+        self._saved.pop(index, None)
+        if micro_batch is None or torch._C._current_graph_task_id() != -1:
             return
-        call = self._calls.get(segment, 0)
-        self._calls[segment] = call + 1
-        self._streams.enter(self._micro_batch, segment, call)
+        self._saved[index] = self._streams.position()
+        now = (self._streams.step_state, micro_batch)
+        last, call = self._calls.get(index, (None, 0))
+        call = call + 1 if last == now else 0
+        self._calls[index] = (now, call)
+        self._streams.enter(micro_batch, -1 - index, call)
+
+    def _leave(self, index: int, *_: Any) -> None:
+        if index in self._saved:
+            self._streams.go_to(self._saved.pop(index))
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether ``module`` holds a dropout, or code that is not torch's."""
+    children = list(module.modules())
+    foreign = any(not type(child).__module__.startswith("torch.nn.modules.") for child in children)
+    return foreign or any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)
 
 
 def state_digest() -> int:

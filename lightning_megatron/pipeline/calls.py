@@ -20,7 +20,7 @@ class LayerCall:
         self.cursor = cursor
         self.index = index
         self.module = module
-        self.sentinel = Sentinel(name)
+        self.sentinel = Sentinel(name, is_layer=True)
         self.forward = module.forward
         self._main = _first_parameter(self.forward)
 

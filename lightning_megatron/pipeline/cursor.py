@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.pipeline.standin import OutputShapes
-from lightning_megatron.rng import SegmentStreams
+from lightning_megatron.pipeline.provenance import Provenance
+from lightning_megatron.pipeline.standin import OutputShapes, become
+from lightning_megatron.rng import PartHooks, SegmentStreams
 
 if TYPE_CHECKING:
     from lightning_megatron.pipeline.calls import FirstCall, InnerCall, LayerCall, PartCall
@@ -78,20 +79,41 @@ class StageCursor:
         self._layers = layers
         self._trunk = trunk
         self._streams = streams
-        self._side_indices: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._watched: set[tuple[tuple[int, int], str]] = set()
+        self._watch: Provenance | None = None
         self.shapes = OutputShapes()
         self.stage_module: Any = None
         self.running = False
         self._next = 0
 
+    def isolate_parts(self, parts: list[nn.Module]) -> None:
+        """Let ``parts``, those outside the trunk, draw from streams of their own where they run before it."""
+        self._parts = PartHooks(parts, self._streams, self._before_trunk)
+
+    def _before_trunk(self) -> int | None:
+        return self.micro_batch if self.running and self._next == 0 else None
+
     def use_streams(self, streams: SegmentStreams) -> None:
         """Draw from other streams from now on: a later run's."""
         self._streams = streams
+        self._parts.use_streams(streams)
 
-    def begin(self, bounds: tuple[int, int], micro_batch: int, received: Boundary, training: bool) -> None:
-        """Prepare for one run of the layers ``bounds`` on ``received``."""
+    def begin(
+        self, bounds: tuple[int, int], micro_batch: int, received: Boundary, where: str, watch: Provenance | None = None
+    ) -> None:
+        """Prepare for one run of the layers ``bounds`` on ``received``.
+
+        Args:
+            bounds: first layer, and the one after the last.
+            micro_batch: its number in the step.
+            received: what the stage before sent.
+            where: name of the step.
+            watch: follows the step's values, in the first run of its kind.
+        """
         self.first, self.stop = bounds
-        self.training = training
+        self.where, self.training = where, where == "training_step"
+        self._watch = watch
         self.micro_batch = micro_batch
         self.received = received
         self.sent = Boundary()
@@ -106,6 +128,9 @@ class StageCursor:
         self.running = False
         self.received = self.sent = Boundary()
         self._aliases, self._made = {}, {}
+        if self._watch is not None:
+            self._watched.add(((self.first, self.stop), self.where))
+            self._watch = None
 
     def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
         """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
@@ -113,14 +138,33 @@ class StageCursor:
         self.micro_batch = run.micro_batch
         self.received = run.received
 
+    def has_watched(self, bounds: tuple[int, int], where: str) -> bool:
+        """Whether a run of this kind has been followed already."""
+        return (bounds, where) in self._watched
+
     @property
-    def discovered(self) -> bool:
-        """Whether the boundary at the end of the present run has been seen with gradients enabled."""
-        return self.stop >= self._layers or (self.stop, self.training) in self._side_indices
+    def sends(self) -> bool:
+        """Whether the present run ends by sending to another stage."""
+        return self.stop < self._layers
+
+    def check_output(self, output: Any, module: nn.Module) -> None:
+        """Complain about a step whose results are made of stand-ins."""
+        if self._watch is not None:
+            self._watch.refuse_away(output, f"what `{self.where}` returned")
+            self._watch.refuse_away_metrics(module)
+
+    def refuse_away(self, value: Any, what: str) -> None:
+        """Complain if ``value`` is made of stand-ins.
+
+        Raises:
+            RuntimeError: naming the part that it depends on.
+        """
+        if self._watch is not None:
+            self._watch.refuse_away(value, what)
 
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
-        if self._next < self.stop or self.stop < self._layers:
+        if self._next < self.stop or self.sends:
             called = f"called only {self._next} of the {self._layers}" if self._next else "did not call the"
             raise RuntimeError(
                 f"the step {called} layers of `{self._trunk}`; under a pipeline every layer must be called exactly "
@@ -132,6 +176,12 @@ class StageCursor:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
         if in_backward():
             return self._recompute(index, call, args, kwargs)
+        if self._watch is None:
+            return self._follow(index, call, args, kwargs)
+        with self._watch.paused():
+            return self._follow(index, call, args, kwargs)
+
+    def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index)
         self._next += 1
         if index < self.first:
@@ -140,7 +190,7 @@ class StageCursor:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
         self._enter_stream(1 + index)
-        output = call.forward(*args, **kwargs)
+        output = self._compute(call, args, kwargs)
         if type(output) is not Tensor or self._made:
             self._note_made(args, kwargs, output)
         if index == self._layers - 1:
@@ -153,26 +203,46 @@ class StageCursor:
 
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A further call inside a layer that is a container."""
-        return self._skip(index, call, args, kwargs) if index < self.first else call.forward(*args, **kwargs)
+        if self._watch is None:
+            return self._skip(index, call, args, kwargs) if index < self.first else call.forward(*args, **kwargs)
+        with self._watch.paused():
+            skips = index < self.first
+            return self._skip(index, call, args, kwargs) if skips else self._compute(call, args, kwargs)
+
+    def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._watch is None:
+            return call.forward(*args, **kwargs)
+        self._watch.refuse_away((args, kwargs), f"an argument of layer `{call.sentinel.name}`")
+        output = call.forward(*args, **kwargs)
+        self._watch.note_made(output)
+        return output
 
     def _skip(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of a layer before this stage's. The last one gives a tensor of its own, which will become the
         input.
         """
         reuse = 0 < index < self.first - 1
-        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+        return self._stand_in(call, args, kwargs, reuse)
+
+    def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:
+        if self._watch is None:
+            return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+        with self._watch.paused():
+            zeros = self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+        self._watch.note_away(zeros, call.sentinel.name)
+        return zeros
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
         if self.running and not in_backward() and (self.first == 0 or self._next > self.first):
             raise RuntimeError(self._misplaced(call.sentinel.name))
-        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=False)
+        return self._stand_in(call, args, kwargs)
 
     def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part that runs before the layers, on the stage that owns it."""
         if not self.running or self.first == 0 or in_backward():
             return call.forward(*args, **kwargs)
-        return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=False)
+        return self._stand_in(call, args, kwargs)
 
     def _misplaced(self, part: str) -> str:
         option = f'pipeline_placement={{"{part}": "all"}}'
@@ -228,21 +298,23 @@ class StageCursor:
         self._made |= {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
 
     def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
-        """Arguments besides the hidden state that layers have made: by their gradients, seen where gradients are on
-        and then remembered, or because they are what a layer gave.
+        """Arguments besides the hidden state that the next stage cannot compute: found by watching, then remembered.
+        What has a gradient always belongs to them, and so does what a layer gave.
         """
-        given = {index for index, leaf in enumerate(leaves) if id(leaf) in self._made or id(leaf) in self._aliases}
-        return tuple(sorted({*self._differentiable_side(leaves, main), *given} - set(main)))
-
-    def _differentiable_side(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
-        key = (self.stop, self.training)
+        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in main]
+        given = {i for i, leaf in tensors if id(leaf) in self._made or id(leaf) in self._aliases}
+        known = self._side_indices.get((self.stop, self.where), ())
+        if self._watch is not None:
+            self._refuse_stand_ins(leaves)
+            known = tuple(i for i, leaf in tensors if self._watch.travels(leaf) or id(leaf) in self._aliases)
         if torch.is_grad_enabled():
-            self._side_indices[key] = tuple(
-                index
-                for index, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and leaf.requires_grad and index not in main
-            )
-        return self._side_indices.get(key, ())
+            known = tuple(i for i, leaf in tensors if leaf.requires_grad or i in known)
+            self._side_indices[self.stop, self.where] = known
+        return tuple(i for i, _ in tensors if i in known or i in given)
+
+    def _refuse_stand_ins(self, leaves: list[Any]) -> None:
+        foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
+        self.refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
 
     def _original(self, tensor: Tensor) -> Tensor:
         alias = self._aliases.get(id(tensor))
@@ -254,24 +326,31 @@ class StageCursor:
         if self.first == 0 or (index > self.first and not self._aliases):
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
-        if index == self.first and alone and args and type(args[0]) is Tensor:
-            if _become(args[0], self.received.tensors[0], self.training):
+        if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
+            if become(args[0], self.received.tensors[0], self.training):
                 self.received.tensors[0] = args[0]
             return (self.received.tensors[0], *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if index == self.first:
-            main = call.main_leaves(args, kwargs)
-            for place, leaf in enumerate(self.received.leaves):
-                stand_in, tensor = leaves[leaf.index], self.received.tensors[place]
-                if leaf.index not in main:
-                    self._aliases[id(stand_in)] = (stand_in, tensor)
-                elif _become(stand_in, tensor, self.training):
-                    self.received.tensors[place] = tensor = stand_in
-                leaves[leaf.index] = tensor
+            self._insert_received(leaves)
         else:
             leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
         return new_args, new_kwargs
+
+    def _insert_received(self, leaves: list[Any]) -> None:
+        """Put what the stage before sent in the place of the stand-ins, which become it wherever they can."""
+        used: set[int] = set()
+        for place, leaf in enumerate(self.received.leaves):
+            stand_in, tensor = leaves[leaf.index], self.received.tensors[place]
+            if id(stand_in) not in used and become(stand_in, tensor, self.training):
+                self.received.tensors[place] = tensor = stand_in
+            elif id(stand_in) not in used:
+                self._aliases[id(stand_in)] = (stand_in, tensor)
+            used.add(id(stand_in))
+            leaves[leaf.index] = tensor
+            if self._watch is not None:
+                self._watch.note_made(tensor)
 
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index == self.first and self.first > 0:
@@ -284,28 +363,6 @@ class StageCursor:
 
     def _enter_stream(self, segment: int) -> None:
         self._streams.enter(self.micro_batch, segment)
-
-
-def _become(stand_in: Any, received: Tensor, training: bool) -> bool:
-    """Turn the very tensor that the user's code passed into the received one, so that other uses of it see it too.
-
-    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done; not inside
-    the user's own activation checkpointing, which has saved the tensor already.
-    """
-    if not isinstance(stand_in, Tensor) or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
-        return False
-    if not torch.is_grad_enabled():
-        if not training:
-            stand_in.copy_(received)
-        return not training
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return False
-    if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
-        return False
-    stand_in.detach_()
-    stand_in.data = received.detach()
-    stand_in.requires_grad_(received.requires_grad)
-    return True
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -47,6 +47,7 @@ class Step:
         schedule: lowered schedule.
         call: the user's step, taking a micro-batch and its number.
         micro_batches: the batch, cut; the same on every stage.
+        name: of the user's step, such as ``"training_step"``.
         loss_scales: factor of each micro-batch's loss in backward; ``None`` for evaluation.
         outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
     """
@@ -54,6 +55,7 @@ class Step:
     schedule: Schedule
     call: Callable[[Any, int], Any]
     micro_batches: Sequence[Any]
+    name: str
     loss_scales: Sequence[float] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -124,7 +126,7 @@ class PipelineExecutor:
 
     def _forget(self) -> None:
         """Let go of everything that belongs to one step."""
-        self._begin(Step(self._step.schedule, self._step.call, ()))
+        self._begin(Step(self._step.schedule, self._step.call, (), self._step.name))
 
     def _weight_gradients(self) -> WeightGradients:
         if self._weights is None:
@@ -169,7 +171,7 @@ class PipelineExecutor:
         step, place = self._step, slot.place
         received = self._inputs.pop(place, None) or Boundary()
         batch, training = step.micro_batches[slot.micro_batch], step.training
-        run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, training=training)
+        run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
         if slot.virtual == self._last:
             if training:
                 self.runs[place] = run
@@ -236,7 +238,7 @@ class PipelineExecutor:
         signature = self._signatures.get(slot.micro_batch)
         if signature is None:
             signature = self._signatures[slot.micro_batch] = shape_signature(self._step.micro_batches[slot.micro_batch])
-        return (virtual, self._step.training, signature)
+        return (virtual, self._step.name, signature)
 
     def _send_forward(self, slot: Slot) -> None:
         assert self._links is not None

@@ -19,11 +19,13 @@ import ast
 import enum
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_megatron.pipeline.flows import NOTHING, Flows, Parts, assigned_in, names_in
+from lightning_megatron.pipeline.resolver import Resolver
 from lightning_megatron.pipeline.trunk import Trunk
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -78,10 +80,11 @@ def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = S
     return uses
 
 
-class _Reader:
+class _Reader(Resolver):
     """Walks syntax trees in evaluation order, carrying the phase and the local aliases of modules."""
 
     def __init__(self, root: nn.Module, trunk: Trunk, uses: Uses) -> None:
+        super().__init__()
         self.uses = uses
         self.phase = Phase.BEFORE
         self.names = {id(child): name for name, child in root.named_modules()}
@@ -92,10 +95,11 @@ class _Reader:
         prefixes = [""] + [trunk.name[:i] for i, char in enumerate(trunk.name) if char == "."]
         self.ancestors = {id(root.get_submodule(prefix)) for prefix in prefixes}
         self.active: set[tuple[int, str]] = set()
-        self.scope: dict[str, Any] = {}
-        self.owner_class: type | None = None
+        self.flows = Flows()
+        self.loop_layers: set[str] = set()
+        self.loop_results: set[str] = set()
 
-    def read_method(self, owner: nn.Module, method: Callable[..., Any]) -> None:
+    def read_method(self, owner: nn.Module, method: Callable[..., Any], call: ast.Call | None = None) -> None:
         """Read ``method`` with ``self`` bound to ``owner``; silently skips code without source."""
         function = inspect.unwrap(method)
         key = (id(owner), getattr(function, "__qualname__", repr(function)))
@@ -112,9 +116,19 @@ class _Reader:
         self.scope = {definition.args.args[0].arg: owner}
         self.owner_class = _defining_class(type(owner), function)
         self.active.add(key)
-        self.visit_all(definition.body)
+        with self.flows.scope(self._argument_flows(definition, call)):
+            self.visit_all(definition.body)
         self.active.discard(key)
         self.scope, self.owner_class = outer_scope, outer_class
+
+    def _argument_flows(
+        self, definition: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call | None
+    ) -> dict[str, Parts]:
+        if call is None:
+            return {}
+        given: list[tuple[str, ast.expr]] = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+        given += [(parameter.arg, value) for parameter, value in zip(definition.args.args[1:], call.args, strict=False)]
+        return {name: NOTHING.union(*map(self.flows.of, names_in(value)), NOTHING) for name, value in given}
 
     def visit_all(self, nodes: list[Any]) -> None:
         for node in nodes:
@@ -132,8 +146,34 @@ class _Reader:
         if isinstance(value, nn.Module) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             self.scope[node.targets[0].id] = value
             return
-        self.visit(node.value)
-        self.visit_all(list(node.targets))
+        self._bind(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._bind([node.target], node.value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._bind([node.target], node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._bind([node.target], node.value, add=True)
+
+    def _bind(self, targets: Sequence[ast.expr], value: ast.expr, *, add: bool = False) -> None:
+        first = targets[0]
+        if isinstance(first, ast.Tuple) and isinstance(value, ast.Tuple) and len(first.elts) == len(value.elts):
+            for target, part in zip(first.elts, value.elts, strict=True):
+                self._bind([target], part)
+            return
+        before = self.phase
+        with self.flows.collecting() as found:
+            self.visit(value)
+        for target in targets:
+            self.flows.bind(target, found if self.phase is before else NOTHING, add=add)
+        self.visit_all(list(targets))
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if not all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
+            self.visit_all([node.left, *node.comparators])
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
@@ -144,24 +184,64 @@ class _Reader:
         self.phase = max(self.phase, after_body)
 
     def visit_For(self, node: ast.For) -> None:
-        self._visit_loop(node, [node.iter, *node.body])
+        self._visit_loop(node, [(node.target, node.iter)], node.body)
 
     def visit_While(self, node: ast.While) -> None:
-        self._visit_loop(node, [node.test, *node.body])
+        self._visit_loop(node, [], [node.test, *node.body])
 
     def visit_ListComp(self, node: ast.ListComp) -> None:
-        self._visit_loop(node, [*(generator.iter for generator in node.generators), node.elt])
+        bindings = [(generator.target, generator.iter) for generator in node.generators]
+        self._visit_loop(node, bindings, [node.elt, *(test for part in node.generators for test in part.ifs)])
 
-    visit_GeneratorExp = visit_ListComp
+    visit_GeneratorExp = visit_SetComp = visit_ListComp  # type: ignore[assignment]
 
-    def _visit_loop(self, node: Any, parts: list[ast.AST]) -> None:
-        runs_trunk = self.phase is not Phase.AFTER and any(self._mentions_trunk(part) for part in parts)
+    def _visit_loop(self, node: Any, bindings: list[tuple[ast.expr, ast.expr]], body: Sequence[ast.AST]) -> None:
+        sources = [source for _, source in bindings]
+        runs_trunk = self.phase is not Phase.AFTER and any(self._mentions_trunk(part) for part in (*sources, *body))
         if runs_trunk:
-            self.phase = Phase.DURING
-        self.visit_all(parts)
-        if runs_trunk:
-            self.phase = Phase.AFTER
+            names = {name for target, source in bindings for name in self._layer_names(target, source)}
+            runs_trunk = any(self._hands_on_layer(part, names) for part in body)
+        if not runs_trunk:
+            self.visit_all([*sources, *body])
+        else:
+            self._visit_trunk_loop([*sources, *body], names)
         self.visit_all(getattr(node, "orelse", []))
+
+    def _visit_trunk_loop(self, body: Sequence[ast.AST], layers: set[str]) -> None:
+        outer = self.loop_layers, self.loop_results
+        self.loop_layers, self.loop_results = layers, assigned_in(body)
+        self.phase = Phase.DURING
+        self.visit_all(list(body))
+        self.phase = Phase.AFTER
+        self.flows.forget(self.loop_results)
+        self.loop_layers, self.loop_results = outer
+
+    def _layer_names(self, target: ast.expr, source: ast.expr) -> set[str]:
+        """Loop variables that hold layers in ``for target in source``."""
+        if not self._mentions_trunk(source):
+            return set()
+        call = source if isinstance(source, ast.Call) else None
+        name = getattr(call.func, "id", getattr(call.func, "attr", "")) if call is not None else ""
+        if isinstance(target, ast.Tuple) and call is not None:
+            if name in ("enumerate", "items") and len(target.elts) == 2:
+                return names_in(target.elts[1])
+            if name == "zip" and len(target.elts) == len(call.args):
+                pairs = zip(target.elts, call.args, strict=True)
+                return {found for part, argument in pairs for found in self._layer_names(part, argument)}
+        return names_in(target)
+
+    def _hands_on_layer(self, node: ast.AST, names: set[str]) -> bool:
+        """Whether ``node`` calls a layer or passes it on; ``layer.init_state(...)`` alone does not run it."""
+        if self._is_layer(node, names):
+            return True
+        if isinstance(node, ast.Attribute) and self._is_layer(node.value, names):
+            return node.attr in ("forward", "__call__", "values", "items", "modules", "children")
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":
+            return False
+        return any(self._hands_on_layer(child, names) for child in ast.iter_child_nodes(node))
+
+    def _is_layer(self, node: ast.AST, names: set[str]) -> bool:
+        return (isinstance(node, ast.Name) and node.id in names) or self.resolve(node) is self.container
 
     def _mentions_trunk(self, node: ast.AST) -> bool:
         return any(
@@ -183,40 +263,48 @@ class _Reader:
 
     def visit_Call(self, node: ast.Call) -> None:
         target = self.resolve(node.func)
-        self.visit_all([*node.args, *(keyword.value for keyword in node.keywords)])
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if self.phase is Phase.DURING and any(
+            self._hands_on_layer(p, self.loop_layers) for p in [node.func, *arguments]
+        ):
+            # What layers are given travels with the hidden state.
+            arguments = [part for part in arguments if not _is_variable(part)]
+        if getattr(node.func, "id", "") != "len":
+            self.visit_all(arguments)
         if isinstance(target, nn.Module):
-            self._call_module(target)
+            self._call_module(target, node)
         elif inspect.ismethod(target) and isinstance(target.__self__, nn.Module):
-            self._call_method(target)
+            self._call_method(target, node)
         else:
             self.visit(node.func)
             if not self._is_inert(node) and self._passes_trunk(node):
                 self.phase = Phase.AFTER
 
-    def _call_module(self, module: nn.Module) -> None:
+    def _call_module(self, module: nn.Module, call: ast.Call) -> None:
         if module is self.container:
             self.phase = Phase.AFTER
         elif id(module) in self.layers:
             self.phase = Phase.AFTER if module is self.last_layer else Phase.DURING
         elif id(module) in self.ancestors:
-            self.read_method(module, type(module).forward)
+            self.read_method(module, type(module).forward, call)
         else:
             self._use(module)
 
-    def _call_method(self, method: Any) -> None:
+    def _call_method(self, method: Any, call: ast.Call) -> None:
         owner = method.__self__
         if method.__name__ in ("forward", "__call__"):
-            self._call_module_forward(owner, method)
+            self._call_module_forward(owner, method, call)
         elif id(owner) in self.ancestors:
-            self.read_method(owner, method.__func__)
+            self.read_method(owner, method.__func__, call)
         else:
             self._use(owner)
 
-    def _call_module_forward(self, owner: nn.Module, method: Any) -> None:
+    def _call_module_forward(self, owner: nn.Module, method: Any, call: ast.Call) -> None:
         if id(owner) in self.ancestors:
-            self.read_method(owner, method.__func__ if method.__name__ == "forward" else type(owner).forward)
+            forward = method.__func__ if method.__name__ == "forward" else type(owner).forward
+            self.read_method(owner, forward, call)
         else:
-            self._call_module(owner)
+            self._call_module(owner, call)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if node.attr in _INERT_ATTRIBUTES:
@@ -244,6 +332,9 @@ class _Reader:
         self.visit(node.slice)
 
     def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            return
+        self._use_variable(node.id)
         value = self.scope.get(node.id)
         if (
             isinstance(value, nn.Module)
@@ -252,8 +343,18 @@ class _Reader:
         ):
             self._use_anywhere(value)
 
+    def _use_variable(self, variable: str) -> None:
+        """A variable's value is needed: so are the parts that made it, wherever the layers have not taken it along."""
+        parts = self.flows.of(variable)
+        self.flows.touch(parts)
+        if self.phase is Phase.AFTER or (self.phase is Phase.DURING and variable not in self.loop_results):
+            for part in parts:
+                self.uses[part].add(self.phase)
+
     def _use(self, target: Any) -> None:
         name = self.names.get(id(target))
+        if name and self.phase is Phase.BEFORE:
+            self.flows.touch([name])
         if name:
             self.uses.setdefault(name, set()).add(self.phase)
 
@@ -274,51 +375,12 @@ class _Reader:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         return any(self.resolve(argument) is self.container for argument in arguments)
 
-    def resolve(self, node: ast.AST) -> Any:
-        """The module, parameter or bound method that an expression names, or ``None``."""
-        if isinstance(node, ast.Name):
-            return self.scope.get(node.id)
-        if isinstance(node, ast.Attribute):
-            return self._resolve_attribute(node)
-        if isinstance(node, ast.Subscript):
-            return self._resolve_subscript(node)
-        return None
 
-    def _resolve_attribute(self, node: ast.Attribute) -> Any:
-        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super" and self.owner_class:
-            owner = next((value for value in self.scope.values() if isinstance(value, self.owner_class)), None)
-            return getattr(super(self.owner_class, owner), node.attr, None) if owner is not None else None
-        base = self.resolve(node.value)
-        if not isinstance(base, nn.Module):
-            return None
-        for table in (base._modules, base._parameters):
-            if node.attr in table:
-                return table[node.attr]
-        descriptor = inspect.getattr_static(type(base), node.attr, None)
-        if isinstance(descriptor, property):
-            return _read_property(base, node.attr)
-        return getattr(base, node.attr, None) if callable(descriptor) else base.__dict__.get(node.attr)
-
-    def _resolve_subscript(self, node: ast.Subscript) -> Any:
-        base = self.resolve(node.value)
-        if not isinstance(base, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            return None
-        if isinstance(node.slice, ast.Constant):
-            children: Any = base
-            try:
-                return children[node.slice.value]
-            except (KeyError, IndexError, TypeError):
-                return base
-        return base
-
-
-def _read_property(module: nn.Module, name: str) -> Any:
-    """Value of a property if it is a module (``self.base_model``); properties may fail outside a run."""
-    try:
-        value = getattr(module, name)
-    except Exception:
-        return None
-    return value if isinstance(value, nn.Module) else None
+def _is_variable(node: ast.expr) -> bool:
+    """Whether an argument is a variable, or an entry of one: ``mask``, ``masks[kind]``, ``*extra``."""
+    while isinstance(node, (ast.Subscript, ast.Starred)):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def _defining_class(owner: type, function: Any) -> type | None:

@@ -38,6 +38,8 @@ class Partition:
         holders: parameter name -> stages that hold it; every alias of a tied parameter has the same entry.
         before: units that run before the layers and at no other time.
         after: units that run after the layers and at no other time.
+        early_buffers: buffers that every stage has, of modules that run before the layers and at no other time.
+        late_buffers: the other buffers that every stage has.
     """
 
     trunk: Trunk
@@ -47,11 +49,18 @@ class Partition:
     holders: Mapping[str, frozenset[int]] = field(repr=False)
     before: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
+    early_buffers: tuple[str, ...] = ()
+    late_buffers: tuple[str, ...] = ()
 
     def layers_of(self, stage: int) -> frozenset[int]:
         """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
         owned = [range(*bounds) for bounds, owner in zip(self.bounds, self.owners, strict=True) if owner == stage]
         return frozenset(index for indices in owned for index in indices)
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether the part that parameter ``name`` belongs to is computed on every stage."""
+        stages = frozenset(self.owners)
+        return any(held == stages and _covers(unit, name) for unit, held in self.units.items())
 
     def shared_stage_sets(self) -> list[tuple[int, ...]]:
         """Sets of stages that hold a parameter together, each once, sorted."""
@@ -89,7 +98,22 @@ def make_partition(
     bounds = tuple(itertools.pairwise(starts))
     holders = _holders(module, trunk, bounds, owners, units)
     before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
-    return Partition(trunk, bounds, owners, units, holders, before, after)
+    early, late = _shared_buffers(module, trunk, uses, units)
+    return Partition(trunk, bounds, owners, units, holders, before, after, early, late)
+
+
+def _shared_buffers(
+    module: nn.Module, trunk: Trunk, uses: Uses, units: Mapping[str, frozenset[int]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Buffers outside the layers and outside the units, by when they are used: before the layers only, or else."""
+    early: list[str] = []
+    late: list[str] = []
+    for name, _ in module.named_buffers():
+        if any(name.startswith(f"{part}.") for part in (*trunk.layer_names, *units)):
+            continue
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        (early if phases == {Phase.BEFORE} else late).append(name)
+    return tuple(early), tuple(late)
 
 
 def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
@@ -101,6 +125,12 @@ def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
     names: list[str] = []
     _collect_units(module, "", trunk, names)
     return names
+
+
+def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
+    """The submodules among :func:`unit_names`."""
+    found = [_lookup(module, name) for name in unit_names(module, trunk)]
+    return [part for part in found if isinstance(part, nn.Module)]
 
 
 def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str]) -> None:

@@ -5,7 +5,8 @@ Owned layers are wrapped so that the cursor sees their calls; everything that ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from lightning_megatron.pipeline.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.cursor import Boundary, StageCursor, StageDone, StageRun
 from lightning_megatron.pipeline.micro_batches import map_tensors
-from lightning_megatron.pipeline.partition import Partition
-from lightning_megatron.pipeline.standin import HollowModule, Sentinel, hide_parameter, meta_like
+from lightning_megatron.pipeline.partition import Partition, parts_outside
+from lightning_megatron.pipeline.provenance import Provenance
+from lightning_megatron.pipeline.standin import Hidden, HollowModule, Sentinel, hide_parameter, meta_like
 from lightning_megatron.rng import SegmentStreams
 
 
@@ -40,10 +42,13 @@ class StageModule:
         trunk = partition.trunk
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams)
         self.cursor.stage_module = self
-        self.hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._wrap_layers(self._kept_parameters())
-        self._hollow_units(self._kept_parameters())
+        self.hidden: list[Hidden] = []
+        self._emptied: list[tuple[nn.Module, str, str]] = []  # module, attribute, part
+        shared = self._kept_modules()
+        self._wrap_layers(self._kept_parameters(), shared)
+        self._hollow_units(self._kept_parameters(), shared)
         self._skip_repeated_units()
+        self.cursor.isolate_parts(parts_outside(module, trunk))
         self._guard_parameters()
 
     def _guard_parameters(self) -> None:
@@ -63,7 +68,14 @@ class StageModule:
         named = self.module.named_parameters(remove_duplicate=False)
         return frozenset(id(p) for name, p in named if self.stage in holders[name] and len(holders[name]) > 1)
 
-    def _wrap_layers(self, kept: frozenset[int]) -> None:
+    def _kept_modules(self) -> frozenset[int]:
+        """Modules that are reached without passing through a part of another stage."""
+        layers, owned = self.partition.trunk.layer_names, self.partition.layers_of(self.stage)
+        elsewhere = {name for index, name in enumerate(layers) if index not in owned}
+        elsewhere |= {name for name, stages in self.partition.units.items() if self.stage not in stages}
+        return frozenset(id(child) for child in _reached(self.module, "", elsewhere))
+
+    def _wrap_layers(self, kept: frozenset[int], shared: frozenset[int]) -> None:
         owned = self.partition.layers_of(self.stage)
         for index, name in enumerate(self.partition.trunk.layer_names):
             layer = self.module.get_submodule(name)
@@ -71,9 +83,9 @@ class StageModule:
                 call = (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called)
                 called.forward = call  # type: ignore[method-assign, assignment]
             if index not in owned:
-                self.hidden += HollowModule(layer, name, self._device, kept).hidden
+                self._note_hollow(HollowModule(layer, name, self._device, kept, shared))
 
-    def _hollow_units(self, kept: frozenset[int]) -> None:
+    def _hollow_units(self, kept: frozenset[int], shared: frozenset[int]) -> None:
         for name, stages in self.partition.units.items():
             if self.stage in stages:
                 continue
@@ -83,9 +95,9 @@ class StageModule:
                 self._hide_direct(parent, leaf, name, kept)
                 continue
             unit = parent.get_submodule(leaf)
-            hollow = HollowModule(unit, name, self._device, kept)
+            hollow = HollowModule(unit, name, self._device, kept, shared)
             unit.forward = PartCall(self.cursor, unit, hollow.sentinel)  # type: ignore[method-assign, assignment]
-            self.hidden += hollow.hidden
+            self._note_hollow(hollow)
 
     def _skip_repeated_units(self) -> None:
         """With several virtual stages here, what runs before the layers runs in the first of them only."""
@@ -105,6 +117,18 @@ class StageModule:
             return
         hide_parameter(parent, leaf, Sentinel(name), self._device)
         self.hidden.append((parent, leaf, meta_like(parameter)))
+        self._emptied.append((parent, leaf, name))
+
+    def _note_hollow(self, hollow: HollowModule) -> None:
+        self.hidden += hollow.hidden
+        self._emptied += [(module, name, hollow.sentinel.name) for module, name, _ in hollow.hidden]
+
+    def _new_watch(self) -> Provenance:
+        """Something that follows the values of one run."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        made = frozenset(id(parameter) for name, parameter in named if not self.partition.is_everywhere(name))
+        away = {id(module.__dict__[name]): part for module, name, part in self._emptied}
+        return Provenance(made, away, frozenset(self.partition.trunk.layer_names))
 
     def run(
         self,
@@ -113,8 +137,7 @@ class StageModule:
         step: Callable[[Any, int], Any],
         batch: Any,
         received: Boundary,
-        *,
-        training: bool,
+        where: str,
     ) -> StageRun:
         """Run the user's step on one micro-batch.
 
@@ -124,21 +147,39 @@ class StageModule:
             step: the user's step, taking the micro-batch and its number.
             batch: the micro-batch.
             received: what the previous virtual stage sent; empty on the first.
-            training: whether a backward follows.
+            where: name of the step; a backward follows ``"training_step"``.
         """
         bounds = self.partition.bounds[virtual_stage]
-        self.cursor.begin(bounds, micro_batch, received, training)
+        watch = None if self.cursor.has_watched(bounds, where) else self._new_watch()
+        self.cursor.begin(bounds, micro_batch, received, where, watch)
         try:
-            if not training and not self.cursor.discovered:
-                return self._discover(micro_batch, step, batch, received)
-            return self._finish(micro_batch, step(batch, micro_batch), received)
+            with watch or nullcontext(), self._keeping_early_buffers(virtual_stage):
+                if watch is not None and self.cursor.sends and not self.cursor.training:
+                    return self._discover(micro_batch, step, batch, received)
+                return self._finish(micro_batch, step(batch, micro_batch), received)
         except StageDone:
             return StageRun(micro_batch, received, self.cursor.sent)
         finally:
             self.cursor.end()
 
+    @contextmanager
+    def _keeping_early_buffers(self, virtual_stage: int) -> Iterator[None]:
+        """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
+        partition = self.partition
+        again = virtual_stage > 0 and partition.owners[0] == self.stage
+        buffers = [(name, self.module.get_buffer(name)) for name in (partition.early_buffers if again else ())]
+        kept = [(name, buffer, buffer.clone()) for name, buffer in buffers]
+        try:
+            yield
+        finally:
+            for name, buffer, value in kept:
+                owner, _, leaf = name.rpartition(".")
+                with torch.no_grad():
+                    self.module.get_submodule(owner)._buffers[leaf] = buffer.copy_(value)
+
     def _finish(self, micro_batch: int, output: Any, received: Boundary) -> StageRun:
         self.cursor.check_finished()
+        self.cursor.check_output(output, self.module)
         return StageRun(micro_batch, received, Boundary(), output)
 
     def _discover(self, micro_batch: int, step: Callable[[Any, int], Any], batch: Any, received: Boundary) -> StageRun:
@@ -162,6 +203,14 @@ class StageModule:
     def counted_here(self, name: str) -> bool:
         """Whether this rank, among all stages that hold parameter ``name``, is the one that counts it in a norm."""
         return min(self.partition.holders[name]) == self.stage
+
+
+def _reached(module: nn.Module, name: str, elsewhere: set[str]) -> Iterator[nn.Module]:
+    if name in elsewhere:
+        return
+    yield module
+    for key, child in module.named_children():
+        yield from _reached(child, f"{name}.{key}" if name else key, elsewhere)
 
 
 def _called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

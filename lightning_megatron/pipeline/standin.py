@@ -10,7 +10,6 @@ depended on numbers another stage should have computed, and raises an error inst
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,17 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.pipeline.abstract import TensorShape, abstract_run
 from lightning_megatron.pipeline.micro_batches import signature
+from lightning_megatron.pipeline.provenance import remedy
+
+Hidden = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter or buffer of it that is elsewhere, and a tensor like that on the meta device."""
 
 
 class Sentinel:
     """Source of the zeros of one hollow part."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_layer: bool = False) -> None:
         self.name = name
+        self._is_layer = is_layer
         self._sources: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,9 +50,7 @@ class Sentinel:
     def _refuse(self, grad: Tensor) -> None:
         raise RuntimeError(
             f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
-            "input of the layers, but also where this stage computes. Keep it on every stage with "
-            f'`MegatronStrategy(pipeline_placement={{"{self.name}": "all"}})` (its gradients are summed), or use '
-            "`pipeline_parallel_size=1`."
+            f"input of the layers, but also where this stage computes. {remedy(self.name, self._is_layer)}"
         )
 
 
@@ -60,16 +62,25 @@ class HollowModule:
         name: its dotted name.
         device: where its zeros live.
         keep: ids of parameters that this stage holds under another name (tied), which keep their entry.
+        shared: ids of modules inside that parts of this stage use too, such as one rotary table for all layers.
     """
 
-    def __init__(self, module: nn.Module, name: str, device: torch.device, keep: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        device: torch.device,
+        keep: frozenset[int] = frozenset(),
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
         self.module = module
         self._device = device
         self.sentinel = Sentinel(name)
-        self.hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.hidden: list[Hidden] = []
         for child in module.modules():
-            self._hide_parameters(child, keep)
-            self._hide_buffers(child)
+            if id(child) not in shared:
+                self._hide_parameters(child, keep)
+                self._hide_buffers(child)
         original: Any = type(module)
         module.__class__ = _hollow_class(original)
 
@@ -86,7 +97,7 @@ class HollowModule:
                 del module._buffers[name]
                 empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
                 module.__dict__[name] = empty
-                module._non_persistent_buffers_set.discard(name)
+                self.hidden.append((module, name, torch.empty_like(buffer, device="meta")))
 
 
 class _Elsewhere:
@@ -122,18 +133,45 @@ def meta_like(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextmanager
-def whole_view(hidden: list[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
-    """Show hidden parameters again, on the meta device, so that code which only counts or names them sees them all."""
-    shown = []
-    for module, name, parameter in hidden:
-        shown.append((module, name, module.__dict__.pop(name)))
-        module._parameters[name] = parameter
+def whole_view(hidden: list[Hidden]) -> Iterator[None]:
+    """Show hidden parameters and buffers again, on the meta device, so that code which only counts or names them sees
+    them all.
+    """
+    shown: list[tuple[nn.Module, str, Tensor, dict[str, Any]]] = []
+    for module, name, tensor in hidden:
+        table: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+        shown.append((module, name, module.__dict__.pop(name), table))
+        table[name] = tensor
     try:
         yield
     finally:
-        for module, name, zeros in shown:
-            del module._parameters[name]
+        for module, name, zeros, table in shown:
+            del table[name]
             module.__dict__[name] = zeros
+
+
+def become(stand_in: Any, received: Tensor, training: bool) -> bool:
+    """Turn the very tensor that the user's code passed into the received one, so that other uses of it see it too.
+
+    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done; not inside
+    the user's own activation checkpointing, which has saved the tensor already.
+    """
+    if type(stand_in) is not Tensor or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
+        return False
+    if not torch.is_grad_enabled():
+        if 0 in stand_in.stride():
+            return False
+        if not training:
+            stand_in.copy_(received)
+        return not training
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
+        return False
+    stand_in.detach_()
+    stand_in.data = received.detach()
+    stand_in.requires_grad_(received.requires_grad)
+    return True
 
 
 class OutputShapes:
@@ -181,7 +219,7 @@ class OutputShapes:
                 return self._plain[plain]  # type: ignore[no-any-return]
         key = (self._look_of(module), module.training, signature(args), signature(kwargs))
         if key not in self._known:
-            self._known[key] = _abstract_run(forward, args, kwargs)
+            self._known[key] = abstract_run(module, forward, args, kwargs)
         if plain is not None:
             self._plain[plain] = self._known[key]
         return self._known[key]  # type: ignore[no-any-return]
@@ -193,38 +231,9 @@ def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
-class _TensorShape:
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-
-
 def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
-    if not isinstance(leaf, _TensorShape):
+    if not isinstance(leaf, TensorShape):
         return leaf
     if first is not None and first.shape == leaf.shape and first.dtype == leaf.dtype:
         return first
     return sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone()
-
-
-def _abstract_run(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            convert = lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else _private(leaf)  # noqa: E731
-            fake_args, fake_kwargs = pytree.tree_map(convert, (args, kwargs))
-            output = forward(*fake_args, **fake_kwargs)
-    except Exception:
-        # Shapes that depend on data cannot be had abstractly: run once on zeros instead.
-        with torch.no_grad(), torch.random.fork_rng(enabled=True):
-            output = forward(*args, **kwargs)
-    if isinstance(output, Tensor):
-        return [_TensorShape(output)], None
-    leaves, spec = pytree.tree_flatten(output)
-    return [_TensorShape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-
-
-def _private(leaf: Any) -> Any:
-    """A copy, so that an abstract run cannot leave fake tensors in a shared object such as a key-value cache."""
-    try:
-        return copy.deepcopy(leaf)
-    except Exception:
-        return leaf

@@ -127,7 +127,7 @@ def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
     """Tensors that arrive at the first layer of a virtual stage."""
     step, stage = executor._step, executor._stage
     first = stage.partition.bounds[slot.virtual][0]
-    stage.cursor.begin((first, first), slot.micro_batch, Boundary(), step.training)
+    stage.cursor.begin((first, first), slot.micro_batch, Boundary(), step.name)
     try:
         step.call(step.micro_batches[slot.micro_batch], slot.micro_batch)
     except StageDone:

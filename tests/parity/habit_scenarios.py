@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.data import BATCH, TRAIN, Items
 from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.registry import build
 from tests.parity.zoo.tasks import TokenTask
 from tests.parity.zoo.whole import FlatModule
@@ -219,3 +221,61 @@ def another_layout(info: RankInfo, layout: Layout | None, arguments: Mapping[str
     module = FlatModule()
     _fit(info, layout, {**arguments, "tensor_parallel_size": 2}, module, max_epochs=1)
     return _fit(info, (1, 2), arguments, module, max_epochs=1)
+
+
+class RunningMean(torch.nn.Module):
+    """Subtracts a mean that it follows while training; no parameters."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x - self.mean
+
+
+class Averaging(Walker):
+    """Running means before the layers, inside them and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = RunningMean(), RunningMean()
+        for block in self.blocks:
+            block.ln_1 = torch.nn.Sequential(block.ln_1, RunningMean())  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.late(self.walk(self.early(self.embed(tokens)))))
+
+
+class Counting(TokenTask):
+    """Fills a buffer of its own after the layers."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(Averaging())
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen += len(batch[0])
+        return loss
+
+
+def buffers_filled(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """What the buffers hold after two epochs, on every rank that has them, and what a checkpoint of them restores."""
+    torch.manual_seed(3)
+    module = Counting()
+    trainer = trainer_for(info, layout, arguments, max_epochs=2)
+    trainer.fit(module)
+    kept = {name: buffer for name, buffer in module.named_buffers() if "blocks" not in name}
+    path = Path(info.directory) / "means.ckpt"
+    trainer.save_checkpoint(path)
+    torch.manual_seed(3)
+    again = trainer_for(info, layout, arguments, max_epochs=4)
+    again.fit(fresh := Counting(), ckpt_path=path)
+    return [kept, int(fresh.seen), _numbers(trainer), _numbers(again)]

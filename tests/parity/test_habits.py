@@ -9,6 +9,7 @@ import pytest
 from tests.harness import run_trainers
 from tests.parity import habit_scenarios as habits
 from tests.parity.scenario import compare_scenario, differences, one_process
+from tests.parity.zoo.data import BATCH
 
 SAME = [
     habits.shuffled,
@@ -71,3 +72,9 @@ def test_a_module_goes_from_one_trainer_to_the_next(layout: Any, tensor: int) ->
 def test_a_part_of_a_module_is_not_taken_for_a_whole_one() -> None:
     for outcome in run_trainers(habits.another_layout, (1, 1), {}, devices=2, check=False, grace=20.0):
         assert "`tensor_parallel_size=2` by an earlier run" in f"{outcome.error}{outcome.output}", outcome
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_buffers_that_a_step_fills_are_those_of_one_process_on_every_rank(stages: int) -> None:
+    # In one micro-batch, since a mean over a batch is not one over its parts.
+    compare_scenario(habits.buffers_filled, (stages, 1), micro_batch_size=BATCH)

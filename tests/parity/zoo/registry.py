@@ -9,7 +9,18 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.parity.zoo import foreign, hazards, huggingface, huggingface_more, language, loops, tasks, vision, whole
+from tests.parity.zoo import (
+    foreign,
+    hazards,
+    huggingface,
+    huggingface_more,
+    language,
+    loops,
+    strangers,
+    tasks,
+    vision,
+    whole,
+)
 
 STRICT = 1e-9
 # A Hugging Face model that is given labels= computes its loss in float32: one unit in the last place is 2e-7 here,
@@ -74,6 +85,12 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "dict_state": partial(_task, tasks.TokenTask, foreign.DictState),
     "embedding_twice": partial(_task, tasks.TokenTask, foreign.EmbeddingTwice),
     "stages": partial(_task, tasks.ImageTask, foreign.Stages),
+    "shared_table": partial(_task, tasks.TokenTask, strangers.SharedTable),
+    "asked_first": partial(_task, tasks.TokenTask, strangers.AskedFirst),
+    "conditioned": partial(_task, tasks.TokenTask, strangers.Conditioned),
+    "embedding_skip": partial(_task, tasks.TokenTask, strangers.EmbeddingSkip),
+    "embedding_mask": partial(_task, tasks.TokenTask, strangers.EmbeddingMask),
+    "distilled": partial(_task, tasks.TokenTask, strangers.Distilled),
     "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),
     "checkpointed": partial(_task, tasks.TokenTask, language.Checkpointed),
     "two_heads": partial(_task, tasks.NestedTask, language.TwoHeads),

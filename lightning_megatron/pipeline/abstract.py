@@ -1,0 +1,140 @@
+"""Learning the shapes of what a forward returns without computing it, and without leaving a trace.
+
+The forward of a part that lives on another stage is run on fake tensors. User code remembers things: a rotary table
+computed at the first call, a mask in a ``functools.lru_cache``. A fake tensor that stayed behind there would spoil the
+parts that do compute, so whatever the run left on the modules or in a cache is taken back.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+log = logging.getLogger(__name__)
+
+
+class TensorShape:
+    """What is known of a tensor without its numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+
+def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """Leaves and pytree spec of ``forward(*args, **kwargs)``, each tensor a :class:`TensorShape`.
+
+    Args:
+        module: what ``forward`` belongs to; left as it was.
+        forward: its own forward.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        ``(leaves, spec)``; ``spec`` is ``None`` where a single tensor is returned.
+    """
+    mode = _WatchedMode(allow_non_fake_inputs=True)
+    try:
+        with _unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
+            return _describe(forward(*_as_fake(mode, args), **_as_fake(mode, kwargs)))
+    except Exception:
+        log.debug("the shapes of %s depend on data: run once on zeros", type(module).__name__, exc_info=True)
+    finally:
+        _forget_fakes(mode)
+    with _unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
+        return _describe(forward(*args, **kwargs))
+
+
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` is a fake tensor, which no step of ours should ever see."""
+    return isinstance(value, FakeTensor)
+
+
+class _WatchedMode(FakeTensorMode):
+    """Knows which of the fake tensors that it made are still alive."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._made: list[weakref.ref[FakeTensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made += [weakref.ref(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, FakeTensor)]
+        return output
+
+    def alive(self) -> list[FakeTensor]:
+        """Fake tensors that somebody keeps."""
+        return [tensor for reference in self._made if (tensor := reference()) is not None]
+
+
+def _describe(output: Any) -> tuple[list[Any], Any]:
+    if isinstance(output, Tensor):
+        return [TensorShape(output)], None
+    leaves, spec = pytree.tree_flatten(output)
+    return [TensorShape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else _private(leaf), value)
+
+
+def _private(leaf: Any) -> Any:
+    """A copy, so that an abstract run cannot leave fake tensors in a shared object such as a key-value cache."""
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Put back the attributes of ``module`` and of all that is in it, and what their plain containers hold."""
+    before = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
+    containers = [value for _, attributes in before for value in attributes.values() if type(value) in _CONTAINERS]
+    contents = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            attributes.clear()
+            attributes.update(values)
+        for container, values in contents:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(values)
+
+
+_CONTAINERS = (dict, list, set)
+_NESTS = (dict, list, tuple)
+
+
+def _forget_fakes(mode: _WatchedMode) -> None:
+    """Remove fake tensors from caches outside of modules: ``functools`` caches and plain dictionaries."""
+    if not mode.alive():
+        return
+    gc.collect()
+    fakes = mode.alive()
+    if not fakes:
+        return
+    for holder in gc.get_referrers(*fakes):
+        if type(holder) is dict:
+            for key in [key for key, value in holder.items() if is_fake(value)]:
+                del holder[key]
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper and _keeps_fakes(cache):
+            cache.cache_clear()
+
+
+def _keeps_fakes(cache: Any) -> bool:
+    held = gc.get_referents(cache)  # the results themselves, or a table of them
+    return any(is_fake(leaf) for leaf in pytree.tree_leaves([h for h in held if is_fake(h) or type(h) in _NESTS]))

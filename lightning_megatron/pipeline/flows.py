@@ -1,0 +1,73 @@
+"""Which parts' outputs the local variables hold, while code is being read.
+
+``h = self.embed(x)`` before the layers and ``self.head(y + h)`` after them means that the embedding's output is needed
+on the last stage as well as on the first. Variables are followed by name, from assignment to use, through the methods
+that the step calls.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+Parts = frozenset[str]
+NOTHING: Parts = frozenset()
+
+
+class Flows:
+    """Local variable -> parts whose outputs went into it, for the method being read."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Parts] = {}
+        self._collected: list[set[str]] = []
+
+    @contextmanager
+    def scope(self, arguments: dict[str, Parts]) -> Iterator[None]:
+        """Read a method of its own, whose arguments hold what ``arguments`` says."""
+        outer, self._values = self._values, dict(arguments)
+        try:
+            yield
+        finally:
+            self._values = outer
+
+    @contextmanager
+    def collecting(self) -> Iterator[set[str]]:
+        """Collect the parts that an expression touches."""
+        found: set[str] = set()
+        self._collected.append(found)
+        try:
+            yield found
+        finally:
+            self._collected.pop()
+            self.touch(found)
+
+    def touch(self, parts: Iterable[str]) -> None:
+        """Note that the present expression uses ``parts``."""
+        if self._collected:
+            self._collected[-1].update(parts)
+
+    def of(self, name: str) -> Parts:
+        """What went into variable ``name``."""
+        return self._values.get(name, NOTHING)
+
+    def bind(self, target: ast.AST, parts: Iterable[str], *, add: bool = False) -> None:
+        """Assign to the variables in ``target``; with ``add``, they keep what they hold besides."""
+        for name in names_in(target):
+            self._values[name] = frozenset(parts) | (self.of(name) if add else NOTHING)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Say that variables hold what layers made."""
+        for name in names:
+            self._values.pop(name, None)
+
+
+def names_in(target: ast.AST) -> set[str]:
+    """Names of the variables in an expression or an assignment's target."""
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def assigned_in(body: Iterable[ast.AST]) -> set[str]:
+    """Names of the variables that statements assign to."""
+    nodes = [node for part in body for node in ast.walk(part)]
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

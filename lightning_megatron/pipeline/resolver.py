@@ -1,0 +1,68 @@
+"""What an expression in the user's code names: a submodule, a parameter, or a method of a module."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+class Resolver:
+    """Looks expressions up in a module tree.
+
+    Attributes:
+        scope: local name -> module, in the method being read.
+        owner_class: class that defines the method being read.
+    """
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {}
+        self.owner_class: type | None = None
+
+    def resolve(self, node: ast.AST) -> Any:
+        """The module, parameter or bound method that an expression names, or ``None``."""
+        if isinstance(node, ast.Name):
+            return self.scope.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return self._resolve_attribute(node)
+        if isinstance(node, ast.Subscript):
+            return self._resolve_subscript(node)
+        return None
+
+    def _resolve_attribute(self, node: ast.Attribute) -> Any:
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super" and self.owner_class:
+            owner = next((value for value in self.scope.values() if isinstance(value, self.owner_class)), None)
+            return getattr(super(self.owner_class, owner), node.attr, None) if owner is not None else None
+        base = self.resolve(node.value)
+        if not isinstance(base, nn.Module):
+            return None
+        for table in (base._modules, base._parameters):
+            if node.attr in table:
+                return table[node.attr]
+        descriptor = inspect.getattr_static(type(base), node.attr, None)
+        if isinstance(descriptor, property):
+            return _read_property(base, node.attr)
+        return getattr(base, node.attr, None) if callable(descriptor) else base.__dict__.get(node.attr)
+
+    def _resolve_subscript(self, node: ast.Subscript) -> Any:
+        base = self.resolve(node.value)
+        if not isinstance(base, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            return None
+        if isinstance(node.slice, ast.Constant):
+            children: Any = base
+            try:
+                return children[node.slice.value]
+            except (KeyError, IndexError, TypeError):
+                return base
+        return base
+
+
+def _read_property(module: nn.Module, name: str) -> Any:
+    """Value of a property if it is a module (``self.base_model``); properties may fail outside a run."""
+    try:
+        value = getattr(module, name)
+    except Exception:
+        return None
+    return value if isinstance(value, nn.Module) else None

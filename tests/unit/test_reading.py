@@ -1,0 +1,72 @@
+"""What the module's own code says about where its parts and buffers belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.partition import Partition, make_partition
+from lightning_megatron.pipeline.schedule import make_schedule
+from tests.parity.zoo import strangers
+from tests.parity.zoo.loops import Walker
+
+
+def _cut(module: nn.Module, stages: int = 3) -> Partition:
+    return make_partition(module, make_schedule("1f1b", stages, 2))
+
+
+def _places(module: nn.Module) -> dict[str, list[int]]:
+    return {name: sorted(stages) for name, stages in _cut(module).units.items()}
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (Walker, {"embed": [0], "head": [2]}),
+        (strangers.AskedFirst, {"embed": [0], "head": [2]}),
+        (strangers.EmbeddingMask, {"embed": [0], "head": [2]}),
+        (strangers.EmbeddingSkip, {"embed": [0, 1, 2], "head": [2]}),
+        (strangers.Conditioned, {"embed": [0], "head": [2], "condition": [0, 2], "scale": [2]}),
+        (strangers.Distilled, {"embed": [0], "head": [2], "teacher": [0, 2]}),
+    ],
+)
+def test_parts_are_kept_where_their_values_are_needed(network: type[nn.Module], expected: dict[str, list[int]]) -> None:
+    assert _places(network()) == expected
+
+
+class Gatherer(Walker):
+    """Collects what the layers return, and asks a variable whether it is there: neither needs the embedding again."""
+
+    def forward(self, tokens: Tensor, extra: Tensor | None = None) -> Tensor:
+        x, seen = self.embed(tokens), []
+        masks = {"all": torch.ones_like(x[..., 0], dtype=torch.bool)}
+        for block in self.blocks:
+            x = block(x, masks["all"])
+            if extra is not None:
+                seen.append(x)
+        assert x is not None
+        return self.head(x)
+
+
+def test_what_layers_are_given_and_return_keeps_no_part_anywhere_else() -> None:
+    assert _places(Gatherer()) == {"embed": [0], "head": [2]}
+
+
+class Means(Walker):
+    """A running mean before the layers and one after them, in modules without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8, affine=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.late(self.walk(self.early(self.embed(tokens)))))
+
+
+def test_buffers_belong_to_the_stage_that_fills_them() -> None:
+    partition = _cut(Means())
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert set(partition.early_buffers) == {f"early.{name}" for name in names}
+    assert set(partition.late_buffers) == {"seen", *(f"late.{name}" for name in names)}
