@@ -34,7 +34,7 @@ _SPLIT = "_lightning_megatron_split"
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """How the user wants the module divided; see ``MegatronStrategy``."""
+    """How the user wants the module divided; see ``MegatronStrategy``. ``stage_speeds`` follow from its topology."""
 
     pipeline_layers: str
     pipeline_split: str | Sequence[int]
@@ -42,6 +42,7 @@ class ModuleOptions:
     activation_recompute: Recompute
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
+    stage_speeds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Assembler:
             pipeline_layers=self._options.pipeline_layers,
             pipeline_split=self._options.pipeline_split,
             placement=self._options.pipeline_placement,
+            stage_speeds=self._options.stage_speeds,
         )
         return StageModule(module, partition, mesh.stage, self._device, streams)
 

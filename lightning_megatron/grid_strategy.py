@@ -55,6 +55,7 @@ class GridStrategy(ParallelStrategy):
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
         self._runs = 0
+        self._numbers: list[int] | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -86,18 +87,30 @@ class GridStrategy(ParallelStrategy):
         """Connect the processes and build the mesh."""
         super().setup_environment()
         reset_seed()
+        self._settle_layout()
         self._set_world_ranks()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
         assert self.cluster_environment is not None
         device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        _init_dist_connection(
+            self.cluster_environment, backend, self.global_rank, timeout=self._timeout, device_id=device_id
+        )
         if self._mesh is None or self._mesh.device_mesh.size() != dist.get_world_size():
             self._layout = resolve_layout(self.world_size, **self._sizes)
             self._mesh = build_mesh(self._layout, self.root_device.type)
         self._start_watch()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+
+    def _settle_layout(self) -> None:
+        """Decide what is left to the planner, before the processes connect."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank: as launched, or as a topology numbers the processes."""
+        launched = super().global_rank
+        return launched if self._numbers is None else self._numbers[launched]
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None

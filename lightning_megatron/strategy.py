@@ -24,9 +24,10 @@ from lightning_megatron.engine import EngineOptions, LossWeight
 from lightning_megatron.gradients import GradientOptions
 from lightning_megatron.initial_weights import start_from
 from lightning_megatron.layer_profile import insert_profile
+from lightning_megatron.layout_choice import Choice, check_layout
 from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
 from lightning_megatron.metrics import MetricRouter
-from lightning_megatron.optimization_strategy import OptimizationStrategy, insert_gradient_norm
+from lightning_megatron.optimization_strategy import insert_gradient_norm
 from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.partition import Partition
@@ -34,6 +35,9 @@ from lightning_megatron.pipeline.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.timeline import Timeline
+from lightning_megatron.planned_strategy import PlannedStrategy
+from lightning_megatron.planner.topology import Placement as TopologyPlacement
+from lightning_megatron.planner.topology import Topology
 from lightning_megatron.replay import StepResult
 from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.step_guard import NonFinite
@@ -45,7 +49,7 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MegatronStrategy(OptimizationStrategy):
+class MegatronStrategy(PlannedStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
@@ -104,6 +108,11 @@ class MegatronStrategy(OptimizationStrategy):
             every rank reads its own part. A checkpoint given to ``fit`` comes after it.
         checkpoint_io: see Lightning; by default :class:`~lightning_megatron.plugins.checkpoint.MegatronCheckpointIO`.
         precision_plugin: see Lightning.
+        layout: ``"auto"`` lets the planner choose sizes, schedule, micro-batch, recomputation and sharding when
+            training starts, for the module's shape, the loader's batch and the devices; see ``docs/planning.md``.
+        layout_options: facts that cannot be detected (``batch_size`` per replica, ``seq``, ``heads``, ``cluster``),
+            and limits of the planner's search, such as ``{"tensor": 2}``.
+        topology: islands of the cluster; processes are numbered so that the least traffic crosses slow links.
 
     Raises:
         ValueError: an argument is out of range, or sizes do not fit the number of devices.
@@ -144,6 +153,9 @@ class MegatronStrategy(OptimizationStrategy):
         initial_weights: Any | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        layout: str | None = None,
+        layout_options: Mapping[str, Any] | None = None,
+        topology: Topology | TopologyPlacement | None = None,
     ) -> None:
         checks.check_sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
         checks.check_tensor_options(tensor_parallel_size, tensor_parallel_plan, sequence_parallel)
@@ -190,6 +202,18 @@ class MegatronStrategy(OptimizationStrategy):
                 overlap_gather=overlap_parameter_gather,
             ),
         )
+        chosen = {
+            "pipeline_parallel_size": (pipeline_parallel_size, 1),
+            "data_parallel_size": (data_parallel_size, "auto"),
+            "tensor_parallel_size": (tensor_parallel_size, 1),
+            "sequence_parallel": (sequence_parallel, False),
+            "micro_batch_size": (micro_batch_size, "auto"),
+            "pipeline_schedule": (pipeline_schedule, "1f1b"),
+            "virtual_pipeline_parallel_size": (virtual_pipeline_parallel_size, None),
+            "activation_recompute": (activation_recompute, None),
+        }
+        given = {name: value for name, (value, default) in chosen.items() if value != default}
+        self._choice = Choice(check_layout(layout, given), dict(layout_options or {}), topology)
         self._nonfinite = nonfinite
         self._guard = None
         self._logs_gradient_norm = log_gradient_norm

@@ -7,6 +7,7 @@ head, so its pieces should have fewer layers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -45,6 +46,37 @@ def balance(costs: Sequence[float], owners: Sequence[int], before: float = 0.0, 
         if score >= best:
             return sizes
         sizes, best = moved, score
+
+
+def balance_unequal(
+    costs: Sequence[float], speeds: Sequence[float], before: float = 0.0, after: float = 0.0
+) -> list[int]:
+    """Contiguous split of layers into non-empty runs for devices of unequal speed; the slowest run is fastest.
+
+    Args:
+        costs: cost per layer.
+        speeds: relative speed of each run's device.
+        before: cost that the first run carries besides its layers.
+        after: cost that the last run carries besides its layers.
+
+    Returns:
+        Layers per run: [3, 1] for four equal layers on speeds [3.0, 1.0].
+    """
+    layers, runs = len(costs), len(speeds)
+    sums = list(itertools.accumulate(costs, initial=0.0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for run, speed in enumerate(speeds):
+        extra = (before if run == 0 else 0.0) + (after if run == runs - 1 else 0.0)
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for stop in range(run + 1, layers - (runs - 1 - run) + 1):
+            options = [
+                (max(seconds, (sums[stop] - sums[start] + extra) / speed), (*sizes, stop - start))
+                for start, (seconds, sizes) in best.items()
+                if start < stop
+            ]
+            following[stop] = min(options)
+        best = following
+    return list(best[layers][1])
 
 
 def run_loads(sizes: Sequence[int], costs: Sequence[float], before: float, after: float) -> list[float]:

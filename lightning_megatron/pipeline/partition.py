@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_megatron.pipeline.balance import balance
+from lightning_megatron.pipeline.balance import balance, balance_unequal
 from lightning_megatron.pipeline.order import Phase, Uses, read_uses
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.trunk import Trunk, find_trunk
@@ -74,6 +74,7 @@ def make_partition(
     pipeline_layers: str = "auto",
     pipeline_split: str | Sequence[int] = "auto",
     placement: Mapping[str, str] | None = None,
+    stage_speeds: Sequence[float] | None = None,
 ) -> Partition:
     """Cut ``module`` for ``schedule``.
 
@@ -83,6 +84,7 @@ def make_partition(
         pipeline_layers: dotted name of the trunk, or ``"auto"``.
         pipeline_split: layers per virtual stage, or ``"auto"`` to balance forward FLOPs.
         placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
+        stage_speeds: relative speed of each stage's devices, where they differ; ``"auto"`` balances by it.
 
     Raises:
         ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
@@ -93,7 +95,7 @@ def make_partition(
     uses = read_uses(module, trunk)
     places = _place_units(module, trunk, uses, placement or {})
     units = _stages_of_places(places, owners)
-    sizes = _split(module, trunk, uses, owners, pipeline_split)
+    sizes = _split(module, trunk, uses, owners, pipeline_split, stage_speeds)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
     bounds = tuple(itertools.pairwise(starts))
     holders = _holders(module, trunk, bounds, owners, units)
@@ -192,7 +194,14 @@ def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, s
             units[name] = frozenset({place})
 
 
-def _split(module: nn.Module, trunk: Trunk, uses: Uses, owners: Sequence[int], split: str | Sequence[int]) -> list[int]:
+def _split(
+    module: nn.Module,
+    trunk: Trunk,
+    uses: Uses,
+    owners: Sequence[int],
+    split: str | Sequence[int],
+    speeds: Sequence[float] | None,
+) -> list[int]:
     layers, stages = len(trunk.layer_names), len(owners)
     if layers < stages:
         raise ValueError(
@@ -201,6 +210,8 @@ def _split(module: nn.Module, trunk: Trunk, uses: Uses, owners: Sequence[int], s
         )
     if split == "auto":
         costs, before, after = _costs(module, trunk, uses)
+        if speeds is not None:
+            return balance_unequal(costs, [speeds[owner] for owner in owners], before, after)
         return balance(costs, owners, before, after)
     if isinstance(split, str):
         raise ValueError(f"`pipeline_split={split!r}` must be 'auto' or a list of {stages} layer counts.")

@@ -94,8 +94,9 @@ def plan(
     shape: ModelShape,
     cluster: Cluster,
     gpus: int,
-    global_batch: int,
+    global_batch: int | None = None,
     *,
+    replica_batch: int | None = None,
     limits: Limits | None = None,
     constants: Constants = DEFAULT_CONSTANTS,
     top: int = 10,
@@ -107,6 +108,8 @@ def plan(
         cluster: the machine.
         gpus: GPUs to use, all of them.
         global_batch: sequences per optimizer step.
+        replica_batch: instead of these, sequences that each replica's loader gives; layouts with more replicas then
+            take more in a step.
         limits: what to choose from.
         constants: calibrated efficiencies.
         top: layouts to return.
@@ -114,10 +117,12 @@ def plan(
     Raises:
         ValueError: no layout divides, or none fits; the message says which and what would help.
     """
+    if (global_batch is None) == (replica_batch is None):
+        raise ValueError("give either `global_batch` or `replica_batch`")
     limits = limits or Limits()
     considered = too_large = 0
     found: list[Prediction] = []
-    for recipe in candidates(shape, cluster, gpus, global_batch, limits):
+    for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
         considered += 1
         fitting = cheapest_fitting(shape, recipe, cluster, limits.headroom)
         if fitting is None:
@@ -125,15 +130,27 @@ def plan(
             continue
         found.append(predict(shape, fitting, cluster, constants=constants, makespan=closed_form))
     if not found:
-        raise ValueError(_nothing_found(shape, cluster, gpus, global_batch, considered))
-    found.sort(key=lambda prediction: prediction.iteration_seconds)
+        raise ValueError(_nothing_found(shape, cluster, gpus, global_batch or replica_batch or 0, considered))
+    found.sort(key=_slowness)
     refined = [predict(shape, item.recipe, cluster, constants=constants) for item in found[: max(_REFINED, top)]]
-    ranked = tuple(sorted(refined, key=lambda prediction: prediction.iteration_seconds)[:top])
+    ranked = tuple(sorted(refined, key=_slowness)[:top])
     text = explain(shape, cluster, ranked)
-    return Plan(shape, cluster, gpus, global_batch, ranked, considered, too_large, text)
+    return Plan(shape, cluster, gpus, ranked[0].recipe.global_batch, ranked, considered, too_large, text)
 
 
-def candidates(shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, limits: Limits) -> Iterator[Recipe]:
+def _slowness(prediction: Prediction) -> float:
+    """Seconds per token: orders layouts also where their steps take different batches."""
+    return 1.0 / prediction.tokens_per_second
+
+
+def candidates(
+    shape: ModelShape,
+    cluster: Cluster,
+    gpus: int,
+    global_batch: int | None,
+    limits: Limits,
+    replica_batch: int | None = None,
+) -> Iterator[Recipe]:
     """All recipes that divide the GPUs, the heads, the layers and the batch, without recomputation."""
     largest = limits.largest_tensor or cluster.gpus_per_node
     for tensor in _divisors(gpus, limits.tensor):
@@ -141,9 +158,10 @@ def candidates(shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int
             continue
         for pipeline in _divisors(gpus // tensor, limits.pipeline):
             data = gpus // tensor // pipeline
-            if pipeline > shape.layers or global_batch % data:
+            batch = global_batch if replica_batch is None else replica_batch * data
+            if pipeline > shape.layers or not batch or batch % data:
                 continue
-            yield from _recipes(shape, tensor, pipeline, data, global_batch, limits)
+            yield from _recipes(shape, tensor, pipeline, data, batch, limits)
 
 
 def _recipes(

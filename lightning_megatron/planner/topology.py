@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_megatron.layout import Layout
 from lightning_megatron.planner.recipe import Recipe
 from lightning_megatron.planner.shape import ModelShape
 
@@ -55,11 +56,16 @@ class Level:
 class Topology:
     """Levels from the fastest to the slowest; the last holds all GPUs in one group.
 
+    Args:
+        levels: the levels.
+        speeds: relative speed of every GPU, where they differ.
+
     Raises:
         ValueError: levels differ in their number of GPUs, a group is cut by a higher level, or the last has several.
     """
 
     levels: tuple[Level, ...]
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         totals = {level.name: sum(level.sizes) for level in self.levels}
@@ -70,6 +76,8 @@ class Topology:
         for lower, upper in itertools.pairwise(self.levels):
             if not set(itertools.accumulate(upper.sizes)) <= set(itertools.accumulate(lower.sizes)):
                 raise ValueError(f"groups of {upper.name!r} cut groups of {lower.name!r}; correct the sizes of one")
+        if self.speeds is not None and (len(self.speeds) != self.gpus or min(self.speeds) <= 0):
+            raise ValueError(f"`speeds` must be {self.gpus} positive numbers, one per GPU; got {self.speeds}")
 
     @property
     def gpus(self) -> int:
@@ -196,13 +204,19 @@ def cost(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volu
     return sum(carried[level.name] / level.bandwidth for level in topology.levels) / sizes.world
 
 
-def assign(topology: Topology, sizes: Sizes, volumes: Volumes) -> Placement:
+def assign(topology: Topology, sizes: Sizes, volumes: Volumes, *, anchored: bool = False) -> Placement:
     """The cheapest placement of the grid on the GPUs.
 
     Candidates walk the grid and the GPUs side by side: the grid's axes in every order of nesting, each axis possibly
     cut into an inner and an outer part (four data ranks in a node, two islands of them), and islands of unequal size
     in every order. Small grids are then improved by exchanging pairs of ranks. On small cases the result equals the
     best of all permutations (see the tests).
+
+    Args:
+        topology: the machine.
+        sizes: the grid.
+        volumes: bytes that a step moves.
+        anchored: only placements with the first GPU on the first or the last stage, as :func:`rank_numbers` needs.
 
     Raises:
         ValueError: the grid has another number of ranks than there are GPUs.
@@ -219,14 +233,63 @@ def assign(topology: Topology, sizes: Sizes, volumes: Volumes) -> Placement:
             seconds = cost(assignment, topology, sizes, volumes)
             found.append((seconds, order, assignment))
     found.sort(key=lambda item: item[0])
-    best = found[0]
     if sizes.world <= _SWAPPED:
         better = [(*_swapped(item[2], topology, sizes, volumes), item[1]) for item in found[:_STARTS]]
-        seconds, assignment, order = min(better, key=lambda item: item[0])
-        if seconds < best[0] * (1 - 1e-9):
-            best = (seconds, order, assignment)
+        found += [(seconds, order, assignment) for seconds, assignment, order in better]
+    usable = [item for item in found if not anchored or _is_anchored(item[2], sizes)]
+    least = min(item[0] for item in usable)
+    best = next(item for item in usable if item[0] <= least * (1 + 1e-9))
     carried = traffic(best[2], topology, sizes, volumes)
     return Placement(best[2], best[0], carried, tuple(f"{axis}{size}" for axis, size in best[1]))
+
+
+def _is_anchored(assignment: Assignment, sizes: Sizes) -> bool:
+    """Whether GPU 0 is on the first or the last stage."""
+    return next(rank for rank, gpu in assignment.items() if gpu == 0)[0] in (0, sizes.pipeline - 1)
+
+
+def rank_numbers(placement: Placement, layout: Layout) -> list[int]:
+    """Global rank of every GPU under a placement, such that the first GPU is rank 0.
+
+    Rank 0 has the loss and the first place on every other axis. Rings look the same from each of their places and a
+    pipeline the same from both ends, so the grid is turned until the first GPU is there; the bytes on every link stay.
+
+    Args:
+        placement: from :func:`assign`, anchored.
+        layout: the same grid, which numbers ranks.
+
+    Returns:
+        A permutation of the ranks, indexed by GPU.
+
+    Raises:
+        ValueError: the first GPU is in the middle of the pipeline.
+    """
+    stage, data, tensor = next(rank for rank, gpu in placement.assignment.items() if gpu == 0)
+    home = layout.coordinates(0).pipeline
+    if stage not in (0, layout.pipeline - 1):
+        raise ValueError(f"the first GPU is on stage {stage}; place with `assign(..., anchored=True)`")
+    numbers = [0] * layout.world_size
+    for (p, d, t), gpu in placement.assignment.items():
+        turned = p if stage == home else layout.pipeline - 1 - p
+        numbers[gpu] = layout.rank(tensor=(t - tensor) % layout.tensor, data=(d - data) % layout.data, pipeline=turned)
+    return numbers
+
+
+def stage_speeds(topology: Topology, numbers: Sequence[int], layout: Layout) -> tuple[float, ...] | None:
+    """Speed of every stage: that of its slowest GPU; None where all GPUs are alike.
+
+    Args:
+        topology: the machine.
+        numbers: rank of every GPU.
+        layout: the grid.
+    """
+    if topology.speeds is None or len(set(topology.speeds)) == 1:
+        return None
+    slowest = [float("inf")] * layout.pipeline
+    for gpu, rank in enumerate(numbers):
+        stage = layout.coordinates(rank).pipeline
+        slowest[stage] = min(slowest[stage], topology.speeds[gpu])
+    return tuple(slowest)
 
 
 def _swapped(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volumes) -> tuple[float, Assignment]:
