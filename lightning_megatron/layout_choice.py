@@ -158,7 +158,7 @@ def numbering(
     assert topology is not None
     shape, batch = facts(module, choice.options)
     size = min(recipe.micro_batch, batch)
-    recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data)
+    recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data, precision=_precision(module))
     sizes = Sizes(layout.pipeline, layout.data, layout.tensor)
     placed = assign(topology, sizes, step_volumes(shape, recipe), anchored=True)
     numbers = rank_numbers(placed, layout)

@@ -69,6 +69,7 @@ def train(info: RankInfo, kind: str, settings: dict[str, Any] | None, batch: int
         plugins=[ReusedProcesses(info)],
         callbacks=[losses],
         max_steps=steps,
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
