@@ -72,6 +72,7 @@ class GradientBuckets:
         self._copy_late = False
         self._divide_by = 1.0
         self._hooks: dict[int, _ArrivalHook] = {}
+        self._asleep: set[int] = set()
         self._rests = False
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
@@ -130,8 +131,7 @@ class GradientBuckets:
         self._reduce = reduce
         self._final = False
         self._rests = fresh is not None
-        for hook in self._hooks.values():
-            hook.wake()
+        self._wake(True)
         self._next_launch = 0
         self._divide_by = divide_by * scale
         for bucket in self.buckets:
@@ -159,18 +159,17 @@ class GradientBuckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    @property
-    def rests(self) -> bool:
-        """Whether gradients that have arrived once need no watching: further ones follow, in place."""
-        return self._rests and not self._final
-
     def set_final(self, final: bool | frozenset[int]) -> None:
         """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
         self._final = final
         if final and self._reduce and self._replicas.group is not None:
-            for key, hook in self._hooks.items():
-                if final is True or key in final:
-                    hook.wake()
+            self._wake(final)
+
+    def _wake(self, which: bool | frozenset[int]) -> None:
+        chosen = list(self._asleep) if which is True else [key for key in self._asleep if which and key in which]
+        for key in chosen:
+            self._asleep.discard(key)
+            self._hooks[key].wake()
 
     def finish(self) -> None:
         """Wait for the sums, divide them, and leave ``.grad`` of every touched parameter pointing at its sum."""
@@ -217,6 +216,7 @@ class GradientBuckets:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+        self._asleep = set()
 
     def _build(self) -> None:
         """Lay out the parameters that are trained and have no bucket yet: all of them, or those just unfrozen."""
@@ -240,8 +240,12 @@ class GradientBuckets:
             self._hooks[id(parameter)] = _ArrivalHook(self, bucket, index)
         return bucket
 
-    def arrived(self, bucket: Bucket, index: int) -> None:
-        """Note that the gradient of one parameter has been accumulated; called by autograd."""
+    def arrived(self, bucket: Bucket, index: int) -> bool:
+        """Note that the gradient of one parameter has been accumulated; called by autograd.
+
+        Returns:
+            Whether there is nothing to note about further ones: they are added in place, and are not the last.
+        """
         parameter, view = bucket.parameters[index], bucket.views[index]
         if self.on_arrival is not None:
             self.on_arrival(bucket, index)
@@ -249,17 +253,20 @@ class GradientBuckets:
             view.copy_(parameter.grad)
             parameter.grad = view
         bucket.touched[index] = True
-        if not self._reduce or bucket.shared:
-            return
-        if bucket.launched:
+        if bucket.launched and self._reduce and not bucket.shared:
             raise RuntimeError(
                 f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several "
                 "parts of the module under reentrant activation checkpointing; use "
                 "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
-        if self._final is True or (self._final and id(parameter) in self._final):
+        if self._rests and not self._final:
+            self._asleep.add(id(parameter))
+            return True
+        final = self._final is True or (self._final and id(parameter) in self._final)
+        if final and self._reduce and not bucket.shared:
             bucket.ready.add(index)
             self._launch_complete()
+        return False
 
     def _launch_complete(self) -> None:
         while self._next_launch < len(self._own):
@@ -363,12 +370,11 @@ class _ArrivalHook:
         self._handle = self._parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
-        self._owner.arrived(self._bucket, self._index)
-        if self._owner.rests:
+        if self._owner.arrived(self._bucket, self._index):
             self._others().pop(self._handle.id, None)
 
     def wake(self) -> None:
-        """Be called again."""
+        """Be called again, after every other hook."""
         self._others()[self._handle.id] = self
 
     def remove(self) -> None:

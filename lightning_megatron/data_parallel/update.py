@@ -83,15 +83,16 @@ class PiecewiseUpdate:
     def cut_state(self) -> None:
         """Cut state that was made for whole parameters down to the pieces."""
         state = self._optimizer.state
-        for parameter, piece in list(self.pieces()):
-            if parameter in state:
-                state[piece.update] = {
-                    key: _cut(value, parameter, piece) for key, value in state.pop(parameter).items()
-                }
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if self._buckets.place_of(parameter) is not None:
-                    state.pop(parameter, None)
+        held = {id(key) for key in state}
+        groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
+        for parameter in (p for group in groups for p in group):
+            if id(parameter) not in held:
+                continue
+            bucket, index = self._buckets.place_of(parameter) or (None, 0)
+            if bucket is not None and bucket.weights is not None:
+                values, piece = state.pop(parameter), bucket.pieces.get(index)
+                if piece is not None:
+                    state[piece.update] = {key: _cut(value, parameter, piece) for key, value in values.items()}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -153,13 +154,12 @@ class PiecewiseUpdate:
 
     def _touched_buckets(self) -> list[Bucket]:
         """Buckets with a parameter of this optimizer that got a gradient, on whichever rank; equal on all of them."""
-        found: dict[int, Bucket] = {}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                bucket, index = self._buckets.place_of(parameter) or (None, 0)
-                if bucket is not None and bucket.touched[index]:
-                    found[id(bucket)] = bucket
-        return [bucket for bucket in self._buckets.buckets if id(bucket) in found]
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [
+            bucket
+            for bucket in self._buckets.buckets
+            if any(t and id(p) in held for p, t in zip(bucket.parameters, bucket.touched, strict=True))
+        ]
 
 
 class _EnteringClosure:
