@@ -132,6 +132,10 @@ FURTHER: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 3, **_EXPERTS},
     ),
+    "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", {**LLAMA, "num_local_experts": 3, **_EXPERTS}),
+    "megatron_bert": ("MegatronBertForCausalLM", "MegatronBertConfig", {**_FEW, "is_decoder": True}),
+    "roformer": ("RoFormerForCausalLM", "RoFormerConfig", {**_FEW, "is_decoder": True}),
+    "openai_gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT),
     "roberta": ("RobertaForCausalLM", "RobertaConfig", {**_FEW, "is_decoder": True}),
     "electra": ("ElectraForCausalLM", "ElectraConfig", {**_FEW, "embedding_size": 16, "is_decoder": True}),
     "distilbert": (

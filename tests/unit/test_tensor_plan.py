@@ -76,6 +76,35 @@ def test_attention_left_whole_is_refused_under_sequence_shards():
         explain(NanoGPT(), 2, plan, sequence_parallel=True)
 
 
+def test_own_plan_of_experts_only_leaves_the_attention_to_the_rules():
+    report = explain(hugging_face("granitemoe"), 2)
+    assert report.source == "rules"
+    assert report.spec("model.layers.0.self_attn.q_proj.weight").local_shape == (16, 32)
+
+
+def test_width_of_all_heads_is_adapted_whatever_its_name():
+    table = explain(hugging_face("megatron_bert"), 2).explain()
+    assert "all_head_size=16" in table and "gathered" not in table
+
+
+class Fork(nn.Module):
+    """Two layers read one split output."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.left, self.right = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        y = torch.relu(self.up(x))
+        return self.left(y) * self.right(y)
+
+
+def test_plan_for_an_output_that_two_layers_read_is_refused_naming_them():
+    plan = {"up": "colwise", "left": "rowwise", "right": "rowwise"}
+    with pytest.raises(ValueError, match=r"'up': its output is read by 'left' and 'right'.*colwise_gather_output"):
+        explain(Fork(), 2, plan, example=torch.randn(2, 3, 8))
+
+
 def test_module_that_cannot_be_run_says_what_to_give():
     class Closed(nn.Module):
         def __init__(self):
