@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
@@ -114,6 +114,7 @@ class StepEngine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
         self._links: StageLinks | None = None
+        self._parameters: list[nn.Parameter] | None = None
         self._recorder = StepRecorder(device) if options.record_timeline else None
         self._segments: SegmentHooks | None = None
         self.splits_itself = splits_itself(module)
@@ -370,14 +371,22 @@ class StepEngine:
     def _check_equal_batches(self, batch: Any, micro_batches: int) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
         assert self._links is not None
-        mine = [checksum(batch), float(micro_batches)]
+        mine = [checksum(batch), float(micro_batches), self._trained_here()]
         before = self._links.compare_notes(self._mesh.stage, mine)
-        if before is not None and before != mine:
+        arriving = 0.0 if before is None else before[2]
+        self._pipeline().expect_gradients(arriving, arriving + mine[2])
+        if before is not None and before[:2] != mine[:2]:
             raise RuntimeError(
                 "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
                 "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
                 "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
             )
+
+    def _trained_here(self) -> float:
+        """Number that changes when parameters of this stage are frozen or unfrozen."""
+        if self._parameters is None:
+            self._parameters = list(self._module.parameters())
+        return float(hash(tuple(parameter.requires_grad for parameter in self._parameters)) % (1 << 32))
 
     @contextmanager
     def recording(self, name: str) -> Iterator[None]:

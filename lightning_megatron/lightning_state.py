@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.replay import StepResult
 from lightning_megatron.stored_state import GroupNames
 
@@ -56,9 +57,15 @@ class _WholeSummary:
     def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any]) -> None:
         self._summarize, self._whole_view = summarize, whole_view
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with self._whole_view():
-            self._summarize(*args, **kwargs)
+    def __call__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        example = pl_module.example_input_array
+        if stage_of(pl_module) is not None:
+            pl_module.example_input_array = None  # sizes of outputs would need a forward, which one stage cannot run
+        try:
+            with self._whole_view():
+                self._summarize(trainer, pl_module)
+        finally:
+            pl_module.example_input_array = example
 
 
 def seed_workers(dataloader: Any, replica: int) -> None:

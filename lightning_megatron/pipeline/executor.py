@@ -92,9 +92,25 @@ class PipelineExecutor:
         self.gradients: GradientSink | None = None
         self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self._trained = (-1.0, -1.0)
         self._programs: dict[int, tuple[bool, Program, Schedule]] = {}  # by id; the schedule is kept alive with it
         self._weights: WeightGradients | None = None
         self.runs: dict[Place, StageRun] = {}
+
+    def expect_gradients(self, arriving: float, leaving: float) -> None:
+        """Forget what activations looked like if parameters were frozen or unfrozen, here or on a stage before.
+
+        Args:
+            arriving: number that stands for which parameters of the stages before are trained.
+            leaving: the same, with this stage's.
+        """
+        if (arriving, leaving) == self._trained:
+            return
+        if arriving != self._trained[0]:
+            self._received_leaves.clear()
+        if leaving != self._trained[1]:
+            self._sent_leaves.clear()
+        self._trained = (arriving, leaving)
 
     def run(self, step: Step) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""

@@ -39,11 +39,22 @@ def batch_size_of(batch: Any) -> int:
 def _first_size(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
+    if _is_ragged(batch):
+        return len(batch)
     for child in _children(batch):
         size = _first_size(child)
         if size is not None:
             return size
     return None
+
+
+def _is_ragged(value: Any) -> bool:
+    """Whether ``value`` is a list of samples of different lengths, rather than of tensors of one batch."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2 or not all(isinstance(item, Tensor) for item in value):
+        return False
+    first = value[0]
+    alike = all(item.dim() == first.dim() > 0 and item.dtype == first.dtype for item in value)
+    return alike and any(item.shape[0] != first.shape[0] for item in value)
 
 
 def _first_length(batch: Any) -> int | None:
@@ -113,7 +124,7 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
         fields = {f.name: _slice(getattr(value, f.name), size, start, stop) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     if isinstance(value, (list, tuple)):
-        if len(value) == size and _first_size(value) is None:
+        if len(value) == size and (_is_ragged(value) or _first_size(value) is None):
             return value[start:stop]
         items = [_slice(item, size, start, stop) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -145,17 +145,19 @@ class StageLinks:
 
         Args:
             stage: this rank's stage.
-            mine: numbers; equally many on every stage.
+            mine: numbers; equally many on every stage. The last one is told as its sum over the stages so far.
 
         Returns:
             The numbers of the stage before; ``None`` on the first.
         """
+        heard: list[float] | None = None
+        if stage > 0:
+            (before,) = self.receive(stage - 1, [((len(mine),), torch.float64)], _NOTES).wait()
+            heard = list(before.tolist())
         if stage < len(self._ranks) - 1:
-            self.send(stage + 1, [torch.tensor(mine, dtype=torch.float64, device=self._device)], _NOTES)
-        if stage == 0:
-            return None
-        (before,) = self.receive(stage - 1, [((len(mine),), torch.float64)], _NOTES).wait()
-        return list(before.tolist())
+            told = mine if heard is None else [*mine[:-1], mine[-1] + heard[-1]]
+            self.send(stage + 1, [torch.tensor(told, dtype=torch.float64, device=self._device)], _NOTES)
+        return heard
 
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""

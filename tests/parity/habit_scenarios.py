@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary, OnExceptionCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelSummary, OnExceptionCheckpoint, TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -279,3 +279,59 @@ def buffers_filled(info: RankInfo, layout: Layout | None, arguments: Mapping[str
     again = trainer_for(info, layout, arguments, max_epochs=4)
     again.fit(fresh := Counting(), ckpt_path=path)
     return [kept, int(fresh.seen), _numbers(trainer), _numbers(again)]
+
+
+class Backbone(TokenTask):
+    """A backbone that a callback freezes for two epochs, with the first stage's layers in it."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.backbone = torch.nn.ModuleList([self.net.embed, self.net.blocks[0], self.net.blocks[1]])
+        self.example_input_array = torch.zeros(2, 8, dtype=torch.int64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+def finetuned(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """Nothing to learn on the first stage, and then everything; an example input that no stage can run whole."""
+    torch.manual_seed(3)
+    losses, thaw = Losses(), BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-3)
+    module, options = Backbone(), {"max_epochs": 4, "enable_model_summary": True}
+    report = _fit(info, layout, arguments, module, callbacks=[losses, thaw], **options)
+    return [losses.values, *report[1:]]
+
+
+class Ragged(TokenTask):
+    """Batches are lists of sequences of different lengths, padded by the step."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        lengths = [3 + index % 5 for index in range(len(samples))]
+        pairs = [(s["tokens"][:length], s["targets"][:length]) for s, length in zip(samples, lengths, strict=True)]
+        return [tokens for tokens, _ in pairs], [targets for _, targets in pairs]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        padded = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-1)
+        logits = self.net(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), padded, reduction="none", ignore_index=-1)
+        return (losses.sum(1) / (padded >= 0).sum(1)).mean()
+
+
+def ragged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    torch.manual_seed(3)
+    return _fit(info, layout, arguments, Ragged())

@@ -17,6 +17,8 @@ SAME = [
     habits.named_samples,
     habits.fast_dev_run,
     habits.unfrozen_later,
+    habits.finetuned,
+    habits.ragged,
 ]
 
 
