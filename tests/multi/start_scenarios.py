@@ -123,3 +123,8 @@ def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded
         module.load_state_dict(torch.load(Path(load), weights_only=True))
     trainer.fit(module)
     return noted.whole, noted.own
+
+
+def fit_with(info: RankInfo, kind: str, arguments: dict[str, Any]) -> None:
+    """One step of a network of `NETS` with a strategy of these arguments."""
+    make_trainer(info, MegatronStrategy(**arguments), max_steps=1, limit_val_batches=0).fit(Built(kind, late=False))
