@@ -222,6 +222,7 @@ class StageCursor:
         input.
         """
         reuse = 0 < index < self.first - 1
+        args, kwargs = without_caches(args, kwargs)
         return self._stand_in(call, args, kwargs, reuse)
 
     def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:
@@ -363,6 +364,18 @@ class StageCursor:
 
     def _enter_stream(self, segment: int) -> None:
         self._streams.enter(self.micro_batch, segment)
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments without Hugging Face's key-value caches, which every further run of a layer would append to."""
+    if any(_is_cache(value) for value in (*args, *kwargs.values())):
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__.startswith("transformers.cache_utils")
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.pipeline.calls import LayerCall
+from lightning_megatron.pipeline.cursor import without_caches
 from lightning_megatron.pipeline.stage import StageModule
 from lightning_megatron.pipeline.trunk import Trunk, find_trunk
 
@@ -162,15 +163,9 @@ class RecomputedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs)
         with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether an argument is a key-value cache of Hugging Face, which a second run would append to again."""
-    return type(value).__module__.startswith("transformers.cache_utils")
 
 
 class AttentionCores(TorchFunctionMode):

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.p2p import StageLinks, Transfer
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
 from tests.harness import RankInfo, ReusedProcesses
@@ -48,23 +49,30 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self.shapes, self.sent_bytes = 0, 0
+        self.shapes, self.sent_bytes, self.running = 0, 0, False
         self.outputs, self.posted = Alive(), Alive()
 
     @contextmanager
     def counted(self) -> Iterator[Traffic]:
-        """Counts within."""
-        isend, send_object, receive, wait = (
+        """Counts what is done within the schedules of the steps in here."""
+        isend, run, send_object, receive, wait = (
             distributed.isend,
+            PipelineExecutor.run,
             StageLinks.send_object,
             StageLinks.receive,
             Transfer.wait,
         )
 
         def counted_isend(data: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.outputs.watch(data)
-            self.sent_bytes += data.nbytes if data.is_floating_point() else 0
+            if self.running:
+                self.outputs.watch(data)
+                self.sent_bytes += data.nbytes if data.is_floating_point() else 0
             return isend(data, *args, **kwargs)
+
+        def counted_run(*args: Any) -> None:
+            self.running = True
+            run(*args)
+            self.running = False
 
         def counted_object(*args: Any) -> None:
             self.shapes += 1
@@ -72,6 +80,8 @@ class Traffic:
 
         def counted_receive(*args: Any, **kwargs: Any) -> Transfer:
             transfer = receive(*args, **kwargs)
+            if not self.running:
+                return transfer
             marker = type("Posted", (), {})()
             self.posted.watch(marker)
             transfer.marker = marker  # type: ignore[attr-defined]
@@ -84,6 +94,7 @@ class Traffic:
 
         with (
             mock.patch.object(distributed, "isend", counted_isend),
+            mock.patch.object(PipelineExecutor, "run", counted_run),
             mock.patch.object(StageLinks, "send_object", counted_object),
             mock.patch.object(StageLinks, "receive", counted_receive),
             mock.patch.object(Transfer, "wait", counted_wait),
