@@ -76,6 +76,7 @@ OPERATIONS = {
     "allgather_": "all-gather",
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "reduce-scatter",  # gradient buckets on gloo: blocks are exchanged, and added up locally
     "barrier": "barrier",
     "send": "send",
     "recv_": "receive",
@@ -97,7 +98,7 @@ class Overheard(TorchDispatchMode):
     def _note(self, name: str, args: Any) -> None:
         operation = OPERATIONS[name]
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        whole = args[1] if name == "_reduce_scatter_base_" else args[0]
+        whole = args[1] if OPERATIONS[name] == "reduce-scatter" else args[0]
         tensors = [] if name == "barrier" else torch.utils._pytree.tree_leaves(whole)
         self.ledger.write(group, operation, tensors, args[2] if name in ("send", "recv_") else -1)
 
