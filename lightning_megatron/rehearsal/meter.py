@@ -56,17 +56,24 @@ class MemoryMeter:
 
 
 class Metered(TorchDispatchMode):
-    """Shows a meter every tensor of a real run."""
+    """Shows a meter every tensor of a real run.
+
+    Attributes:
+        meter: what counts.
+    """
 
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()
-        self._meter = meter
+        self.meter = meter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            # A wrapper such as DTensor: its own operations come back here with the tensors inside.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                self._meter.seen(leaf)
+                self.meter.seen(leaf)
         return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.benchmarks import growth, report, start_up, suite
 
-STANDALONE = ("start-up", "growth-layers", "growth-micro-batches")
+STANDALONE = ("start-up", *(f"growth-{dimension}" for dimension in growth.DIMENSIONS))
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         sys.exit(f"no benchmark is named {unknown[0]!r}; there are {', '.join([*duels, *STANDALONE])}.")
     entry: dict[str, Any] = {**report.machine(), "rounds": arguments.rounds, "results": {}}
     print({key: value for key, value in entry.items() if key != "results"})
-    print("                 wall ms: ours, theirs, ratio (quartiles; best)     processor ms, all ranks: the same")
+    print(f"{16 * ' '} wall ms: ours, theirs, ratio (quartiles; best)     processor ms of all ranks; peak MB of a rank")
     for name in chosen:
         entry["results"][name] = _run(name, duels, arguments)
     if not arguments.forget:
@@ -49,7 +49,7 @@ def _run(name: str, duels: dict[str, suite.Duel], arguments: argparse.Namespace)
 
 
 def _grow(dimension: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    found = growth.grow(dimension, "pp2", max(2, arguments.rounds // 2), arguments.steps or 10)
+    found = growth.grow(dimension, max(2, arguments.rounds // 2), arguments.steps or 10)
     print(
         f"growth with {dimension}: ours {found['ours']}, torch's Schedule1F1B {found['theirs']}, ratio of slopes "
         f"{found['slope_ratio']:.3f}; at {found['counts']}: {found['points_ms']} ms",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from tests.benchmarks.model import GPT, FirstHalf, SecondHalf, Size, Task, make_batches, optimizer_of, token_loss
+from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
+from tests.benchmarks.model import Size, Task, make_batches
 from tests.harness import RankInfo, ReusedProcesses
 
 WARM_UP = 3
@@ -29,18 +30,23 @@ class Round:
         seconds: wall time per step, from barrier to barrier.
         cpu: processor seconds of this process per step, which neighbours on the machine disturb less.
         loss: the last step's loss where this rank knows it, so that rounds can be seen to do the same work.
+        peak: the most bytes of tensors that lived at once in the measured steps, where it was metered.
     """
 
     seconds: float
     cpu: float
     loss: float
+    peak: int = 0
 
 
 class Clock:
-    """Wall and processor time since the start, per step."""
+    """Wall and processor time since the start, per step; a meter that runs starts afresh with it."""
 
     def __init__(self) -> None:
         _meet()
+        mode = _get_current_dispatch_mode()
+        if isinstance(mode, Metered):
+            mode.meter.start()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def per_step(self, steps: int) -> tuple[float, float]:
@@ -71,7 +77,7 @@ def trainer_round(
     steps: int,
     strategy: Any,
     sequences: int,
-    task: type[Task] = Task,
+    task: Callable[[Size], LightningModule] = Task,
     callbacks: list[Callback] | None = None,
 ) -> Round:
     """A whole Trainer with ``strategy``; ``sequences`` per step in this process's loader."""
@@ -96,40 +102,6 @@ def trainer_round(
     return Round(*watch.result, float(trainer.callback_metrics["train_loss"]))
 
 
-def ours_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
-    """This package, two stages, 1F1B."""
-    strategy = MegatronStrategy(
-        pipeline_parallel_size=2,
-        micro_batch_size=size.micro_batch,
-        pipeline_schedule="1f1b",
-        pipeline_split=[size.layers // 2] * 2,
-    )
-    return trainer_round(info, size, steps, strategy, size.batch)
-
-
-def torch_pipeline(info: RankInfo, size: Size, steps: int) -> Round:
-    """torch's own 1F1B over hand-cut stages, in a bare loop."""
-    _ensure_group(info)
-    torch.manual_seed(0)
-    whole = GPT(size)
-    module = FirstHalf(whole) if info.rank == 0 else SecondHalf(whole)
-    stage = PipelineStage(module, info.rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, size.micro_batches, loss_fn=token_loss)
-    optimizer, losses, clock = optimizer_of(module), [], Clock()
-    for index, (tokens, targets) in enumerate(make_batches(size, WARM_UP + steps, size.batch)):
-        if index == WARM_UP:
-            clock = Clock()
-        optimizer.zero_grad()
-        losses = []
-        if info.rank == 0:
-            schedule.step(tokens)
-        else:
-            schedule.step(target=targets, losses=losses, return_outputs=False)
-        optimizer.step()
-    times = clock.per_step(steps)
-    return Round(*times, float(torch.stack(losses).detach().mean()) if losses else float("nan"))
-
-
 def ours_data(info: RankInfo, size: Size, steps: int) -> Round:
     """This package, two replicas, one micro-batch each."""
     strategy = MegatronStrategy(data_parallel_size=2, micro_batch_size=size.batch // 2)
@@ -141,23 +113,31 @@ def lightning_data(info: RankInfo, size: Size, steps: int) -> Round:
     return trainer_round(info, size, steps, DDPStrategy(process_group_backend="gloo"), size.batch // 2)
 
 
-PAIRS = {"pp2": (ours_pipeline, torch_pipeline), "dp2": (ours_data, lightning_data)}
-
-
-def duel(info: RankInfo, name: str, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
-    """Alternates the two contestants of ``name``."""
-    ours, theirs = PAIRS[name]
-    return alternate(lambda: ours(info, size, steps), lambda: theirs(info, size, steps), rounds)
+def data_duel(info: RankInfo, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
+    """Alternates the two on replicas."""
+    return alternate(lambda: ours_data(info, size, steps), lambda: lightning_data(info, size, steps), rounds)
 
 
 def alternate(ours: Callable[[], Round], theirs: Callable[[], Round], rounds: int) -> list[tuple[Round, Round]]:
-    """Rounds of both in turn; who goes first alternates too, as what runs second finds warmer caches."""
+    """Rounds of both in turn; who goes first alternates too, as what runs second finds warmer caches.
+
+    One more round of each is run under a meter, and only its peak of memory is kept, with the last round.
+    """
     results = []
     for index in range(rounds):
         other = theirs() if index % 2 else None
         own = ours()
         results.append((own, other or theirs()))
+    own, other = results[-1]
+    results[-1] = replace(own, peak=_peak(ours)), replace(other, peak=_peak(theirs))
     return results
+
+
+def _peak(play: Callable[[], Round]) -> int:
+    meter = MemoryMeter()
+    with Metered(meter):
+        play()
+    return meter.peak
 
 
 def _meet() -> None:
@@ -165,7 +145,8 @@ def _meet() -> None:
         distributed.barrier()
 
 
-def _ensure_group(info: RankInfo) -> None:
+def ensure_group(info: RankInfo) -> None:
+    """A process group for a contestant without a Trainer."""
     if not distributed.is_initialized():
         address = f"tcp://127.0.0.1:{info.port}"
         distributed.init_process_group("gloo", init_method=address, rank=info.rank, world_size=info.world_size)

@@ -11,35 +11,32 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from tests.benchmarks import contestants
+from tests.benchmarks import pieces
 from tests.benchmarks.contestants import Round
 from tests.benchmarks.model import Size
 from tests.harness import RankInfo, run_job
 
 FACTORS = (1, 2, 4)
 BASE = Size(layers=4, hidden=64, sequence=32, vocabulary=128, micro_batches=4)
-DIMENSIONS = {"layers": "layers", "micro-batches": "micro_batches"}
+DIMENSIONS = ("layers", "micro-batches", "ranks")
 
 
-def grow(dimension: str, pair: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Slope and intercept of ours and of the peer's, in ms of processor time per step, over all ranks.
+def grow(dimension: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Slope and intercept of ours and of torch's 1F1B, in ms of processor time per step, over all ranks.
 
     Args:
-        dimension: a key of ``DIMENSIONS``.
-        pair: a key of ``contestants.PAIRS``.
+        dimension: one of ``DIMENSIONS``; further ranks are further stages, each with as many layers as the others.
         rounds: of each contestant at each size.
         steps: measured in a round.
     """
-    field = DIMENSIONS[dimension]
-    sizes = [replace(BASE, **{field: factor * getattr(BASE, field)}) for factor in FACTORS]
-    ranks = [outcome.value for outcome in run_job(_measure, 2, pair, sizes, rounds, steps, deadline=900.0)]
-    points: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for at in range(len(sizes)):
+    counts, points = [], {"ours": [], "theirs": []}  # type: ignore[var-annotated]
+    for factor in FACTORS:
+        count, ranks, size = _size(dimension, factor)
+        counts.append(count)
+        outcomes = [outcome.value for outcome in run_job(_measure, ranks, size, rounds, steps, deadline=900.0)]
         for side, name in enumerate(points):
-            costs = [sum(rank[at][index][side].cpu for rank in ranks) for index in range(rounds)]
-            points[name].append(min(costs) * 1e3)
-    counts = [getattr(size, field) for size in sizes]
-    found: dict[str, Any] = {"dimension": dimension, "pair": pair, "counts": counts, "points_ms": points}
+            points[name].append(min(sum(rank[at][side].cpu for rank in outcomes) for at in range(rounds)) * 1e3)
+    found: dict[str, Any] = {"dimension": dimension, "counts": counts, "points_ms": points}
     for name, costs in points.items():
         slope, intercept = statistics.linear_regression(counts, costs)
         found[name] = {"slope_ms": round(slope, 4), "intercept_ms": round(intercept, 3)}
@@ -47,5 +44,15 @@ def grow(dimension: str, pair: str, rounds: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def _measure(info: RankInfo, pair: str, sizes: list[Size], rounds: int, steps: int) -> list[list[tuple[Round, Round]]]:
-    return [contestants.duel(info, pair, size, steps, rounds) for size in sizes]
+def _size(dimension: str, factor: int) -> tuple[int, int, Size]:
+    """What is counted, the ranks, and the dimensions at ``factor`` times the work."""
+    if dimension == "micro-batches":
+        return factor * BASE.micro_batches, 2, replace(BASE, micro_batches=factor * BASE.micro_batches)
+    layers = factor * BASE.layers
+    if dimension == "layers":
+        return layers, 2, replace(BASE, layers=layers)
+    return 2 * factor, 2 * factor, replace(BASE, layers=layers, micro_batches=2 * BASE.micro_batches)
+
+
+def _measure(info: RankInfo, size: Size, rounds: int, steps: int) -> list[tuple[Round, Round]]:
+    return pieces.duel(info, "1f1b", size, steps, rounds)

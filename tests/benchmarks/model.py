@@ -63,35 +63,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class FirstHalf(nn.Module):
-    """The first stage, cut by hand: embedding and the first half of the layers."""
-
-    def __init__(self, whole: GPT) -> None:
-        super().__init__()
-        self.embed, self.positions = whole.embed, whole.positions
-        self.layers = nn.ModuleList(list(whole.layers)[: len(whole.layers) // 2])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class SecondHalf(nn.Module):
-    """The last stage, cut by hand: the other layers, the final norm and the head."""
-
-    def __init__(self, whole: GPT) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(list(whole.layers)[len(whole.layers) // 2 :])
-        self.norm, self.head = whole.norm, whole.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over ``[batch, seq, vocabulary]`` logits."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

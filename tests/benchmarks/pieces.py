@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.schedule import make_schedule
-from tests.benchmarks.contestants import WARM_UP, Clock, Round, trainer_round
+from tests.benchmarks.contestants import WARM_UP, Clock, Round, alternate, ensure_group, trainer_round
 from tests.benchmarks.model import GPT, Size, make_batches, optimizer_of, token_loss
 from tests.harness import RankInfo
 
-STAGES = 2
 PEERS = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -48,10 +47,10 @@ class Piece(nn.Module):
 
 
 def ours(info: RankInfo, name: str, size: Size, steps: int) -> Round:
-    """This package in a Trainer."""
-    pieces = make_schedule(name, STAGES, size.micro_batches).virtual_stages
+    """This package in a Trainer, a stage per rank."""
+    pieces = make_schedule(name, info.world_size, size.micro_batches).virtual_stages
     strategy = MegatronStrategy(
-        pipeline_parallel_size=STAGES,
+        pipeline_parallel_size=info.world_size,
         micro_batch_size=size.micro_batch,
         pipeline_schedule=name,
         pipeline_split=[size.layers // pieces] * pieces,
@@ -61,11 +60,9 @@ def ours(info: RankInfo, name: str, size: Size, steps: int) -> Round:
 
 def theirs(info: RankInfo, name: str, size: Size, steps: int) -> Round:
     """torch's class in a bare loop."""
-    if not distributed.is_initialized():
-        address = f"tcp://127.0.0.1:{info.port}"
-        distributed.init_process_group("gloo", init_method=address, rank=info.rank, world_size=info.world_size)
+    ensure_group(info)
     torch.manual_seed(0)
-    whole, plan = GPT(size), make_schedule(name, STAGES, size.micro_batches)
+    whole, plan = GPT(size), make_schedule(name, info.world_size, size.micro_batches)
     indices = [plan.virtual_stage(info.rank, chunk) for chunk in range(plan.chunks)]
     stages = [
         pipelining.PipelineStage(
@@ -92,10 +89,5 @@ def theirs(info: RankInfo, name: str, size: Size, steps: int) -> Round:
 
 
 def duel(info: RankInfo, name: str, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
-    """Alternates the two contestants; who goes first alternates too."""
-    results = []
-    for index in range(rounds):
-        other = theirs(info, name, size, steps) if index % 2 else None
-        own = ours(info, name, size, steps)
-        results.append((own, other or theirs(info, name, size, steps)))
-    return results
+    """Alternates the two contestants."""
+    return alternate(lambda: ours(info, name, size, steps), lambda: theirs(info, name, size, steps), rounds)

@@ -36,7 +36,8 @@ def summarize(ranks: list[list[tuple[Round, Round]]]) -> dict[str, Any]:
 
     Returns:
         Per measure: medians in ms, the median of the ratios round by round, its quartiles, and the ratio of the best
-        rounds, which neighbours on the machine disturb least; and the last losses, which show that the work was equal.
+        rounds, which neighbours on the machine disturb least; and the last losses, which show that the work was equal;
+        and the peak of live tensors on the fullest rank.
     """
     report: dict[str, Any] = {}
     for measure, combine in (("seconds", max), ("cpu", sum)):
@@ -54,6 +55,13 @@ def summarize(ranks: list[list[tuple[Round, Round]]]) -> dict[str, Any]:
         }
     losses = [[rank[-1][side].loss for rank in ranks if not math.isnan(rank[-1][side].loss)] for side in (0, 1)]
     report["losses"] = losses
+    peaks = [max(rank[-1][side].peak for rank in ranks) for side in (0, 1)]
+    if all(peaks):
+        report["peak"] = {
+            "ours_mb": round(peaks[0] / 1e6, 3),
+            "theirs_mb": round(peaks[1] / 1e6, 3),
+            "ratio": round(peaks[0] / peaks[1], 4),
+        }
     return report
 
 
@@ -67,7 +75,9 @@ def line(name: str, peer: str, summary: dict[str, Any]) -> str:
             f"{found['ours_ms']:9.2f} {found['theirs_ms']:9.2f} {found['ratio']:6.3f} ({low:.2f}..{high:.2f}; best "
             f"{found['best']:.3f})"
         )
-    return f"{name:16s} {cells[0]}   {cells[1]}   {peer}"
+    peak = summary.get("peak")
+    held = f"{peak['ours_mb']:8.2f} {peak['theirs_mb']:8.2f} {peak['ratio']:6.3f}" if peak else 24 * " "
+    return f"{name:16s} {cells[0]}   {cells[1]}   {held}   {peer}"
 
 
 def keep(entry: dict[str, Any], path: Path = HISTORY) -> None:

@@ -95,7 +95,7 @@ class DTensorTask(SplittableTask):
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["tensor_parallel"]
-        ends, layer = (_sequence_plans if self.sequence else _plain_plans)()
+        ends, layer = (_sequence_plans if self.sequence else plain_plans)()
         for block in self.net.layers:
             parallelize_module(block, mesh, layer)
         parallelize_module(self.net, mesh, ends)
@@ -114,7 +114,8 @@ class DTensorTask(SplittableTask):
 PROJECTIONS = ("attention.query", "attention.key", "attention.value")
 
 
-def _plain_plans() -> tuple[dict[str, Any], dict[str, Any]]:
+def plain_plans() -> tuple[dict[str, Any], dict[str, Any]]:
+    """``parallelize_module`` plans of the ends of the network and of a block."""
     ends = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),

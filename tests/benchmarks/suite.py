@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tests.benchmarks import contestants, overhead, pieces, replicas, split_contestants
+from tests.benchmarks import contestants, grid_contestants, overhead, pieces, replicas, split_contestants
 from tests.benchmarks.contestants import Round
 from tests.benchmarks.model import Size
 from tests.harness import RankInfo, run_job
@@ -37,19 +37,21 @@ class Duel:
     config: str = ""
 
 
-def _of_replicas(peer: str) -> Callable[..., list[tuple[Round, Round]]]:
-    return partial(play_replicas, peer=peer)
+def _of_replicas(peer: str, ours: str = "ours") -> Callable[..., list[tuple[Round, Round]]]:
+    return partial(play_replicas, ours=ours, peer=peer)
 
 
-def play_replicas(info: RankInfo, size: Size, steps: int, rounds: int, *, peer: str) -> list[tuple[Round, Round]]:
-    """Ours against one of the data-parallel peers."""
+def play_replicas(
+    info: RankInfo, size: Size, steps: int, rounds: int, *, ours: str, peer: str
+) -> list[tuple[Round, Round]]:
+    """Ours, shared out or not, against one of the data-parallel peers."""
     entries = replicas.contestants(info.world_size)
 
     def turn(name: str) -> Round:
         strategy, task = entries[name]
         return contestants.trainer_round(info, size, steps, strategy(), size.batch // info.world_size, task)
 
-    return contestants.alternate(lambda: turn("ours"), lambda: turn(peer), rounds)
+    return contestants.alternate(lambda: turn(ours), lambda: turn(peer), rounds)
 
 
 def _by_name(play: Callable[..., Any], name: str) -> Callable[..., list[tuple[Round, Round]]]:
@@ -64,10 +66,13 @@ def cpu_duels() -> dict[str, Duel]:
     """Duels on CPU processes over gloo, by name."""
     lightning = "Lightning 2.6"
     duels = {
-        "pp2": Duel("torch Schedule1F1B", 2, _by_name(contestants.duel, "pp2"), config="1f1b, 8 micro-batches"),
-        "pp2-wide": Duel("torch Schedule1F1B", 2, _by_name(contestants.duel, "pp2"), WIDE, config="1f1b"),
-        "dp2": Duel(f"{lightning} DDPStrategy", 2, _by_name(contestants.duel, "dp2"), config="optimizer shared out"),
-        "dp2-wide": Duel(f"{lightning} DDPStrategy", 2, _by_name(contestants.duel, "dp2"), WIDE),
+        "pp2": Duel("torch Schedule1F1B", 2, _by_name(pieces.duel, "1f1b"), config="1f1b, 8 micro-batches"),
+        "pp2-wide": Duel("torch Schedule1F1B", 2, _by_name(pieces.duel, "1f1b"), WIDE, config="1f1b"),
+        "dp2": Duel(f"{lightning} DDPStrategy", 2, contestants.data_duel, config="optimizer shared out"),
+        "dp2-wide": Duel(f"{lightning} DDPStrategy", 2, contestants.data_duel, WIDE),
+        "dp2-unshared": Duel(
+            f"{lightning} DDPStrategy", 2, _of_replicas("DDP", "ours, not shared"), config="optimizer_sharding=False"
+        ),
         "dp2-zero": Duel("DDPStrategy + ZeroRedundancyOptimizer", 2, _of_replicas("DDP + Zero")),
         "dp2-fsdp": Duel("ModelParallelStrategy + fully_shard per block", 2, _of_replicas("FSDP2")),
         "empty": Duel(f"{lightning} SingleDeviceStrategy", 1, overhead.play, steps=400, config=overhead.CONFIG),
@@ -78,6 +83,8 @@ def cpu_duels() -> dict[str, Duel]:
     for name in split_contestants.DUELS:
         peer = "loss_parallel" if name == "loss" else "ModelParallelStrategy, DTensor"
         duels[f"tp2-{name}"] = Duel(peer, 2, _by_name(split_contestants.duel, name), TENSOR_SIZE)
+    grid = replace(TENSOR_SIZE, micro_batches=4, micro_batch=1)
+    duels["tp2-pp2"] = Duel("torch Schedule1F1B over DTensor stages", 4, grid_contestants.duel, grid, config="1f1b")
     return duels
 
 
