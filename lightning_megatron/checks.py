@@ -186,7 +186,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
 
 
 def check_independence(
-    optimizers: Sequence[Optimizer], least: Independence, layout: Layout, shards: int, unsplit: bool, lowered: bool
+    optimizers: Sequence[Optimizer], least: Independence, layout: Layout, shards: int, lowered: bool
 ) -> None:
     """Refuse optimizers that need more of the model at once than a rank holds.
 
@@ -195,7 +195,6 @@ def check_independence(
         least: the smallest thing that they update by itself.
         layout: axis sizes.
         shards: ranks that share the optimizer's work.
-        unsplit: whether no parameter is split over tensor-parallel ranks.
         lowered: whether layers compute with 16-bit copies of the weights.
 
     Raises:
@@ -219,12 +218,6 @@ def check_independence(
             f"{names} needs {least.value}, or calls its closure several times (found by a trial on small matrices); "
             "mixed precision updates float32 copies of the weights, which the closure does not see. Use "
             "`precision='32-true'` or 'bf16-true'."
-        )
-    if least is Independence.PARAMETER and not unsplit:
-        raise MisconfigurationException(
-            f"{names} needs whole matrices (found by a trial on small ones), but `tensor_parallel_size="
-            f"{layout.tensor}` splits them over ranks; use an optimizer that updates every element by itself, such as "
-            "AdamW, or `tensor_parallel_size=1`."
         )
 
 

@@ -24,7 +24,8 @@ from lightning_megatron.data_parallel.norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.own_split import splits_itself
 from lightning_megatron.data_parallel.placement import Placement
 from lightning_megatron.data_parallel.sharing import OptimizerSharding, Sharing, data_sharing
-from lightning_megatron.data_parallel.update import PiecewiseUpdate
+from lightning_megatron.data_parallel.update import PiecewiseUpdate, key_of
+from lightning_megatron.data_parallel.whole_matrices import Slices, WholeMatrices
 from lightning_megatron.mesh import Holders, ParallelMesh
 from lightning_megatron.pieces import PiecedTensor
 from lightning_megatron.pipeline.stage import StageModule
@@ -86,6 +87,7 @@ class ModelGradients:
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
         self._late: LateGather | None = None
+        self._wholes: WholeMatrices | None = None
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
 
@@ -141,13 +143,31 @@ class ModelGradients:
             watched=watched,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
+            gathers=whole and not self._tensor.is_trivial,
         )
+        self._wholes = self._whole_matrices() if whole and not self._tensor.is_trivial else None
         self._restore_masters()
         if self.buckets.updates_pieces or skips:
             if options.overlap_gather and replicas.shards > 1 and not watches_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
-                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late)
+                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late, self._wholes)
+
+    def _whole_matrices(self) -> WholeMatrices:
+        """What puts split matrices together for optimizers that need them whole."""
+        assert self.buckets is not None
+        names = parameter_names(self._module)
+
+        def slices_of(parameter: nn.Parameter) -> Slices | None:
+            return self._tensor.slices_of(names[id(parameter)]) if id(parameter) in names else None
+
+        pieces = [(b.parameters[index], piece) for b in self.buckets.buckets for index, piece in b.pieces.items()]
+        split = [piece.name for parameter, piece in pieces if slices_of(parameter) is not None]
+        self._tensor.check_agreement(split)
+        wholes = WholeMatrices(self._mesh.group("tensor_parallel"), slices_of)
+        for parameter, _ in pieces:
+            wholes.matrix_of(parameter)
+        return wholes
 
     def _restore_masters(self) -> None:
         """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""
@@ -246,10 +266,14 @@ class ModelGradients:
                 places.append(StatePlace(name, parameter, self._tensor.spec_of(name, parameter.shape)))
             elif index in bucket.pieces:
                 piece = bucket.pieces[index]
-                places.append(StatePlace(name, piece.update, self._spec_of(name, parameter, piece), parameter))
+                key = key_of(parameter, piece, self._wholes)
+                if key is not None:
+                    places.append(StatePlace(name, key, self._spec_of(name, parameter, key, piece), parameter))
         return places
 
-    def _spec_of(self, name: str, parameter: nn.Parameter, piece: Piece) -> ShardSpec:
+    def _spec_of(self, name: str, parameter: nn.Parameter, key: nn.Parameter, piece: Piece) -> ShardSpec:
+        if key is not piece.update:
+            return ShardSpec.whole(key.shape)
         whole = self._tensor.spec_of(name, parameter.shape)
         if piece.update.shape == parameter.shape:
             return whole
@@ -264,7 +288,7 @@ class ModelGradients:
                 piece = bucket.pieces.get(index)
                 found[name] = None
                 if piece is not None:
-                    spec = self._spec_of(bucket.names[index], parameter, piece)
+                    spec = self._spec_of(bucket.names[index], parameter, piece.update, piece)
                     found[name] = PiecedTensor(spec, piece.update.detach())
         return found
 

@@ -16,6 +16,7 @@ from lightning_megatron import checks, lightning_state
 from lightning_megatron.assembly import Assembled
 from lightning_megatron.data_parallel.independence import Independence, smallest_independence
 from lightning_megatron.data_parallel.loss_scale import LossScale
+from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.gradients import GradientOptions
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
@@ -82,7 +83,8 @@ class OptimizationStrategy(StateStrategy):
             checks.check_own_gradients(self.loss_scale, self._nonfinite, gradients.options.reduce_dtype)
             return
         least = self._check_optimizers()
-        if not self._assembled.needs_gradients:
+        puts_together = least is Independence.PARAMETER and not self._tensor_state.is_trivial
+        if not (self._assembled.needs_gradients or puts_together):
             return
         if self.loss_scale is not None:
             checks.check_scaled(module)
@@ -102,8 +104,9 @@ class OptimizationStrategy(StateStrategy):
         gradients, layout, least = self._engine.model_gradients, self.mesh.layout, Independence.ELEMENT
         shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
         if shards * layout.pipeline * layout.tensor > 1 or lowered:
-            least = smallest_independence(self.optimizers, self.root_device)
-        checks.check_independence(self.optimizers, least, layout, shards, self._tensor_state.is_trivial, lowered)
+            declared = declared_elementwise(gradients.options.sharding)
+            least = smallest_independence(self.optimizers, self.root_device, declared)
+        checks.check_independence(self.optimizers, least, layout, shards, lowered)
         return least
 
     @property

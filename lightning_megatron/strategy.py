@@ -90,7 +90,8 @@ class MegatronStrategy(PlannedStrategy):
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
-            other n. ``False`` keeps the whole state on every replica.
+            other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
+            out otherwise. ``False`` keeps the whole state on every replica.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
             Does nothing where a hook of the module or of a callback may look at weights in between.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by

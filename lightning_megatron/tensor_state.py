@@ -99,6 +99,25 @@ class TensorState:
             logical[name] = value
         return logical
 
+    def slices_of(self, name: str) -> tuple[ShardSpec, ...] | None:
+        """What every rank of the tensor group holds of a parameter; ``None`` if each has all of it."""
+        return tuple(specs[name] for specs in self._everyone) if name in self._split else None
+
+    def check_agreement(self, names: list[str]) -> None:
+        """Refuse parameters that lie elsewhere on other ranks of the tensor group; collective over it.
+
+        Raises:
+            RuntimeError: with the names of this rank and of another.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, names, group=self._group)
+        for rank, other in enumerate(gathered):
+            if other != names:
+                raise RuntimeError(
+                    f"an optimizer that needs whole matrices updates {names} here and {other} on tensor-parallel rank "
+                    f"{rank}, because their slices differ in size; use a `tensor_parallel_size` that divides all heads."
+                )
+
     def spec_of(self, name: str, shape: torch.Size) -> ShardSpec:
         """The part of logical parameter ``name`` that a local tensor of ``shape`` is."""
         spec = self._split.get(name)

@@ -107,11 +107,6 @@ class Bucket:
         """Whether the layers compute with other numbers than the optimizer keeps."""
         return self.master is not None and self.weights is not None and self.master.dtype != self.weights.dtype
 
-    def update_of(self, index: int) -> nn.Parameter | None:
-        """What stands in for a parameter in the optimizer, if this rank has a piece of it."""
-        piece = self.pieces.get(index)
-        return None if piece is None else piece.update
-
     def resume(self, factor: float, replicas: int) -> None:
         """Go on adding to sums: bring them to the scale of what is added, and count what each rank holds once.
 
@@ -197,6 +192,7 @@ def make_bucket(
     shared: bool,
     lowered: Mapping[str, torch.dtype],
     whole: bool = False,
+    gathers: bool = False,
 ) -> Bucket:
     """Lay out a bucket and point its parameters at it.
 
@@ -206,10 +202,11 @@ def make_bucket(
         shared: whether other stages or tensor-parallel ranks do.
         lowered: names of parameters that layers use in another dtype than the optimizer's, and that dtype.
         whole: whether no parameter may be cut.
+        gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
     """
     names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
     first, low = parameters[0], lowered.get(names[0])
-    moves = sharing.shards > 1 or low is not None
+    moves = sharing.shards > 1 or low is not None or gathers
     placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=whole)
     main = first.dtype if low is None else torch.float32
     flat = torch.zeros(placement.total + len(parameters), dtype=main, device=first.device)

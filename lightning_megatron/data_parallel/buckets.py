@@ -43,6 +43,7 @@ class GradientBuckets:
         watched: whether the user's code looks at ``.grad`` after a reduction.
         inspect: whether to note which gradients of this rank are not finite before they are summed.
         reduce_dtype: dtype in which sums over replicas travel; by default that of the main gradients.
+        gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class GradientBuckets:
         watched: bool = False,
         inspect: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        gathers: bool = False,
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
@@ -67,6 +69,7 @@ class GradientBuckets:
         self._watched = watched
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
+        self._gathers = gathers
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
@@ -233,7 +236,9 @@ class GradientBuckets:
             self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
-        bucket = make_bucket(members, sharing, shared=shared, lowered=self._lowered, whole=self._whole)
+        bucket = make_bucket(
+            members, sharing, shared=shared, lowered=self._lowered, whole=self._whole, gathers=self._gathers
+        )
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index

@@ -33,10 +33,21 @@ class Independence(Enum):
     NONE = "all parameters together"
 
 
-def smallest_independence(optimizers: Sequence[Optimizer], device: torch.device) -> Independence:
-    """The least that any of the optimizers allows, agreed over all ranks (one may hold nothing to try it with)."""
+def smallest_independence(
+    optimizers: Sequence[Optimizer], device: torch.device, elementwise: bool | None = None
+) -> Independence:
+    """The least that any of the optimizers allows, agreed over all ranks (one may hold nothing to try it with).
+
+    Args:
+        optimizers: of the module.
+        device: where their parameters are.
+        elementwise: what the user declares: ``True`` is taken for granted, ``False`` allows whole parameters at best.
+    """
+    if elementwise:
+        return Independence.ELEMENT
     order = list(Independence)
     found = max((order.index(independence_of(optimizer, device)) for optimizer in optimizers), default=0)
+    found = max(found, 0 if elementwise is None else order.index(Independence.PARAMETER))
     agreed = torch.tensor(found, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return order[int(agreed)]

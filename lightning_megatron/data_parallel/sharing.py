@@ -60,16 +60,24 @@ def check_sharding(sharding: object) -> None:
     """Refuse values that cannot be meant.
 
     Raises:
-        ValueError: neither a truth value nor ``{"shard": n}``.
+        ValueError: neither a truth value nor a dict with ``"shard"``, ``"elementwise"`` or both.
     """
     if isinstance(sharding, bool):
         return
-    size = sharding.get("shard") if isinstance(sharding, Mapping) and set(sharding) == {"shard"} else None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    options = dict(sharding) if isinstance(sharding, Mapping) else {}
+    size, declared = options.pop("shard", 1), options.pop("elementwise", True)
+    known = isinstance(sharding, Mapping) and sharding and not options and isinstance(declared, bool)
+    if not known or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
-            f"`optimizer_sharding={sharding!r}` must be True, False, or {{'shard': n}} with the number n of replicas "
-            "over which one copy of the optimizer's state is spread."
+            f"`optimizer_sharding={sharding!r}` must be True, False, or a dict with one or both of: 'shard', how many "
+            "replicas one copy of the optimizer's state is spread over; 'elementwise', False if the optimizer "
+            "needs whole parameters."
         )
+
+
+def declared_elementwise(sharding: OptimizerSharding) -> bool | None:
+    """What the user says of the optimizer: whether it updates every element by itself; ``None`` if nothing."""
+    return bool(sharding["elementwise"]) if isinstance(sharding, Mapping) and "elementwise" in sharding else None
 
 
 def data_sharing(mesh: ParallelMesh, sharding: OptimizerSharding) -> Sharing:
@@ -82,7 +90,7 @@ def data_sharing(mesh: ParallelMesh, sharding: OptimizerSharding) -> Sharing:
     if replicas == 1:
         return Sharing()
     group = mesh.group("data_parallel")
-    size = replicas if sharding is True else 1 if sharding is False else sharding["shard"]
+    size = sharding.get("shard", replicas) if isinstance(sharding, Mapping) else replicas if sharding else 1
     if replicas % size:
         fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
         raise ValueError(

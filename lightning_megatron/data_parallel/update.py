@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_megatron.data_parallel.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.late_gather import LateGather
+from lightning_megatron.data_parallel.whole_matrices import WholeMatrices
 
 
 class PiecewiseUpdate:
@@ -38,10 +39,17 @@ class PiecewiseUpdate:
         optimizer: as ``configure_optimizers`` returned it.
         buckets: gives the pieces.
         late: waits for gathered weights later; by default the step ends when they are there.
+        wholes: puts matrices together that tensor-parallel ranks hold in slices, for an optimizer that needs them.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: GradientBuckets, late: LateGather | None = None) -> None:
-        self._late = late
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: GradientBuckets,
+        late: LateGather | None = None,
+        wholes: WholeMatrices | None = None,
+    ) -> None:
+        self._late, self._wholes = late, wholes
         self._optimizer = optimizer
         self._buckets = buckets
         self._parameters: list[list[nn.Parameter]] | None = None
@@ -71,6 +79,8 @@ class PiecewiseUpdate:
             for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
                 group["params"] = parameters
             self._parameters = None
+        if self._wholes is not None:
+            self._wholes.release()
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """The optimizer's parameters of which this rank has a piece, and the piece."""
@@ -91,8 +101,9 @@ class PiecewiseUpdate:
             bucket, index = self._buckets.place_of(parameter) or (None, 0)
             if bucket is not None and bucket.weights is not None:
                 values, piece = state.pop(parameter), bucket.pieces.get(index)
-                if piece is not None:
-                    state[piece.update] = {key: _cut(value, parameter, piece) for key, value in values.items()}
+                key = key_of(parameter, piece, self._wholes) if piece is not None else None
+                if piece is not None and key is not None:
+                    state[key] = {name: _cut(value, parameter, piece, key) for name, value in values.items()}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -112,6 +123,8 @@ class PiecewiseUpdate:
             bucket.recover_weights()
         self.cut_state()
         self._parameters = [group["params"] for group in self._optimizer.param_groups]
+        if self._wholes is not None and not self._skips:
+            self._wholes.gather(list(self.pieces()))
         for group in self._optimizer.param_groups:
             found = [] if self._skips else [self._update_of(parameter) for parameter in group["params"]]
             group["params"] = [update for update in found if update is not None]
@@ -120,7 +133,10 @@ class PiecewiseUpdate:
         """What the optimizer updates in place of a parameter; ``None`` if this rank has no part in it."""
         bucket, index = self._buckets.place_of(parameter) or (None, 0)
         if bucket is not None:
-            return parameter if bucket.weights is None else bucket.update_of(index)
+            piece = bucket.pieces.get(index)
+            if bucket.weights is None or piece is None:
+                return parameter if bucket.weights is None else None
+            return key_of(parameter, piece, self._wholes)
         if parameter.grad is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient although it was frozen when the batch "
@@ -130,6 +146,8 @@ class PiecewiseUpdate:
         return None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._wholes is not None:
+            self._wholes.scatter()
         self.restore()
         skipped, self._skips = self._skips, False
         if not skipped:
@@ -146,7 +164,8 @@ class PiecewiseUpdate:
         """Let ``optimizer.state_dict()`` number states by the parameters in the groups; values are those of pieces."""
         self.cut_state()
         self._state, own = optimizer.state, dict(optimizer.state)
-        named = {parameter: own.pop(piece.update) for parameter, piece in self.pieces() if piece.update in own}
+        keys = [(parameter, key_of(parameter, piece, self._wholes)) for parameter, piece in self.pieces()]
+        named = {parameter: own.pop(key) for parameter, key in keys if key is not None and key in own}
         optimizer.state = defaultdict(dict, own | named)
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -175,9 +194,26 @@ class _EnteringClosure:
         return result
 
 
-def _cut(value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
-    """State of a parameter -> state of its piece; numbers, and tensors of another shape, are for the whole."""
+def key_of(parameter: nn.Parameter, piece: Piece, wholes: WholeMatrices | None) -> nn.Parameter | None:
+    """What an optimizer updates, and keeps state for, in place of a piece; ``None`` if another rank does."""
+    matrix = wholes.matrix_of(parameter) if wholes is not None else None
+    if matrix is None or wholes is None:
+        return piece.update
+    return matrix.update if wholes.owns(matrix) else None
+
+
+def _cut(value: Any, parameter: nn.Parameter, piece: Piece, key: nn.Parameter) -> Any:
+    """State of a parameter -> state of its piece; numbers, and tensors of another shape, are for the whole.
+
+    Raises:
+        RuntimeError: the optimizer made state for a slice of a matrix that it is to update as a whole.
+    """
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+        if key is not piece.update:
+            raise RuntimeError(
+                f"the optimizer made state for a slice of shape {tuple(parameter.shape)} of a matrix of shape "
+                f"{tuple(key.shape)}, which it needs whole; make state in `step`, or use `tensor_parallel_size=1`."
+            )
         part = value.detach().reshape(-1)[piece.part.start : piece.part.stop]
         return part.clone().view(piece.update.shape)
     return value

@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
     "lion": lambda groups: Lion(groups, lr=1e-3),
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+    "muon": lambda groups: torch.optim.Muon(groups[:1], lr=1e-2),  # takes matrices only; the rest is not trained
 }
 
 
@@ -180,6 +181,7 @@ def train(info: RankInfo, setup: Setup, resume: str | None = None, save: str | N
         "rates": watch.rates,
         "weights": {name: value.detach().clone() for name, value in whole.items()},
         "state_elements": sum(v.numel() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
+        "updates_matrices": any(key.dim() > 1 for key in optimizer.state),
         "holds_module": set(members) <= {id(p) for p in module.parameters()},
     }
 
