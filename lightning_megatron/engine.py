@@ -17,7 +17,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from lightning_megatron.batch_metrics import MetricCalls
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
 from lightning_megatron.gradients import GradientOptions, ModelGradients
@@ -123,6 +125,7 @@ class StepEngine:
         self._reduces = True
         self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
         self.bad_micro_batch: int | None = None
+        self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
 
     @property
@@ -145,11 +148,6 @@ class StepEngine:
             self._segments.remove()
             self._segments = None
         self._executor = None
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step of the user is running."""
-        return self.recorder is not None
 
     def is_plain(self, batch: Any) -> bool:
         """Whether this batch takes the plain way: one stage, one micro-batch."""
@@ -266,6 +264,7 @@ class StepEngine:
         with self.recording(name), self._streams.step(training=scales is not None):
             recorder = self.recorder
             assert recorder is not None
+            recorder.metric_calls = MetricCalls(self._metric_copies) if len(parts) > 1 else None
             step = Step(schedule, _Recorded(call, recorder, weights), parts, name, scales)
             if self._stage is None:
                 self._run_single(step)

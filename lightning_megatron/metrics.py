@@ -1,7 +1,8 @@
 """torchmetrics objects under a pipeline: updated where the step ends, read everywhere.
 
 Only the last stage updates a metric. Its states are summed over the replicas of that stage, and ``compute()`` called
-outside a step hands the value to the other stages.
+outside a step hands the value to the other stages. What a call returns in a step of several micro-batches is logged as
+the batch's value (:mod:`~lightning_megatron.batch_metrics`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_megatron.batch_metrics import MetricCalls, MetricWatch
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
+from lightning_megatron.replay import LogRecorder
 
 
 class _GatherOverReplicas:
@@ -39,21 +42,27 @@ class MetricRouter:
     Args:
         mesh: the grid.
         device: where tensors live.
-        in_step: says whether a step is running, when only the last stage computes.
+        recorder: of the logs of the step that is running; only the last stage computes then.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device, in_step: Callable[[], bool]) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, recorder: Callable[[], LogRecorder | None]) -> None:
         self._device = device
         self._pipeline_group = mesh.group("pipeline_parallel")
         self._gather = _GatherOverReplicas(mesh.group("data_parallel"))
         self._alone = mesh.layout.pipeline == 1
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
-        self._in_step = in_step
+        self._recorder = recorder
+        self._watch = MetricWatch(self._calls)
         self._attached: list[tuple[Metric, Any, Any]] = []
+
+    def _calls(self) -> MetricCalls | None:
+        recorder = self._recorder()
+        return recorder.metric_calls if recorder is not None else None
 
     def attach(self, module: nn.Module) -> None:
         """Take over every metric inside ``module`` that is not attached yet."""
+        self._watch.attach(module)
         known = {id(metric) for metric, _, _ in self._attached}
         for metric in module.modules():
             if not isinstance(metric, Metric) or id(metric) in known:
@@ -65,6 +74,7 @@ class MetricRouter:
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
+        self._watch.detach()
         for metric, compute, sync in self._attached:
             metric.compute = compute  # type: ignore[method-assign]
             metric.dist_sync_fn = sync
@@ -72,7 +82,7 @@ class MetricRouter:
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""
-        if self._alone or self._in_step():
+        if self._alone or self._recorder() is not None:
             return compute(*args, **kwargs)
         if self._has_loss:
             value = compute(*args, **kwargs)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.batch_metrics import BatchValue, MetricCalls
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
 
@@ -63,7 +64,16 @@ class _Recorded:
     key: LogKey
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    sources: list[BatchValue | None] = field(default_factory=list)
     batch_size: int | None = None
+
+    def whole(self) -> Any:
+        """The value that a metric has for the whole batch, if one metric stands behind every micro-batch's value."""
+        first = self.sources[0] if self.sources else None
+        if first is None or any(source != first for source in self.sources):
+            return None
+        value = first.compute()
+        return value if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def operation_of(reduce_fx: Any) -> str:
@@ -92,11 +102,14 @@ class LogRecorder:
         self._counts: dict[str, int] = {}
         self._weight = 1.0
         self.rank_zero_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.metric_calls: MetricCalls | None = None
 
     def begin_micro_batch(self, weight: float) -> None:
         """Say that the calls which follow belong to a new micro-batch of this weight."""
         self._weight = weight
         self._counts = {}
+        if self.metric_calls is not None:
+            self.metric_calls.begin_micro_batch()
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""
@@ -112,6 +125,8 @@ class LogRecorder:
         if record is None:
             record = self._records[(name, occurrence)] = _Recorded(self._key(name, value, options))
         record.values.append(self._as_tensor(value))
+        if self.metric_calls is not None:
+            record.sources.append(self.metric_calls.behind(value))
         batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
         if batch_size is not None:
@@ -152,9 +167,11 @@ class LogRecorder:
         keys = [record.key for record in self._records.values()]
         rows = torch.zeros(len(keys), 3, dtype=torch.float64, device=device)
         for row, record in zip(rows, self._records.values(), strict=True):
-            values = torch.stack([value.to(device=device, dtype=torch.float64) for value in record.values])
+            whole = record.whole()
+            found = record.values if whole is None else [self._as_tensor(whole)] * len(record.values)
+            values = torch.stack([value.to(device=device, dtype=torch.float64) for value in found])
             weights = torch.tensor(record.weights, dtype=torch.float64, device=device)
-            row[0] = _combine(record.key.operation, values, weights)
+            row[0] = _combine(record.key.operation if whole is None else "max", values, weights)
             row[1] = weights.sum()
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
         return keys, rows

@@ -286,8 +286,8 @@ class MegatronStrategy(PlannedStrategy):
             self.load_initial_weights(path)
         layout = self.mesh.layout
         self._metrics = None
-        if layout.pipeline * layout.tensor > 1:
-            self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.in_step)
+        if layout.pipeline * layout.tensor > 1 or self._engine_options.micro_batch_size != "auto":
+            self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.recorder)
 
     @property
     def _streams(self) -> SegmentStreams | None:

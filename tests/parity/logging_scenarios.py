@@ -63,6 +63,32 @@ class Talkative(TokenTask):
         self.log_dict(self.top)
 
 
+class Scored(TokenTask):
+    """Logs scores of a batch that are no means over its samples: as metrics, and as what calling a metric returned."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+        options = {"task": "multiclass", "num_classes": 29, "average": "macro"}
+        scores = {"f1": torchmetrics.F1Score(**options), "precision": torchmetrics.Precision(**options)}
+        self.scores = torch.nn.ModuleDict({"logged": torchmetrics.MetricCollection(scores)})
+        self.called = torchmetrics.MetricCollection(scores, prefix="called_").clone()
+        self.recall = torchmetrics.Recall(**options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        predicted = logits.argmax(-1)
+        self.scores["logged"](predicted, batch[1])
+        self.log_dict(self.scores["logged"], on_step=True, on_epoch=True)
+        self.log_dict(self.called(predicted, batch[1]))
+        self.log("recall", self.recall(predicted, batch[1]), reduce_fx="max")
+        self.log("recall_of_start", self.recall(predicted[:, :4], batch[1][:, :4]))
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({f"{name}_whole": value for name, value in self.called.compute().items()})
+        self.called.reset()
+
+
 class Record(Callback):
     """Copies all three views of the metrics after every batch and epoch."""
 
@@ -94,6 +120,14 @@ def everything_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[
     trainer = trainer_for(info, layout, arguments, max_epochs=2, callbacks=[record])
     torch.manual_seed(1)
     trainer.fit(Talkative())
+    return record.rows
+
+
+def batches_scored(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    record = Record()
+    trainer = trainer_for(info, layout, arguments, max_epochs=2, limit_val_batches=1, callbacks=[record])
+    torch.manual_seed(1)
+    trainer.fit(Scored())
     return record.rows
 
 

@@ -20,6 +20,11 @@ def test_every_kind_of_logged_value_arrives_in_every_view(layout: tuple[int, int
     compare_scenario(logging.everything_logged, layout)
 
 
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 1), marks=pytest.mark.wide)], ids=["pp2", "pp1"])
+def test_scores_of_a_batch_that_are_no_means_are_those_of_the_whole_batch(layout: tuple[int, int]) -> None:
+    compare_scenario(logging.batches_scored, layout)
+
+
 def test_loggers_monitors_and_early_stopping_see_the_same_run() -> None:
     reference = one_process(logging.files_written)
     first, *others = [outcome.value for outcome in run_trainers(logging.files_written, (2, 1), {}, devices=2)]

@@ -1,0 +1,144 @@
+"""What a torchmetrics object says about a whole batch, when its calls see one micro-batch each.
+
+``self.log("f1", self.f1(predictions, classes))`` logs the value of a batch. An accuracy of a batch is the mean of its
+micro-batches' accuracies; an F1 score, a precision or an area under a curve is not. So a call inside a step of several
+micro-batches also updates a copy of the metric that sees this batch alone, and what is logged is the copy's value::
+
+    micro-batch   0             1             2
+    metric        f1(...) ──▶ value 0  ...           whatever the step computes with it
+    copy          update ─────▶ update ────▶ update ──▶ compute ──▶ logged once
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
+
+
+@dataclass(frozen=True)
+class BatchValue:
+    """Where the value of a batch comes from.
+
+    Attributes:
+        metric: the copy that has seen the batch.
+        part: key of the value, where ``compute`` returns a dictionary.
+    """
+
+    metric: Metric
+    part: str | None = None
+
+    def compute(self) -> Any:
+        """The value of the batch, over the samples of this replica."""
+        value = self.metric.compute()
+        return value if self.part is None else value[self.part]
+
+
+class MetricCalls:
+    """The calls of torchmetrics objects during one step.
+
+    Args:
+        copies: of metrics, by the metric's identity and how often it was called before in the same micro-batch; kept
+            from step to step.
+    """
+
+    def __init__(self, copies: dict[tuple[int, int], Metric]) -> None:
+        self._copies = copies
+        self._counts: Counter[int] = Counter()
+        self._started: set[tuple[int, int]] = set()
+        self._latest: dict[int, BatchValue] = {}
+        self._values: dict[int, tuple[Any, BatchValue]] = {}
+
+    def begin_micro_batch(self) -> None:
+        """Say that the calls which follow belong to a new micro-batch."""
+        self._counts.clear()
+
+    def note(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """Follow one call of ``metric`` that returned ``value``."""
+        place = (id(metric), self._counts[id(metric)])
+        self._counts[id(metric)] += 1
+        copied = self._copy(metric, place)
+        copied.update(*args, **kwargs)
+        self._latest[id(metric)] = BatchValue(copied)
+        parts = value if isinstance(value, Mapping) else {None: value}
+        for name, part in parts.items():
+            self._values[id(part)] = (part, BatchValue(copied, name))
+
+    def behind(self, value: Any) -> BatchValue | None:
+        """Where the value of the batch comes from, if ``value`` is a metric, or what a metric's call returned."""
+        if isinstance(value, Metric):
+            return self._latest.get(id(value))
+        found = self._values.get(id(value))
+        return found[1] if found is not None and found[0] is value else None
+
+    def _copy(self, metric: Metric, place: tuple[int, int]) -> Metric:
+        if place not in self._copies:
+            self._copies[place] = _without_exchange(metric)
+        if place not in self._started:
+            self._started.add(place)
+            self._copies[place].reset()
+        return self._copies[place]
+
+
+def _without_exchange(metric: Metric) -> Metric:
+    """A copy that computes from its own states alone, and that nobody watches."""
+    copied = copy.deepcopy(metric)
+    for part in copied.modules():
+        if isinstance(part, Metric):
+            part.sync_on_compute = part._to_sync = False
+            part._forward_hooks.clear()
+            part._forward_hooks_with_kwargs.clear()
+    return copied
+
+
+class MetricWatch:
+    """Hears of every call of the metrics of a module while it is attached.
+
+    Args:
+        calls: the running step's calls, if one of several micro-batches is running.
+    """
+
+    def __init__(self, calls: Callable[[], MetricCalls | None]) -> None:
+        self._hook = _CallHook(calls)
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Watch every metric inside ``module``; those of an earlier call are watched once."""
+        self.detach()
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                self._handles.append(metric.register_forward_hook(self._hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _CallHook:
+    """A forward hook; a copied metric shares it, and one that is pickled leaves it behind."""
+
+    def __init__(self, calls: Callable[[], MetricCalls | None]) -> None:
+        self._calls = calls
+
+    def __call__(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        calls = self._calls()
+        if calls is not None:
+            calls.note(metric, args, kwargs, value)
+
+    def __deepcopy__(self, memo: Any) -> _CallHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _CallHook, (_no_calls,)
+
+
+def _no_calls() -> None:
+    return None
