@@ -19,6 +19,8 @@ from lightning_megatron.data_parallel.loss_scale import LossScale
 from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.gradients import GradientOptions
+from lightning_megatron.hook_logs import HookLogs
+from lightning_megatron.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.state_strategy import StateStrategy
 from lightning_megatron.step_guard import NonFinite, StepGuard
@@ -33,6 +35,7 @@ class OptimizationStrategy(StateStrategy):
     _assembled: Assembled | None
     _nonfinite: NonFinite
     _guard: StepGuard | None
+    _hook_logs: HookLogs | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -79,6 +82,10 @@ class OptimizationStrategy(StateStrategy):
         """Lay out gradient buckets, and let the optimizers update this rank's share."""
         assert self._assembled is not None and self.lightning_module is not None
         gradients, module = self._engine.model_gradients, self.lightning_module
+        watched = watches_gradients(module, lightning_state.callbacks_of(trainer))
+        layout = self.mesh.layout
+        shared = layout.pipeline * layout.tensor > 1 and not self._engine.splits_itself
+        self._hook_logs = HookLogs(self.mesh, self.root_device) if shared and watched else None
         if self._engine.splits_itself:
             checks.check_own_gradients(self.loss_scale, self._nonfinite, gradients.options.reduce_dtype)
             return
@@ -94,7 +101,7 @@ class OptimizationStrategy(StateStrategy):
             self._assembled.groups,
             self.optimizers,
             whole=least is not Independence.ELEMENT,
-            watched=watches_gradients(module, lightning_state.callbacks_of(trainer)),
+            watched=watched,
             skips=self._guard.watches,
             watches_weights=watches_weights(module, lightning_state.callbacks_of(trainer)),
         )
@@ -159,12 +166,31 @@ class OptimizationStrategy(StateStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """Step; an optimizer whose step fails gets its parameters back."""
+        """Step; an optimizer whose step fails gets its parameters back. What hooks log meanwhile is put together."""
+        logs = self._hook_logs
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            if logs is not None:
+                logs.hold()
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         except BaseException:
             self._engine.model_gradients.restore()
+            if logs is not None:
+                logs.release()
             raise
+        if logs is not None:
+            assert self.lightning_module is not None
+            logs.flush(self.lightning_module, self._log)
+        return result
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
+        module = self.lightning_module
+        assert module is not None
+        if self._assembled is not None and self._engine.recorder is not None:
+            self._engine.recorder.log(*args, **kwargs)
+        elif self._hook_logs is None or not self._hook_logs.take(module, args, kwargs):
+            replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
+            log_everywhere(module, replicas, args, kwargs)
 
     def gradient_norm(self, parameters: Any | None = None) -> Tensor:
         """2-norm of the gradients over the whole model, every parameter counted once; collective over all ranks.

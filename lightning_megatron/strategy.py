@@ -25,7 +25,7 @@ from lightning_megatron.gradients import GradientOptions
 from lightning_megatron.initial_weights import start_from
 from lightning_megatron.layer_profile import insert_profile
 from lightning_megatron.layout_choice import Choice, check_layout
-from lightning_megatron.log_replay import ALREADY_REDUCED, LogReplay, log_everywhere
+from lightning_megatron.log_replay import LogReplay
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.optimization_strategy import insert_gradient_norm
 from lightning_megatron.parallelize import ParallelReport, explain
@@ -422,15 +422,6 @@ class MegatronStrategy(PlannedStrategy):
             return step(batch, *args[1:], **kwargs)
         first = next(iter(kwargs))
         return step(**{**kwargs, first: batch})
-
-    def _log(self, *args: Any, **kwargs: Any) -> None:
-        """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
-        assert self.lightning_module is not None
-        if self._assembled is not None and self._engine.recorder is not None:
-            self._engine.recorder.log(*args, **kwargs)
-            return
-        replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
-        log_everywhere(self.lightning_module, replicas, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""

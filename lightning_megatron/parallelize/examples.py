@@ -1,4 +1,4 @@
-"""A tiny input for a module nobody has described: token ids, or a hidden state."""
+"""A tiny input for a module nobody has described: token ids, an image, or a hidden state."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
             continue
         if any(result.sources.values()):
             return _with_siblings(module, guess, result), ""
+        reason = f"{guess.name or type(module).__name__} runs, but no linear layer of it feeds another one"
     return None, reason
 
 
@@ -135,10 +136,29 @@ def _hugging_face_inputs(model: Any) -> dict[str, Any]:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     ids = token_ids(model, getattr(config, "vocab_size", 8))
     if model.main_input_name != "input_ids":
-        return dict(model.dummy_inputs)
+        return _signals(model, ids)
     if getattr(model.config, "is_encoder_decoder", False):
         return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
     return {"input_ids": ids, "use_cache": False} if hasattr(config, "use_cache") else {"input_ids": ids}
+
+
+def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Random images or sounds of the size that the configuration names, with ids for a decoder beside them."""
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", 64)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    frames = 2 * getattr(config, "max_source_positions", 50)
+    shapes = {
+        "pixel_values": (BATCH, getattr(config, "num_channels", 3), height, width),
+        "input_features": (BATCH, getattr(config, "num_mel_bins", 80), frames),
+        "input_values": (BATCH, 40 * frames),
+    }
+    if model.main_input_name not in shapes:
+        return dict(model.dummy_inputs)
+    device, dtype = _device_and_dtype(model)
+    values = torch.randn(shapes[model.main_input_name], generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    decoder = {"decoder_input_ids": ids, "use_cache": False} if model.config.is_encoder_decoder else {}
+    return {model.main_input_name: values, **decoder}
 
 
 def _guesses(module: nn.Module) -> Iterator[Example]:

@@ -29,7 +29,18 @@ class Resolver:
             return self._resolve_attribute(node)
         if isinstance(node, ast.Subscript):
             return self._resolve_subscript(node)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) >= 2:
+            name = self._string(node.args[1])
+            return self._resolve_attribute(ast.Attribute(node.args[0], name)) if name else None
         return None
+
+    def _string(self, node: ast.expr) -> str:
+        """The text that an expression stands for, a constant or an attribute of a module; empty if it is neither."""
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Attribute):
+            base = self.resolve(node.value)
+            value = getattr(base, node.attr, None) if isinstance(base, nn.Module) else None
+        return value if isinstance(value, str) else ""
 
     def _resolve_attribute(self, node: ast.Attribute) -> Any:
         if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super" and self.owner_class:

@@ -12,6 +12,7 @@ import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
@@ -89,6 +90,17 @@ class Scored(TokenTask):
         self.called.reset()
 
 
+class Norms(TokenTask):
+    """Logs norms of gradients before the update, as Lightning's documentation does."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log_dict(grad_norm(next(iter(self.net.children())), norm_type="inf"))
+
+
 class Record(Callback):
     """Copies all three views of the metrics after every batch and epoch."""
 
@@ -128,6 +140,14 @@ def batches_scored(info: RankInfo, layout: Layout | None, arguments: Mapping[str
     trainer = trainer_for(info, layout, arguments, max_epochs=2, limit_val_batches=1, callbacks=[record])
     torch.manual_seed(1)
     trainer.fit(Scored())
+    return record.rows
+
+
+def gradients_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    record = Record()
+    trainer = trainer_for(info, layout, arguments, max_steps=3, limit_val_batches=0, callbacks=[record])
+    torch.manual_seed(1)
+    trainer.fit(Norms())
     return record.rows
 
 

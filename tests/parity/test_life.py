@@ -25,6 +25,14 @@ def test_scores_of_a_batch_that_are_no_means_are_those_of_the_whole_batch(layout
     compare_scenario(logging.batches_scored, layout)
 
 
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.wide)], ids=["pp2", "pp2xtp2"])
+def test_norms_of_gradients_that_a_hook_logs_are_those_of_the_whole_model(tensor: int) -> None:
+    arguments = {"tensor_parallel_size": tensor}
+    reference = one_process(logging.gradients_logged)
+    for outcome in run_trainers(logging.gradients_logged, (2, 1), arguments, devices=2 * tensor):
+        assert not list(differences("", outcome.value, reference, 1e-9))
+
+
 def test_loggers_monitors_and_early_stopping_see_the_same_run() -> None:
     reference = one_process(logging.files_written)
     first, *others = [outcome.value for outcome in run_trainers(logging.files_written, (2, 1), {}, devices=2)]

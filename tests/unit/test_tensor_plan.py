@@ -149,3 +149,24 @@ def test_command_prints_the_plan_of_a_config(tmp_path):
     assert "model.layers.*.self_attn.q_proj" in result.output and f"{VOCABULARY}x32" in result.output
     refused = CliRunner().invoke(app, ["explain", "--hf-config", str(tmp_path), "--tensor", "3"])
     assert refused.exit_code != 0 and "not divisible" in refused.output
+
+
+@pytest.mark.parametrize("kind", ["images", "sounds"])
+def test_models_of_images_and_sounds_are_read_on_inputs_of_the_configured_size(kind):
+    import transformers
+
+    common = {"num_attention_heads": 4, "num_hidden_layers": 2}
+    if kind == "images":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "image_size": 8, "patch_size": 4}
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(**common, **sizes))
+        names = {"vit.layers.*.attention.q_proj", "vit.layers.*.mlp.fc2"}
+    else:
+        config = transformers.WhisperConfig(
+            **{"vocab_size": 64, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48},
+            **{"decoder_ffn_dim": 48, "max_source_positions": 10, "pad_token_id": 0, "decoder_start_token_id": 1},
+        )
+        model = transformers.WhisperForConditionalGeneration(config)
+        names = {"model.encoder.layers.*.self_attn.q_proj", "model.decoder.layers.*.encoder_attn.out_proj"}
+    split = {generalize(name) for name, sharding in explain(model, 2).parameters.items() if not sharding.replicated}
+    assert names <= {name.rpartition(".")[0] for name in split}

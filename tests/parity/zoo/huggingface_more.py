@@ -27,6 +27,7 @@ _BASE: dict[str, Any] = {
 _GROUPED = {**_BASE, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _BERT = {**_BASE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5}
+_IMAGE = {"image_size": 8, "patch_size": 4}
 
 CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", _GROUPED),
@@ -64,7 +65,20 @@ CLASSIFIERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_labels": 5,
         },
     ),
-    "vit_classifier": ("ViTConfig", "ViTForImageClassification", {**_BERT, "image_size": 8, "patch_size": 4}),
+    "llama_classifier": ("LlamaConfig", "LlamaForSequenceClassification", {**_GROUPED, "num_labels": 5}),
+    "electra_classifier": ("ElectraConfig", "ElectraForSequenceClassification", {**_BERT, "embedding_size": 8}),
+    "deberta_classifier": (
+        "DebertaV2Config",
+        "DebertaV2ForSequenceClassification",
+        {**_BERT, "relative_attention": True, "pos_att_type": "c2p|p2c", "position_buckets": 8, "share_att_key": True},
+    ),
+    "vit_classifier": ("ViTConfig", "ViTForImageClassification", {**_BERT, **_IMAGE}),
+    "deit_classifier": ("DeiTConfig", "DeiTForImageClassification", {**_BERT, **_IMAGE}),
+    "beit_classifier": (
+        "BeitConfig",
+        "BeitForImageClassification",
+        {**_BERT, **_IMAGE, "drop_path_rate": 0.0, "use_relative_position_bias": True},
+    ),
 }
 
 
