@@ -32,7 +32,7 @@ from lightning_megatron.planner.topology import (
     step_volumes,
 )
 
-_FACTS = ("batch_size", "seq", "heads", "cluster")
+_FACTS = ("batch_size", "seq", "heads", "shape", "cluster")
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16"}
 
 
@@ -42,7 +42,7 @@ class Choice:
 
     Args:
         auto: whether the planner chooses the layout.
-        options: facts (``batch_size`` per replica, ``seq``, ``heads``, ``cluster``) that cannot be detected, and
+        options: facts (``batch_size`` per replica, ``seq``, ``heads``, ``shape``, ``cluster``) not to be detected, and
             :class:`~lightning_megatron.planner.Limits` of the search by name.
         topology: the machine's islands, or a placement on them.
 
@@ -178,6 +178,8 @@ def facts(module: pl.LightningModule, options: Mapping[str, Any]) -> tuple[Model
             "the batch size cannot be read from the training loader; give "
             "`layout_options={'batch_size': samples per replica}`."
         )
+    if (shape := options.get("shape")) is not None:
+        return shape, batch
     seq = options.get("seq") or _sample_length(loader)
     if seq is None:
         raise ValueError(

@@ -111,8 +111,8 @@ class MegatronStrategy(PlannedStrategy):
         precision_plugin: see Lightning.
         layout: ``"auto"`` lets the planner choose sizes, schedule, micro-batch, recomputation and sharding when
             training starts, for the module's shape, the loader's batch and the devices; see ``docs/planning.md``.
-        layout_options: facts that cannot be detected (``batch_size`` per replica, ``seq``, ``heads``, ``cluster``),
-            and limits of the planner's search, such as ``{"tensor": 2}``.
+        layout_options: facts that cannot be detected (``batch_size`` per replica, ``seq``, ``heads``, ``shape``,
+            ``cluster``), and limits of the planner's search, such as ``{"tensor": 2}``.
         topology: islands of the cluster; processes are numbered so that the least traffic crosses slow links.
 
     Raises:

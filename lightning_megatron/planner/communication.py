@@ -46,18 +46,18 @@ def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float
     """Bytes/s at which a ring over ``group`` moves data through each member.
 
     Inside a node this is NVLink. Between nodes a ring enters a node once per member it has there, so members of a group
-    on one node add up their adapters; groups that interleave on the same nodes then have one adapter each.
+    on one node add up their adapters; groups that interleave on the same nodes then have one adapter each. Congestion
+    grows with the nodes, unless most adapters are idle.
     """
     inside = cluster.nvlink * constants.nvlink
     nodes = group.nodes(cluster.gpus_per_node)
     if nodes == 1:
         return inside
-    decay = 1.0 + constants.network_decay * math.log2(nodes)
-    adapters = group.per_node(cluster.gpus_per_node)
+    outside = cluster.network * constants.network
     if group.adapters is not None:
-        adapters = min(adapters, group.adapters)
-    outside = cluster.network * constants.network * adapters / decay
-    return min(inside, outside)
+        return min(inside, outside * min(group.adapters, group.per_node(cluster.gpus_per_node)))
+    decay = 1.0 + constants.network_decay * math.log2(nodes)
+    return min(inside, outside * group.per_node(cluster.gpus_per_node) / decay)
 
 
 def ring_latency(group: Group, cluster: Cluster) -> float:

@@ -179,6 +179,18 @@ def _head_precision(recipe: Recipe) -> str:
     return "bf16" if recipe.precision == "fp8" else recipe.precision
 
 
+def accumulation_seconds(parameters: float, recipe: Recipe, gpu: Gpu, constants: Constants) -> float:
+    """Seconds in which one micro-batch's weight gradients of ``parameters`` are added to those of the step.
+
+    A separate kernel reads the new gradient and the sum, and writes the sum. Products that add into the sum themselves
+    hide that behind their own work; so does a shard, which is a fraction of the weights.
+    """
+    if recipe.software.direct_gradients or recipe.sharding in ("fsdp", "hsdp") or recipe.micro_batches == 1:
+        return 0.0
+    moved = recipe.element + 2.0 * recipe.bytes_per_gradient
+    return moved * parameters / (gpu.bandwidth * constants.memory)
+
+
 def optimizer_seconds(parameters: float, gpu: Gpu, constants: Constants) -> float:
     """Seconds of gradient norm and Adam over the ``parameters`` that one rank updates."""
     return _OPTIMIZER_BYTES * parameters / (gpu.bandwidth * constants.memory)

@@ -37,27 +37,27 @@ class Constants:
     """
 
     gemm_volta: float = 0.75
-    gemm_ampere: float = 0.8
-    gemm_hopper: float = 0.702
+    gemm_ampere: float = 0.817
+    gemm_hopper: float = 0.704
     gemm_blackwell: float = 0.70
-    gemm_fp8: float = 0.592
-    tile_waste: float = 0.358
-    k_half: float = 122.0
-    memory: float = 0.692
-    attention_ampere: float = 0.549
+    gemm_fp8: float = 0.59
+    tile_waste: float = 0.314
+    k_half: float = 104.0
+    memory: float = 0.701
+    attention_ampere: float = 0.544
     attention_hopper: float = 0.431
     misaligned: float = 0.0362
-    nvlink: float = 0.727
-    network: float = 0.696
-    network_decay: float = 0.0491
-    score_passes: float = 5.38
-    eager_passes: float = 1.12
-    contention: float = 0.159
-    tensor_hidden: float = 0.595
+    nvlink: float = 0.724
+    network: float = 0.695
+    network_decay: float = 0.0507
+    score_passes: float = 5.31
+    eager_passes: float = 1.13
+    contention: float = 0.171
+    tensor_hidden: float = 0.59
     launch: float = 0.00025
-    blocking: float = 0.00243
-    step: float = 0.0233
-    jitter: float = 0.00659
+    blocking: float = 0.00244
+    step: float = 0.0229
+    jitter: float = 0.00627
 
     def gemm(self, generation: str, precision: str) -> float:
         """Share of the peak that very large products reach on a GPU generation at a precision."""

@@ -7,6 +7,7 @@ Korthikanti's sbh (10 + 24/t + 5as/(ht)) (arXiv 2205.05198, table 2).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightning_megatron.planner.cluster import GIB, Cluster
@@ -22,7 +23,13 @@ _FRAGMENTATION = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank at its fullest moment."""
+    """Bytes on one rank at its fullest moment.
+
+    Args:
+        weights, gradients, optimizer: what lives from step to step.
+        activations: what waits for its backward.
+        buffers: all else: copies of logits, the layer being recomputed, communication, the runtime, gaps.
+    """
 
     weights: float
     gradients: float
@@ -92,11 +99,11 @@ def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     count = layers_of_ranks(shape, recipe)[stage] * layer
     head = recipe.rank_of(recipe.virtual_stages - 1)
     if stage == 0:
-        count += (shape.vocab / recipe.tensor + shape.positions) * shape.hidden
+        count += (vocabulary_rows(shape, recipe) + shape.positions) * shape.hidden
     if stage == head:
         count += shape.final_norm_parameters
         if head != 0 or not shape.tied:
-            count += shape.vocab * shape.hidden / recipe.tensor
+            count += vocabulary_rows(shape, recipe) * shape.hidden
     return count
 
 
@@ -117,7 +124,24 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
         adam += 4.0 if kept == 2.0 and recipe.sharding != "none" else 0.0
         kept += 2.0 if kept == 4.0 else 0.0
     gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" else 1)
-    return recipe.element * count, gradients, adam * count / (1 if recipe.sharding == "none" else recipe.replicas)
+    if recipe.sharding == "none":
+        return recipe.element * count, gradients, adam * count
+    owned = count - 0.5 * _tied_twice(shape, recipe, stage)
+    return recipe.element * count, gradients, adam * owned / recipe.replicas
+
+
+def _tied_twice(shape: ModelShape, recipe: Recipe, stage: int) -> float:
+    """Parameters on one rank of ``stage`` that the other end of the pipeline has too, and that share their state."""
+    head = recipe.rank_of(recipe.virtual_stages - 1)
+    shared = shape.tied and recipe.software.tied_state_once and recipe.replicas > 1
+    if not shared or head == 0 or stage not in (0, head):
+        return 0.0
+    return vocabulary_rows(shape, recipe) * shape.hidden
+
+
+def vocabulary_rows(shape: ModelShape, recipe: Recipe) -> float:
+    """Rows of the embedding that one tensor rank holds: its share, padded to a multiple of 128."""
+    return shape.vocab if recipe.tensor == 1 else 128.0 * math.ceil(shape.vocab / recipe.tensor / 128)
 
 
 def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_node: int) -> tuple[float, float, float]:
@@ -133,40 +157,60 @@ def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_nod
     return stored * count / parts + gathered, stored * count / parts, 2.0 * stored * count / parts
 
 
-def activation_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
-    """Bytes of activations on one rank of ``stage``: what is kept, and the larger of logits and recomputed layer.
+def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
+    """Bytes on one rank of ``stage`` that wait for their backward at its fullest moment, as one begins.
 
-    The logits are gone when the first layer is recomputed, so the two never add up.
+    Layers keep their activations, or their inputs where they are recomputed; behind the last layer the norm keeps its
+    input and output and the loss one copy of the logits. Where transfers run beside compute, one message is under way
+    and one posted ahead for each neighbour, beside the tensors just computed in both directions, of up to two chunks.
     """
-    layers = layers_of_ranks(shape, recipe)[stage]
-    whole = layer_activation_bytes(shape, recipe)
-    kept = recompute_share * checkpoint_bytes(shape, recipe) + (1.0 - recompute_share) * whole
-    total = layers * kept * in_flight(recipe, stage)
+    flying = in_flight(recipe, stage)
+    boundary = checkpoint_bytes(shape, recipe)
+    kept = recompute_share * boundary + (1.0 - recompute_share) * layer_activation_bytes(shape, recipe)
+    total = layers_of_ranks(shape, recipe)[stage] * kept * flying
+    if stage == recipe.rank_of(recipe.virtual_stages - 1):
+        alive = flying if recipe.schedule == "gpipe" else 1.0
+        total += alive * (2.0 * boundary + logits(shape, recipe) * (4.0 if recipe.mixed else recipe.element))
     if recipe.pipeline > 1 and not recipe.software.scatter_gather:
-        boundary = recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
-        total += boundary * in_flight(recipe, stage)
-    return total + max(whole if recompute_share > 0 else 0.0, logit_bytes(shape, recipe, stage))
+        total += recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden * flying
+    if recipe.pipeline == 1 or not recipe.software.overlap_pipeline:
+        return total
+    neighbours = 1.0 if stage in (0, recipe.pipeline - 1) else 2.0
+    return total + (2.0 * neighbours + 2.0) * boundary * min(recipe.chunks, 2)
 
 
-def logit_bytes(shape: ModelShape, recipe: Recipe, stage: int) -> float:
-    """Bytes of logits, their 32-bit copy and its gradient on the last stage; three copies where no copy is needed."""
+def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
+    """Bytes on one rank of ``stage`` that come and go within one backward: a recomputed layer, or the loss.
+
+    The logits are gone when the first layer is recomputed, so the two never add up. One copy of the logits waits for
+    its backward already.
+    """
+    layer = layer_activation_bytes(shape, recipe) if recompute_share > 0 else 0.0
     if stage != recipe.rank_of(recipe.virtual_stages - 1):
-        return 0.0
+        return layer
     each = 3.0 * recipe.element
-    if recipe.mixed:
+    if recipe.mixed:  # the logits, their 32-bit copy and its gradient
         each = 10.0 if recipe.software.fused_kernels else 12.0
-    return each * recipe.micro_batch * shape.seq / recipe.context * shape.vocab / recipe.tensor
+    first = 4.0 if recipe.mixed else recipe.element
+    return max(layer - first * logits(shape, recipe), (each - first) * logits(shape, recipe))
+
+
+def logits(shape: ModelShape, recipe: Recipe) -> float:
+    """Logits of one micro-batch on one rank."""
+    return recipe.micro_batch * shape.seq / recipe.context * vocabulary_rows(shape, recipe)
 
 
 def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int, recompute_share: float) -> Memory:
     """Peak bytes of one rank of ``stage``."""
     weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
-    activations = activation_bytes(shape, recipe, stage, recompute_share)
-    tensors = weights + gradients + optimizer + activations
+    activations = waiting_bytes(shape, recipe, stage, recompute_share)
+    passing = passing_bytes(shape, recipe, stage, recompute_share)
+    tensors = weights + gradients + optimizer + activations + passing
     buckets = 0.0
     if recipe.replicas > 1:
         buckets = 2.0 * recipe.bytes_per_gradient * min(recipe.software.bucket, stage_parameters(shape, recipe, stage))
-    return Memory(weights, gradients, optimizer, activations, _RUNTIME + buckets + _FRAGMENTATION * tensors)
+    buffers = _RUNTIME + buckets + passing + _FRAGMENTATION * tensors
+    return Memory(weights, gradients, optimizer, activations, buffers)
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

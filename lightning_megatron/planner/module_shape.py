@@ -30,7 +30,7 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
         A shape whose parameter count is that of the trunk's matrices, embedding and head.
 
     Raises:
-        ValueError: no list of layers or no embedding was found.
+        ValueError: no list of layers or no embedding was found, or a layer is not attention and one MLP.
     """
     import torch
     from torch import nn
@@ -49,13 +49,11 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
     matrices = [tuple(p.shape) for p in trunk[0].parameters() if p.dim() == 2]
     found_heads = heads or _attribute(trunk[0], ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads"))
     count = found_heads or max(1, hidden // 64)
-    attention, mlp = _split_matrices(matrices, hidden)
-    query_output = hidden * hidden
-    key_values = max(0, attention - 2 * query_output) // (2 * hidden)
-    head_dim = max(1, hidden // count)
+    head_dim = _attribute(trunk[0], ("head_dim", "head_size")) or max(1, hidden // count)
+    attention, mlp = _split_matrices(matrices, hidden, head_dim * count)
+    key_values = max(0, attention - 2 * hidden * head_dim * count) // (2 * hidden)
     kv_heads = max(1, min(count, key_values // head_dim))
-    gated = len(mlp) >= 3
-    return ModelShape(
+    shape = ModelShape(
         layers=len(trunk),
         hidden=hidden,
         heads=count,
@@ -63,9 +61,32 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
         seq=seq,
         kv_heads=kv_heads if count % kv_heads == 0 else count,
         ffn=sum(mlp) // len(mlp) if mlp else 4 * hidden,
-        gated=gated,
+        gated=len(mlp) >= 3,
         tied=_tied(module, embedding),
+        head_dim=head_dim if head_dim * count != hidden else None,
+        positions=_positions(module, trunk, embedding),
     )
+    _check_layer(shape, trunk[0])
+    return shape
+
+
+def _positions(module: nn.Module, trunk: nn.Module, embedding: nn.Embedding) -> int:
+    """Rows of the tables beside the embedding that are as wide and lie outside of the layers."""
+    from torch import nn
+
+    inside = {id(part) for part in trunk.modules()} | {id(embedding)}
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
+    return sum(m.num_embeddings for m in tables if m.embedding_dim == embedding.embedding_dim)
+
+
+def _check_layer(shape: ModelShape, layer: nn.Module) -> None:
+    """Refuse a layer whose parameters are not those of attention and one MLP: experts, or attention to an encoder."""
+    counted, real = shape.layer_parameters, sum(parameter.numel() for parameter in layer.parameters())
+    if not 0.75 < counted / real < 1.33:
+        raise ValueError(
+            f"a layer of {type(layer).__name__} has {real:,} parameters, but attention and one MLP of its sizes have "
+            f"{counted:,}; give the sizes of a dense model of the same cost as a ModelShape"
+        )
 
 
 def _from_configuration(module: nn.Module, seq: int) -> ModelShape | None:
@@ -105,17 +126,17 @@ def _embedding(module: nn.Module) -> nn.Embedding:
     return max(found, key=lambda m: m.num_embeddings)
 
 
-def _split_matrices(matrices: list[tuple[int, ...]], hidden: int) -> tuple[int, list[int]]:
+def _split_matrices(matrices: list[tuple[int, ...]], hidden: int, width: int) -> tuple[int, list[int]]:
     """Elements of the attention's matrices, and the inner sizes of the MLP's.
 
     Matrices whose other side is larger than 3 x hidden, or that come in a pair with one of the same odd side, are the
-    MLP's; a joint query, key and value matrix has at most three times the hidden size.
+    MLP's; a joint query, key and value matrix has at most three times the hidden size. All heads are ``width`` wide.
     """
     attention, mlp = 0, []
     for rows, columns in matrices:
         other = columns if rows == hidden else rows
         partners = sum(1 for shape in matrices if shape == (columns, rows)) if rows != columns else 0
-        if other > 3 * hidden or (partners and other > hidden):
+        if other != width and (other > 3 * hidden or (partners and other > hidden)):
             mlp.append(other)
         else:
             attention += rows * columns

@@ -43,6 +43,7 @@ class Software:
         single_adapter: gathering of sharded weights reaches one network adapter per node and looks no layer ahead.
         post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
             ranks may start their next step at different times.
+        tied_state_once: the first and the last stage share one sharded optimizer state of a tied embedding and head.
     """
 
     name: str = "lightning"
@@ -60,6 +61,7 @@ class Software:
     blocking_launches: bool = False
     single_adapter: bool = False
     post_validation: bool = False
+    tied_state_once: bool = False
 
 
 MEGATRON_2021 = Software(
@@ -88,7 +90,8 @@ DEEPSPEED_ZERO3 = replace(
 time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
 PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
 """Tensor, pipeline and data parallelism in plain PyTorch with fused attention and no transfer beside compute."""
-LIGHTNING = Software()
+LIGHTNING = Software(tied_state_once=True)
+"""This package's strategy."""
 
 
 @dataclass(frozen=True, slots=True)

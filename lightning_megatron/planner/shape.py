@@ -12,28 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+_HIDDEN_KEYS = ("hidden_size", "n_embd", "n_embed", "d_model", "dim")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _FFN_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _SEQ_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-_UNGATED_FAMILIES = frozenset(
-    {
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "bloom",
-        "falcon",
-        "mpt",
-        "phi",
-        "gpt_bigcode",
-        "codegen",
-        "starcoder2",
-    }
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_UNGATED_FAMILIES = "gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt phi gpt_bigcode codegen starcoder2"
+_TIED_FAMILIES = (
+    "gpt2 gpt_neo gpt_bigcode bloom opt falcon mpt starcoder2 xglm biogpt gemma gemma2 gemma3_text cohere cohere2 "
+    "smollm3 ernie4_5"
 )
+"""Families whose files leave ``tie_word_embeddings`` out where embedding and head are one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +159,16 @@ class ModelShape:
             seq: sequence length to train at; None means the configuration's own maximum.
 
         Raises:
-            ValueError: a dimension is missing from the configuration.
+            ValueError: a dimension is missing from the configuration, or the model is not a dense decoder.
         """
         values = _read_config(config)
+        _refuse_others(values)
         hidden = _required(values, "hidden size", _HIDDEN_KEYS)
         heads = _required(values, "attention heads", _HEAD_KEYS)
         family = str(values.get("model_type", ""))
-        length = seq if seq is not None else _required(values, "sequence length", _SEQ_KEYS)
+        length = seq or _optional(values, _SEQ_KEYS)
+        if length is None:
+            raise ValueError(f"the configuration has no sequence length ({', '.join(_SEQ_KEYS)}); give `seq` (`--seq`)")
         return cls(
             layers=_required(values, "layers", _LAYER_KEYS),
             hidden=hidden,
@@ -184,7 +178,7 @@ class ModelShape:
             kv_heads=_kv_heads(values, family),
             ffn=_optional(values, _FFN_KEYS),
             gated=_is_gated(values, family),
-            tied=bool(values.get("tie_word_embeddings", family in ("gpt2", "bloom", "opt", "falcon", "mpt"))),
+            tied=bool(values.get("tie_word_embeddings", family in _TIED_FAMILIES.split())),
             head_dim=_optional(values, ("head_dim",)),
             positions=_positions(values, family),
         )
@@ -233,7 +227,29 @@ def _positions(values: Mapping[str, Any], family: str) -> int:
 
 
 def _is_gated(values: Mapping[str, Any], family: str) -> bool:
-    """Whether the MLP is gated: by family, for Hugging Face configurations do not say it otherwise."""
-    if family in _UNGATED_FAMILIES:
+    """Whether the MLP is gated, which Hugging Face configurations do not say.
+
+    SiLU always comes with a gate. So does any activation beside RMS norms, but for squared ReLU and its kin.
+    """
+    if family in _UNGATED_FAMILIES.split():
         return False
-    return any(key in values for key in ("intermediate_size", "rms_norm_eps"))
+    activation = str(values.get("hidden_act", values.get("hidden_activation", "")))
+    if activation in ("silu", "swish"):
+        return True
+    return "rms_norm_eps" in values and not activation.startswith(("relu", "xielu"))
+
+
+def _refuse_others(values: Mapping[str, Any]) -> None:
+    """Refuse what is no dense decoder: its layers would be counted wrongly without a word."""
+    inner = values.get("ffn_config")
+    experts = _optional(values, _EXPERT_KEYS) or _optional(inner if isinstance(inner, Mapping) else {}, _EXPERT_KEYS)
+    if experts and experts > 1:
+        raise ValueError(
+            f"the configuration has {experts} experts per layer; mixtures of experts are not modelled, so give the "
+            "configuration of a dense model, or a dense model's sizes"
+        )
+    if values.get("is_encoder_decoder"):
+        raise ValueError(
+            f"`model_type={values.get('model_type')}` has an encoder and a decoder, which are not modelled; give the "
+            "configuration of a decoder-only model"
+        )

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from lightning_megatron.planner.cluster import Cluster
 from lightning_megatron.planner.communication import Group, all_reduce_seconds, gather_seconds, send_seconds
-from lightning_megatron.planner.compute import LayerSeconds, head_seconds, layer_seconds
+from lightning_megatron.planner.compute import LayerSeconds, accumulation_seconds, head_seconds, layer_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.recipe import VEE_SCHEDULES, Recipe, rank_of
 from lightning_megatron.planner.shape import ModelShape
@@ -101,16 +101,19 @@ def stage_costs(
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
     backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
+    added = accumulation_seconds(shape.layer_parameters / recipe.tensor, recipe, cluster.gpu, constants)
+    added_vocab = accumulation_seconds(shape.vocab * shape.hidden / recipe.tensor, recipe, cluster.gpu, constants)
     per_stage = split_layers(shape.layers, recipe.virtual_stages)
     transfer, exposed = transfer_seconds(shape, recipe, cluster, constants)
     costs = []
     for stage, count in enumerate(per_stage):
         last = float(stage == recipe.virtual_stages - 1)
+        ends = last + float(stage == 0)
         costs.append(
             StageSeconds(
                 forward=count * (layer.forward + forward_transfer) + last * head[0],
                 input_gradient=count * (layer.input_gradient + backward_transfer + repeated) + last * 0.5 * head[1],
-                weight_gradient=count * layer.weight_gradient + last * 0.5 * head[1],
+                weight_gradient=count * (layer.weight_gradient + added) + last * 0.5 * head[1] + ends * added_vocab,
                 communication=count * (forward_transfer + backward_comm),
                 transfer=2.0 * exposed * transfer,
                 flight=(1.0 - exposed) * transfer,

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.planner import Cluster, ModelShape, Recipe
+from lightning_megatron.planner.memory import Memory, stage_memory
 from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
 from lightning_megatron.rehearsal.paper import Ledger
 from lightning_megatron.rehearsal.run import _OneBatch, _Witness
@@ -51,12 +53,15 @@ class SmallGPT(LightningModule):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        tokens, targets = batch
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        loss = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        tokens, targets = batch
+        loss = F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss)
         return loss
 
@@ -129,7 +134,28 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
     steps = [s.instructions[strategy.mesh.stage] for (_, forward_only), s in schedules.items() if not forward_only]
     return {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "tensors": len(list(module.parameters())),
         "bytes": dict(witness.found["bytes_by_kind"]),
         "instructions": tuple(str(step) for step in steps[-1]) if strategy.mesh.layout.pipeline > 1 else (),
         "communication": {tuple(entry): count for entry, count in ledger.counts.items()},
     }
+
+
+def planned(settings: dict[str, Any], ranks: int, stage: int) -> Memory:
+    """What the planner says that a rank of ``stage`` holds in one step of :func:`build`, in 32 bits."""
+    tensor, pipeline = (settings.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    schedule, recompute = settings.get("pipeline_schedule", "1f1b"), settings.get("activation_recompute", "none")
+    recipe = Recipe(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=ranks // tensor // pipeline,
+        micro_batch=settings["micro_batch_size"],
+        global_batch=8 * ranks // tensor // pipeline,
+        schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1,
+        sequence_parallel=False,
+        recompute=recompute,
+        precision="fp32",
+    )
+    shape = ModelShape(LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE, positions=SEQUENCE)
+    return stage_memory(shape, recipe, Cluster.named("A100"), stage, float(recompute == "full"))

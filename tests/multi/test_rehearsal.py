@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli import app
+from lightning_megatron.planner.memory import Memory
 from lightning_megatron.rehearsal import Rehearsal, rehearse
 from tests.harness import run_trainers
-from tests.multi.rehearsal_scenarios import SmallGPT, build, live
+from tests.multi.rehearsal_scenarios import SmallGPT, build, live, planned
 
 GRID = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
 INTERLEAVED = {"pipeline_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "interleaved"}
@@ -40,11 +41,18 @@ def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
 
 
+def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
+    """The planner's bytes are the real ones; a counter of steps per tensor is not worth a prediction."""
+    for kind in ("weights", "gradients", "optimizer"):
+        assert 0 <= real[kind] - getattr(predicted, kind) <= 4 * tensors, kind
+    assert predicted.activations == pytest.approx(real["activations"], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks"), [(GRID, 4), (INTERLEAVED, 4), (RECOMPUTED, 2), (REPLICAS, 2)],
     ids=["tensor x pipeline", "interleaved x data", "recomputed", "replicas"],
 )  # fmt: skip
-def test_a_rehearsal_reports_what_a_real_run_holds_and_sends(settings: dict[str, Any], ranks: int) -> None:
+def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(settings: dict[str, Any], ranks: int) -> None:
     for outcome in run_trainers(live, settings, devices=ranks):
         found, real = rehearse(MegatronStrategy(**settings), build, world_size=ranks, rank=outcome.rank), outcome.value
         assert found.parameters == real["parameters"]
@@ -55,6 +63,8 @@ def test_a_rehearsal_reports_what_a_real_run_holds_and_sends(settings: dict[str,
         assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= sends + 1024
         assert found.instructions == real["instructions"]
         assert in_step(sent(found)) == in_step(real["communication"])
+        stage = found.layout.coordinates(outcome.rank).pipeline
+        check_memory(planned(settings, ranks, stage), real["bytes"], real["tensors"])
     assert not dist.is_initialized()
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.pipeline.schedule import make_schedule
 from lightning_megatron.pipeline.timeline import activations_in_flight
 from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster, ModelShape, Recipe, Software, predict
 from lightning_megatron.planner.communication import Group, all_reduce_seconds, bus_bandwidth, gather_seconds
-from lightning_megatron.planner.compute import gemm_seconds
+from lightning_megatron.planner.compute import accumulation_seconds, gemm_seconds
 from lightning_megatron.planner.makespan import closed_form, simulated
 from lightning_megatron.planner.memory import (
     in_flight,
@@ -200,6 +200,13 @@ def test_a_ring_inside_a_node_uses_nvlink_and_between_nodes_the_adapters_of_its_
     assert Group(16, stride=2).nodes(8) == 4
 
 
+def test_a_ring_through_one_adapter_of_each_node_meets_no_congestion() -> None:
+    single = [bus_bandwidth(Group(8 * nodes, adapters=1), A100, DEFAULT_CONSTANTS) for nodes in (2, 64)]
+    assert single[0] == single[1] == A100.network * DEFAULT_CONSTANTS.network
+    every = [bus_bandwidth(Group(nodes, stride=8), A100, DEFAULT_CONSTANTS) for nodes in (2, 64)]
+    assert every[0] > every[1]
+
+
 def test_an_all_reduce_moves_twice_what_an_all_gather_does() -> None:
     size = 1e9
     gather = gather_seconds(size, Group(8), A100, DEFAULT_CONSTANTS)
@@ -232,6 +239,26 @@ def test_auto_recomputes_as_few_layers_as_memory_needs() -> None:
     assert 0 < share < 1
     assert peak_memory(GPT3, recipe, A100, share).total <= A100.gpu.memory
     assert peak_memory(GPT3, recipe, A100, share - 0.05).total > A100.gpu.memory
+
+
+def test_gradients_of_many_micro_batches_are_added_up_where_no_product_does_it() -> None:
+    layer = 1e9
+    recipe = Recipe(global_batch=8, precision="bf16", software=MEGATRON_2021)
+    seconds = accumulation_seconds(layer, recipe, A100.gpu, DEFAULT_CONSTANTS)
+    assert seconds == pytest.approx((2 + 2 * 4) * layer / (2039e9 * DEFAULT_CONSTANTS.memory))
+    half = replace(recipe, precision="fp16")
+    assert accumulation_seconds(layer, half, A100.gpu, DEFAULT_CONSTANTS) == pytest.approx(0.6 * seconds)
+    for free in (replace(recipe, software=MEGATRON_CORE), replace(recipe, global_batch=1)):
+        assert accumulation_seconds(layer, free, A100.gpu, DEFAULT_CONSTANTS) == 0
+
+
+def test_a_tied_matrix_of_two_stages_has_one_optimizer_state_in_this_packages_strategy() -> None:
+    shape = ModelShape(layers=4, hidden=64, heads=4, vocab=256, seq=16)
+    recipe = Recipe(pipeline=2, data=2, global_batch=4)
+    states = [state_bytes(shape, recipe, stage, 8)[2] for stage in (0, 1)]
+    elsewhere = [state_bytes(shape, replace(recipe, software=Software()), stage, 8)[2] for stage in (0, 1)]
+    assert 2 * sum(states) == 12 * shape.parameters
+    assert 2 * sum(elsewhere) == 12 * (shape.parameters + 256 * 64)
 
 
 def test_fully_sharded_weights_are_gathered_once_per_micro_batch() -> None:

@@ -15,6 +15,7 @@ from lightning_megatron.planner.runs import MEASURED, read_rows, run_from_row
 from lightning_megatron.planner.scoring import kendall, ran_out_of_memory, summaries
 
 RUNS = Path(__file__).parents[1] / "data" / "published_runs.csv"
+OTHERS = RUNS.with_name("other_runs.csv")
 ROW = {
     "id": "mine",
     "family": "test",
@@ -60,6 +61,14 @@ def test_shipped_constants_predict_published_times(rows: list[dict[str, str]]) -
     overall = scores["all"]
     assert overall.median_error is not None and overall.median_error <= 10
     assert overall.correlation is not None and overall.correlation >= 0.8
+
+
+def test_runs_that_no_fit_has_seen_are_predicted_as_well() -> None:
+    scores = {score.family: score for score in family_scores(score_rows(predict_rows(read_rows(OTHERS))))}
+    assert scores["all"].rows == scores["all"].fitting_right == 25
+    for found in scores.values():
+        assert found.median_error is not None and found.median_error <= 12, found
+        assert found.correlation is not None and found.correlation >= 0.8, found
 
 
 def test_a_family_left_out_is_predicted_by_the_others(rows: list[dict[str, str]]) -> None:

@@ -54,6 +54,34 @@ def test_a_hugging_face_config_gives_the_models_known_size(tmp_path: Path) -> No
     assert shape.parameters == 8_030_261_248
 
 
+def test_files_that_leave_tied_embeddings_out_mean_what_their_family_does() -> None:
+    written = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    assert not ModelShape.from_config(written).tied
+    assert ModelShape.from_config({**written, "model_type": "gemma"}).tied
+
+
+@pytest.mark.parametrize(
+    ("changes", "gated"),
+    [({"hidden_act": "relu2"}, False), ({"hidden_act": "gelu"}, True), ({"model_type": "phi"}, False), ({}, True)],
+)
+def test_squared_relu_has_no_gate(changes: dict[str, str], gated: bool) -> None:
+    assert ModelShape.from_config({**LLAMA, **changes}).gated is gated
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 8}, "8 experts per layer; mixtures of experts are not modelled"),
+        ({"ffn_config": {"moe_num_experts": 4}}, "4 experts per layer"),
+        ({"is_encoder_decoder": True, "model_type": "t5"}, "`model_type=t5` has an encoder and a decoder"),
+        ({"max_position_embeddings": None}, "no sequence length .*give `seq`"),
+    ],
+)
+def test_configs_that_would_be_counted_wrongly_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelShape.from_config({**LLAMA, **changes})
+
+
 def test_an_incomplete_config_says_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"no layers .*num_hidden_layers"):
         ModelShape.from_config({key: value for key, value in LLAMA.items() if key != "num_hidden_layers"})
@@ -107,6 +135,20 @@ def test_a_gated_module_is_recognised() -> None:
     shape = shape_from_module(_Model(gated=True), seq=32)
     assert shape.gated
     assert shape.layer_matrix_parameters == 4 * 64 * 64 + 3 * 64 * 256
+
+
+def test_a_table_of_positions_is_counted() -> None:
+    model = _Model(tied=True)
+    model.positions = nn.Embedding(32, 64)
+    assert shape_from_module(model, seq=32).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_layer_with_experts_is_refused() -> None:
+    model = _Model()
+    for block in model.blocks:
+        block.experts = nn.ModuleList(nn.Linear(64, 256) for _ in range(8))
+    with pytest.raises(ValueError, match=r"a layer of _Block has .* as a ModelShape"):
+        shape_from_module(model, seq=32)
 
 
 def test_counting_a_large_module_allocates_nothing() -> None:
