@@ -22,6 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -201,6 +202,9 @@ class GridStrategy(ParallelStrategy):
             raise
 
     def _report(self, exception: BaseException) -> None:
+        if self._watch is not None and isinstance(exception, SIGTERMException):
+            self._watch.stop()  # no failure: all ranks have agreed to stop
+            return
         if self._watch is not None and not isinstance(exception, RemoteFailure):
             self._watch.report(exception)
 

@@ -30,6 +30,7 @@ from lightning_megatron.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.standin import whole_view
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO, megatron_checkpoint_io
+from lightning_megatron.preemption import listen
 from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.run_state import Resumption, about, gather_to_first, replica_state
 from lightning_megatron.stored_state import (
@@ -59,6 +60,12 @@ class StateStrategy(GridStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         answer_from_markers(StateStrategy)
+
+    def on_train_start(self) -> None:
+        """From here on, signals to stop are agreed upon between steps."""
+        super().on_train_start()
+        if self.world_size > 1 and self.lightning_module is not None:
+            listen(self.lightning_module.trainer, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise what a background save has failed with since the last step."""

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -77,6 +78,7 @@ class MegatronCheckpointIO(CheckpointIO):
         self._group: Any = None
         self._pending: Future[Any] | None = None
         self._pending_path: Any = None
+        self._has_saved = False
         self._to_remove: list[Any] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -95,6 +97,7 @@ class MegatronCheckpointIO(CheckpointIO):
         """
         self.wait()
         tensors, meta = _separate(checkpoint)
+        self._warn_of_pickles(meta)
         target = Folder(path, storage_options)
         writer = _CheckpointWriter(target, _agree(new_token(), self._process_group()), meta)
         options: dict[str, Any] = {
@@ -112,6 +115,18 @@ class MegatronCheckpointIO(CheckpointIO):
             pending = dcp.async_save(tensors, async_stager=stager, **options)
         assert isinstance(pending, Future)
         self._pending, self._pending_path, self._pending_writer = pending, path, writer
+
+    def _warn_of_pickles(self, meta: dict[str, Any]) -> None:
+        """Say at the first save, and not when a run wants to resume, that plain loading will not do."""
+        if not self._weights_only or self._has_saved or not _is_first():
+            return
+        self._has_saved = True
+        buffer = io.BytesIO()
+        torch.save(meta, buffer)
+        try:
+            load_plain(buffer.getvalue(), "the checkpoint", trust=False)
+        except RuntimeError as error:
+            rank_zero_warn(f"Resuming will need a choice: {error}")
 
     def check(self) -> None:
         """Raise what a finished background save failed with; returns at once while it is running."""
