@@ -75,9 +75,15 @@ class Preemption:
     def agree(self) -> None:
         """Act on a signal that any rank has got; collective over all ranks.
 
+        Before the first batch of an epoch, and while gradients are being accumulated, the next batch is awaited: a
+        checkpoint holds no gradients and no order that has been drawn but not been followed yet.
+
         Raises:
             SIGTERMException: on every rank, if one was told to stop.
         """
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if batches == 0 or batches % self._trainer.accumulate_grad_batches:
+            return
         notes = torch.tensor([int(self._stop), int(self._requeue)], device=self._device)
         if dist.is_initialized():
             dist.all_reduce(notes, dist.ReduceOp.MAX)

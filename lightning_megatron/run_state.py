@@ -25,6 +25,7 @@ from lightning_megatron.data.resume import (
     continue_loader,
     loader_state,
 )
+from lightning_megatron.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.rng import collect_rng_state
 
@@ -81,23 +82,11 @@ def replica_state(trainer: pl.Trainer, device: torch.device) -> dict[str, Any]:
     """Random state and loaders of this replica."""
     state: dict[str, Any] = {"random": collect_rng_state(device)}
     combined = trainer.fit_loop._combined_loader
-    if combined is not None and trainer.training:
+    if combined is not None:
         loaders = [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
         state["loaders"] = [loader_state(loader) for loader in loaders]
         state["stateful"] = combined._state_dicts()
     return state
-
-
-def consumed_batches(loops: Mapping[str, Any]) -> tuple[int, int]:
-    """The epoch that a saved run continues with, and the batches of it that were consumed."""
-    fit = loops["fit_loop"]
-    progress = fit["epoch_loop.batch_progress"]
-    epoch = int(fit["epoch_progress"]["current"]["processed"])
-    batches = int(progress["current"]["processed"])
-    epoch_open = fit["epoch_progress"]["current"]["ready"] > epoch
-    if not epoch_open:
-        return epoch, 0
-    return (epoch + 1, 0) if progress["is_last_batch"] and batches else (epoch, batches)
 
 
 class Resumption:
@@ -121,6 +110,8 @@ class Resumption:
         self._state = replicas[index % len(replicas)]
         self._loops = checkpoint["loops"]
         self._epoch, self._batches = consumed_batches(self._loops)
+        self._place: Place | None = place_of(self._loops)
+        set_counters(self._loops)
         self._continuation = Continuation(self._epoch, self._state["random"], device)
         self._loaders = 0
         self._give_each_replica_its_loaders()
@@ -140,8 +131,23 @@ class Resumption:
             )
         loops["combined_loader"] = stateful
 
+    def begin(self) -> None:
+        """The loops are about to go on; called at the start of every fit, of which the first counts."""
+        if self._place is None:
+            return
+        place, self._place = self._place, None
+        if not self._loaders:
+            self._continuation.rewind()
+            self._continuation.is_over = True
+        go_on(self._trainer, place)
+
     def continue_loader(self, loader: Any) -> None:
-        """Let a training loader go on; called once per loader, in Lightning's order."""
+        """Let a training loader go on; called once per loader, in Lightning's order.
+
+        Where an epoch has yet to be ended, the next one makes its iterators by itself.
+        """
+        if self._place in (Place.LAST_BATCH, Place.VALIDATED):
+            return
         if not isinstance(loader, ResumableLoader) or self._continuation.is_over:
             return
         states = self._state.get("loaders", [])

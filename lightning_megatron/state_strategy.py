@@ -62,8 +62,10 @@ class StateStrategy(GridStrategy):
         answer_from_markers(StateStrategy)
 
     def on_train_start(self) -> None:
-        """From here on, signals to stop are agreed upon between steps."""
+        """Go on where the checkpoint stopped; from here on, signals to stop are agreed upon between steps."""
         super().on_train_start()
+        if self._resumption is not None:
+            self._resumption.begin()
         if self.world_size > 1 and self.lightning_module is not None:
             listen(self.lightning_module.trainer, self.root_device)
 
