@@ -257,16 +257,15 @@ class StateStrategy(GridStrategy):
         assert module is not None
         path, io = self.broadcast(checkpoint_path), self.checkpoint_io
         checkpoint = io.load_checkpoint(path, weights_only=weights_only)
-        if "state_dict" in checkpoint:
-            return checkpoint
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self._read_tensors(path, checkpoint, fitting and self.lightning_restore_optimizer)
+        if "state_dict" not in checkpoint:
+            self._read_tensors(path, checkpoint, fitting and self.lightning_restore_optimizer)
+        own = checkpoint.get("lightning_megatron", {})
         self._resumption = None
-        if fitting and "replicas" in checkpoint["lightning_megatron"]:
+        if fitting and "replicas" in own and "loops" in checkpoint:
             self._resumption = Resumption(checkpoint, module.trainer, self.mesh, self.root_device)
-            streams = checkpoint["lightning_megatron"]["streams"]
-            if streams is not None and self._streams is not None:
-                self._streams.load_state_dict(streams)
+            if own["streams"] is not None and self._streams is not None:
+                self._streams.load_state_dict(own["streams"])
         return checkpoint
 
     def _read_tensors(self, path: Any, checkpoint: dict[str, Any], with_optimizer: bool) -> None:

@@ -20,6 +20,8 @@ from lightning_megatron.checkpoints.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.storage import bytes_of
 from lightning_megatron.stored_state import optimizer_names
 
+RUN_STATE = ("replicas", "streams")
+"""What of this package's part of a checkpoint an exported file keeps: random numbers and dataloaders."""
 _OWN = ("lightning_megatron", "optimizer_groups", "state_dict_extra")
 
 
@@ -47,6 +49,8 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
     content["state_dict"] = state | source.meta.get("state_dict_extra", {})
     if optimizer and "optimizer_groups" in source.meta:
         content["optimizer_states"] = _numbered(source, fakes)
+        own = source.meta.get("lightning_megatron", {})
+        content["lightning_megatron"] = {key: own[key] for key in RUN_STATE if key in own}
     else:
         content.pop("lr_schedulers", None)
         content.pop("callbacks", None)

@@ -72,6 +72,6 @@ def _meta(source: Source, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     config = source.about.get("huggingface", {}).get("")
     if config is not None:
         about["huggingface"] = {prefix: config}
-    meta["lightning_megatron"] = {"aliases": aliases, "about": about}
+    meta["lightning_megatron"] = {**meta.get("lightning_megatron", {}), "aliases": aliases, "about": about}
     meta["state_dict_extra"] = {}
     return meta, about

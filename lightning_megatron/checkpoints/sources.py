@@ -193,7 +193,7 @@ def _open_lightning(where: Folder, trust: bool) -> Source:
         tensors[name] = _one_box(tuple(tensor.shape), tensor.dtype)
         places[name] = [Place(path.name, start)]
     meta = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
-    meta["lightning_megatron"] = {"aliases": tied}
+    meta["lightning_megatron"] = {**content.get("lightning_megatron", {}), "aliases": tied}
     meta["optimizer_groups"] = [state["param_groups"] for state in content.get("optimizer_states", [])]
     _make_real(meta, path)
     return Source("lightning", where.parent, Metadata(tensors, storage_data=places), meta)
