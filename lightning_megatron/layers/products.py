@@ -35,6 +35,13 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
 
 
+def of_its_own(output: Tensor) -> Tensor:
+    """What a custom function may return: nobody can write into a view from it, as ``nn.ReLU(inplace=True)`` does, and
+    ``F.linear`` gives views.
+    """
+    return output.detach() if output._is_view() else output
+
+
 PutOff = Callable[[Tensor, Tensor], None]
 """Takes the factors ``(grad, x)`` of a weight's gradient that a split backward multiplies later."""
 
@@ -102,7 +109,7 @@ class _ShardedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.pending, ctx.index, ctx.put_off = pending, index, put_off
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight, bias)
+        return of_its_own(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -146,6 +146,8 @@ class _Nodes:
         for x in tree_leaves(output):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 self._owner[x.grad_fn] = name
+                if x._is_view() and x._base is not None:  # writing into a view gives it another node
+                    self._owner[x._base.grad_fn] = name
 
     def reach(self, name: str) -> tuple[set[str], set[int]]:
         sources: set[str] = set()

@@ -13,13 +13,13 @@ A :class:`StageCursor` follows the layer calls of one run and does the replacing
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.pipeline.boundary import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.provenance import Provenance
 from lightning_megatron.pipeline.standin import OutputShapes, become
 from lightning_megatron.rng import PartHooks, SegmentStreams
@@ -32,40 +32,6 @@ _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 class StageDone(BaseException):
     """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of a boundary: its place among the flattened call arguments, and what the receiver must allocate."""
-
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass
-class Boundary:
-    """What crosses between two stages in one micro-batch: the tensors and their description."""
-
-    leaves: tuple[Leaf, ...] = ()
-    tensors: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
-class StageRun:
-    """What one forward of one virtual stage leaves behind until its backward.
-
-    Attributes:
-        received: inputs of the stage, detached leaves of its autograd graph.
-        sent: outputs of the stage, still attached to the graph; empty on the last.
-        output: what the user's step returned; last stage only.
-    """
-
-    micro_batch: int
-    received: Boundary
-    sent: Boundary
-    output: Any = None
 
 
 class StageCursor:
@@ -81,6 +47,7 @@ class StageCursor:
         self._streams = streams
         self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
         self._watched: set[tuple[tuple[int, int], str]] = set()
+        self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self.shapes = OutputShapes()
         self.stage_module: Any = None
@@ -126,6 +93,8 @@ class StageCursor:
     def end(self) -> None:
         """Finish a run: nothing of the micro-batch stays referenced here."""
         self.running = False
+        if self.received.written:
+            self._writers.add((self.first, self.stop))
         self.received = self.sent = Boundary()
         self._aliases, self._made = {}, {}
         if self._watch is not None:
@@ -330,7 +299,7 @@ class StageCursor:
         if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
             if become(args[0], self.received.tensors[0], self.training):
                 self.received.tensors[0] = args[0]
-            return (self.received.tensors[0], *args[1:]), kwargs
+            return (self._arrived(0), *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if index == self.first:
             self._insert_received(leaves)
@@ -343,15 +312,22 @@ class StageCursor:
         """Put what the stage before sent in the place of the stand-ins, which become it wherever they can."""
         used: set[int] = set()
         for place, leaf in enumerate(self.received.leaves):
-            stand_in, tensor = leaves[leaf.index], self.received.tensors[place]
-            if id(stand_in) not in used and become(stand_in, tensor, self.training):
-                self.received.tensors[place] = tensor = stand_in
-            elif id(stand_in) not in used:
+            stand_in, new = leaves[leaf.index], id(leaves[leaf.index]) not in used
+            became = new and become(stand_in, self.received.tensors[place], self.training)
+            if became:
+                self.received.tensors[place] = stand_in
+            tensor = self._arrived(place)
+            if new and not became:
                 self._aliases[id(stand_in)] = (stand_in, tensor)
             used.add(id(stand_in))
             leaves[leaf.index] = tensor
             if self._watch is not None:
                 self._watch.note_made(tensor)
+
+    def _arrived(self, place: int) -> Tensor:
+        """A received tensor, into which layers may write if any did so in the first run."""
+        writes = self._watch is not None or (self.first, self.stop) in self._writers
+        return self.received.arrive(place) if writes else self.received.tensors[place]
 
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index == self.first and self.first > 0:

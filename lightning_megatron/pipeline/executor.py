@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_megatron.pipeline.cursor import Boundary, Leaf, StageRun
+from lightning_megatron.pipeline.boundary import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.finality import final_parameters
 from lightning_megatron.pipeline.instructions import Kind
 from lightning_megatron.pipeline.micro_batches import map_tensors, shape_signature
@@ -223,8 +223,7 @@ class PipelineExecutor:
         cursor.end()
         if slot.virtual == 0:
             return
-        leaves = [tensor for tensor in run.received.tensors if tensor.requires_grad]
-        found = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in leaves]
+        found = run.received.gradients()
         if slot.onward is not None:
             self._output_grads[slot.onward] = found
         else:

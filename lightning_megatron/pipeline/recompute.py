@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.pipeline.calls import LayerCall
@@ -152,20 +153,32 @@ class RecomputedCall:
     """Runs a ``forward`` and keeps only its inputs.
 
     Args:
-        forward: what to run.
+        forward: what to run. Arguments that it writes into, as ``nn.ReLU(inplace=True)`` does, are copied for it.
         module: whose it is. Sharded modules are recomputed to their very end, so that what they open is closed.
     """
 
     def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
         self.forward = forward
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
+        self._writes: bool | None = None  # into its arguments: unknown before the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
+        run = self._run_on_copies if self._writes is not False else self.forward
         with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _run_on_copies(self, *args: Any, **kwargs: Any) -> Any:
+        """Run where arguments are, or may be, written into: the second run needs them as they were."""
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = [tensor._version for tensor in tensors]
+        output = self.forward(*args, **kwargs)
+        if self._writes is None:
+            self._writes = before != [tensor._version for tensor in tensors]
+        return output
 
 
 class AttentionCores(TorchFunctionMode):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.pipeline.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
-from lightning_megatron.pipeline.cursor import Boundary, StageCursor, StageDone, StageRun
+from lightning_megatron.pipeline.cursor import StageCursor, StageDone
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.pipeline.partition import Partition, parts_outside
 from lightning_megatron.pipeline.provenance import Provenance

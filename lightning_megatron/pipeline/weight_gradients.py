@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.heads import attend_heads
 from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.products import of_its_own
 
 
 class Factors(NamedTuple):
@@ -341,7 +342,7 @@ class _SplitLinear(torch.autograd.Function):
         weight, bias = parameters
         with torch.autocast(x.device.type, enabled=False):
             matrix = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
-            return torch.nn.functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
+            return of_its_own(torch.nn.functional.linear(x, matrix, None if bias is None else bias.to(x.dtype)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_megatron import assembly, grid_strategy
 from lightning_megatron.failure import FailureWatch
 from lightning_megatron.parallelize import probe, study
-from lightning_megatron.pipeline.cursor import Boundary, Leaf, StageDone
+from lightning_megatron.pipeline.boundary import Boundary, Leaf
+from lightning_megatron.pipeline.cursor import StageDone
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.p2p import StageLinks
 from lightning_megatron.pipeline.program import Slot

@@ -1,4 +1,4 @@
-"""Layers that hand on more than one tensor, of several dtypes."""
+"""Layers that hand on more than one tensor, of several dtypes, or write into what they are given."""
 
 from __future__ import annotations
 
@@ -74,7 +74,36 @@ class PairNet(nn.Module):
         return self.head(x + count[:, None, None])
 
 
-NETS = {"dict": DictNet, "pair": PairNet}
+class WritingLayer(nn.Module):
+    """Writes into its argument, and into the outputs of its own linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(HIDDEN))
+        self.up, self.act, self.down = (
+            nn.Linear(HIDDEN, 2 * HIDDEN),
+            nn.ReLU(inplace=True),
+            nn.Linear(2 * HIDDEN, HIDDEN),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.shift
+        return 0.5 * x + self.down(self.act(self.up(x)))
+
+
+class WritingNet(nn.Module):
+    """Layers that write into what they are given."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.Sequential(*[WritingLayer() for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens)))
+
+
+NETS = {"dict": DictNet, "pair": PairNet, "writing": WritingNet}
 
 
 def handed_on(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -96,3 +125,8 @@ def dict_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -
 def pair_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """Two values are handed on."""
     return handed_on(info, layout, {**arguments, "net": "pair"})
+
+
+def writing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are written into."""
+    return handed_on(info, layout, {**arguments, "net": "writing"})

@@ -10,7 +10,7 @@ import pytest
 from lightning_megatron.pipeline.p2p import StageLinks
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.harness import run_trainers
-from tests.multi.boundary_scenarios import dict_run, pair_run
+from tests.multi.boundary_scenarios import dict_run, pair_run, writing_run
 from tests.multi.transfer_scenarios import bytes_sent, held, shapes_sent
 from tests.parity.scenario import compare_scenario
 
@@ -27,6 +27,24 @@ def test_layers_may_hand_on_dicts_tuples_integers_and_other_dtypes(
     scenario: Callable[..., Any], layout: tuple[int, int], arguments: dict[str, Any]
 ) -> None:
     compare_scenario(scenario, layout, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tensor", "recompute"),
+    [
+        ("1f1b", 1, None),
+        ("zb-v", 2, "full"),
+        *(
+            pytest.param(schedule, tensor, recompute, marks=pytest.mark.wide)
+            for schedule in ("interleaved", "zb-v")
+            for tensor in (1, 2)
+            for recompute in (None, "full", ["*.act", "*.up"])
+        ),
+    ],
+)
+def test_layers_may_write_into_what_they_are_given(schedule: str, tensor: int, recompute: Any) -> None:
+    options = {"pipeline_schedule": schedule, "tensor_parallel_size": tensor, "activation_recompute": recompute}
+    compare_scenario(writing_run, (2, 1), **options)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,10 @@ def compare_scenario(
         AssertionError: naming the first differences.
     """
     reference = one_process(scenario)
-    outcomes = run_trainers(scenario, layout, arguments, devices=layout[0] * layout[1])
+    tensor = arguments.get("tensor_parallel_size", 1)
+    outcomes = run_trainers(scenario, layout, arguments, devices=layout[0] * layout[1] * tensor)
     for outcome in outcomes:
-        expected = own(outcome.rank % layout[1], reference) if own else reference
+        expected = own(outcome.rank // tensor % layout[1], reference) if own else reference
         found = list(differences("", outcome.value, expected, tolerance))
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
     return [outcome.value for outcome in outcomes]

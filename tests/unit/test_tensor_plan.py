@@ -123,6 +123,12 @@ def test_module_without_pairs_says_so():
         explain(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2, example=torch.randn(2, 4))
 
 
+def test_a_pair_is_found_around_an_activation_that_works_in_place():
+    pair = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+    found = explain(pair, 2, example=torch.randn(2, 3, 4)).explain()
+    assert "colwise" in found and "rowwise" in found, found
+
+
 def test_plan_that_is_a_word_but_not_auto_is_refused():
     with pytest.raises(ValueError, match="'auto' or a dict"):
         explain(NanoGPT(), 2, "columns")

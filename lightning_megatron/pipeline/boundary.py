@@ -1,0 +1,111 @@
+"""What crosses between two stages in one micro-batch.
+
+Autograd ends at a boundary and begins again on the other side. There a received tensor has to be the start of a graph
+and yet like any other inside a module: a layer may write into it, which autograd forbids for leaves. So it hangs on a
+function that hands its gradient out, unless the first run has shown that no layer does such a thing::
+
+    stage 0   ... ──▶ x ──send──▶   stage 1   x ◀─ arrival ──▶ layers ──▶ ...
+                  ◀── g ◀──send──             grads[0] = g ◀── layers ◀── ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a boundary: its place among the flattened call arguments, and what the receiver must allocate."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Boundary:
+    """What crosses between two stages in one micro-batch: the tensors, their description, and gradients come back."""
+
+    leaves: tuple[Leaf, ...] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    _versions: dict[int, int] = field(default_factory=dict)
+
+    def arrive(self, place: int) -> Tensor:
+        """The tensor at ``place``, for the stage's layers to use."""
+        tensor = self.tensors[place]
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            tensor = self.tensors[place] = arrive(tensor, self.grads, place)
+            self._versions[place] = tensor._version
+        return tensor
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote into a tensor that arrived."""
+        return any(self.tensors[place]._version != version for place, version in self._versions.items())
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of every tensor that wants one; zeros where nothing depended on it."""
+        return [self._gradient(at, tensor) for at, tensor in enumerate(self.tensors) if tensor.requires_grad]
+
+    def _gradient(self, place: int, tensor: Tensor) -> Tensor:
+        grad = tensor.grad if tensor.is_leaf else self.grads.get(place)
+        return grad if grad is not None else torch.zeros_like(tensor)
+
+
+@dataclass
+class StageRun:
+    """What one forward of one virtual stage leaves behind until its backward.
+
+    Attributes:
+        received: inputs of the stage, where its autograd graph begins.
+        sent: outputs of the stage, still attached to the graph; empty on the last.
+        output: what the user's step returned; last stage only.
+    """
+
+    micro_batch: int
+    received: Boundary
+    sent: Boundary
+    output: Any = None
+
+
+class _Arrival(torch.autograd.Function):
+    """Identity, in place, that keeps the gradient which comes back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, grads: dict[int, Tensor], place: int) -> Tensor:
+        ctx.grads, ctx.place = grads, place
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        known = ctx.grads.get(ctx.place)
+        ctx.grads[ctx.place] = grad if known is None else known + grad
+        return None, None, None, None
+
+
+def arrive(tensor: Tensor, grads: dict[int, Tensor], place: int) -> Tensor:
+    """Let a received tensor be like any other inside a module: layers may write into it, as ``nn.ReLU(inplace=True)``
+    does, which autograd forbids for leaves.
+
+    Args:
+        tensor: a leaf that wants a gradient.
+        grads: takes the gradient, under ``place``.
+        place: key in ``grads``.
+
+    Returns:
+        The same tensor, no leaf any more; or one on the same memory, where ``tensor`` is a view.
+    """
+    tensor = tensor.requires_grad_(False)
+    if tensor._is_view():
+        tensor = tensor.data
+    anchor = torch.empty((), device=tensor.device, requires_grad=True)
+    arrived: Tensor = _Arrival.apply(tensor, anchor, grads, place)
+    return arrived
