@@ -25,6 +25,7 @@ from lightning_megatron.collectives import gather_for_shards, gather_from_group,
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.examples import LENGTH
+from lightning_megatron.parallelize.huggingface import hugging_face_models
 from lightning_megatron.parallelize.regions import Door, Region, holder_of
 from lightning_megatron.parallelize.report import ModuleRow
 from lightning_megatron.parallelize.sequence_check import check_layers
@@ -99,6 +100,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
             f"`sequence_parallel=True` needs a forward of {type(module).__name__} on a tiny input to find its layers "
             f"({blueprint.untraced}); set `example_input_array`, or turn it off."
         )
+    _check_outputs(module)
     layers = _trunk(module, blueprint, trace)
     call = trace.calls[layers[0]]
     dim = _sequence_dim(_hidden(call), layers[0])
@@ -108,6 +110,18 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
             plan.doors[region.row] = _door(trace, region, layers)
     check_layers(module, blueprint, trace, layers, plan.doors, dim)
     return plan
+
+
+def _check_outputs(module: nn.Module) -> None:
+    """Refuse Hugging Face models that collect what their layers say about single tokens."""
+    for name, model in hugging_face_models(module).items():
+        for option in ("output_router_logits", "output_hidden_states"):
+            if getattr(model.config, option, False) is True:
+                raise ValueError(
+                    f"`sequence_parallel=True`: {name or type(model).__name__!r} has `config.{option}=True`, which "
+                    "collects a value for every token from its layers, and a layer sees only a part of them. Set it to "
+                    "False, or turn sequence parallelism off."
+                )
 
 
 def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:

@@ -127,15 +127,55 @@ class _Check:
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
         try:
+            kept = self._kept_by(call)
             with _answering(self._module, answers), torch.no_grad():
-                got = _first_tensor(call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs)))
+                output = call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs))
+                now = _attributes(call.module)
+            got = _first_tensor(output)
         except Exception as error:  # the module's own code may fail in any way on a shorter sequence
             return f"{type(error).__name__}: {error}".splitlines()[0]
         want = _first_tensor(self.part(call.output))
         if got.shape != want.shape:
             return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        difference = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
-        return "" if difference <= TOLERANCE.get(want.dtype, 1e-4) else f"its output deviates by {difference:.1e}"
+        difference = _deviation(got, want)
+        if difference > TOLERANCE.get(want.dtype, 1e-4):
+            return f"its output deviates by {difference:.1e}"
+        both = enumerate(zip(tree_leaves(output), tree_leaves(call.output), strict=False))
+        sides = {f"output {index}": pair for index, pair in both}
+        sides |= {f"its `{name}`": (now[name], value) for name, value in kept.items() if name in now}
+        return _summed_over_tokens(sides)
+
+    def _kept_by(self, call: Call) -> dict[str, Tensor]:
+        """Tensors with a gradient that the module leaves on itself when it sees all tokens: auxiliary losses."""
+        before = _attributes(call.module)
+        with _answering(self._module, {}), torch.enable_grad():
+            call.module(*tree_map(_fresh, call.args), **tree_map(_fresh, call.kwargs))
+            after = _attributes(call.module)
+        return {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
+
+
+def _summed_over_tokens(sides: dict[str, tuple[Any, Any]]) -> str:
+    """Which of the values beside the hidden state, as (computed from some tokens, from all), is no value per token."""
+    for name, (got, want) in sides.items():
+        if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape:
+            continue
+        if want.is_floating_point() and _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
+            return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is"
+    return ""
+
+
+def _deviation(got: Tensor, want: Tensor) -> float:
+    if not want.numel():
+        return 0.0
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
+
+
+def _attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are plain attributes of the parts of a module, by dotted name."""
+    found: dict[str, Tensor] = {}
+    for name, part in module.named_modules():
+        found |= {f"{name}.{key}".lstrip("."): x for key, x in vars(part).items() if isinstance(x, Tensor)}
+    return found
 
 
 def _fresh(value: Any) -> Any:

@@ -176,3 +176,46 @@ def test_models_of_images_and_sounds_are_read_on_inputs_of_the_configured_size(k
         names = {"model.encoder.layers.*.self_attn.q_proj", "model.decoder.layers.*.encoder_attn.out_proj"}
     split = {generalize(name) for name, sharding in explain(model, 2).parameters.items() if not sharding.replicated}
     assert names <= {name.rpartition(".")[0] for name in split}
+
+
+class Routed(nn.Module):
+    """A layer that says how evenly it uses its two experts, by an attribute or beside its output."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.up, self.down, self.gate, self.kept = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 2), kept
+        self.balance = None
+
+    def forward(self, x):
+        uneven = self.gate(x).softmax(-1).mean((0, 1)).square().sum()
+        y = x + self.down(self.up(x).relu())
+        if not self.kept:
+            return y, uneven
+        self.balance = uneven
+        return y
+
+
+class RoutedStack(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(20, 8), nn.ModuleList([Routed(kept) for _ in range(2)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) if layer.kept else layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize(("kept", "named"), [(True, "its `balance`"), (False, "output 1")])
+def test_auxiliary_losses_over_tokens_are_refused_under_sequence_shards(kept, named):
+    explain(RoutedStack(kept), 2)
+    with pytest.raises(ValueError, match=f"'layers.0' mixes tokens.*{named}.*computed over all tokens"):
+        explain(RoutedStack(kept), 2, sequence_parallel=True)
+
+
+def test_models_that_collect_router_outputs_are_refused_under_sequence_shards():
+    model = hugging_face("mixtral", output_router_logits=True)
+    explain(model, 2)
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        explain(model, 2, sequence_parallel=True)
