@@ -7,7 +7,8 @@
     master             w1 w1 w1 w1                                     this rank's shard, what the optimizer updates
 
 The master weights are a view of the weights, unless layers compute in 16 bits: then they, and the main gradients, are
-float32.
+float32. Where a step is one backward, ``flat`` is there from the last of its gradients until their sum, and only this
+rank's shard of the sum stays; steps that add up several backwards keep it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lightning_megatron.data_parallel.placement import Part, Placement, place
 from lightning_megatron.data_parallel.sharing import Sharing
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """The part of a parameter that this rank's optimizer updates.
 
     Attributes:
         part: which elements, and where they lie in the shard.
         update: the parameter that stands in for it in the optimizer; a view of the master weights.
-        grad: its gradient, a view of the main gradients.
+        grad: its gradient, a view of this rank's shard of the main gradients.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Bucket:
         reduced: whether the gradients are sums over all holders, divided by what they are to be divided by.
         maxima: largest absolute value of each gradient before the sum, by name, where that was asked for.
         sent: what travels, while gradients are summed in another dtype than their own.
+        shard_only: whether only this rank's shard of the sum is kept; ``flat`` is empty between steps.
+        own: that shard, from the sum until the next backward.
     """
 
     names: list[str]
@@ -78,6 +81,8 @@ class Bucket:
     reduced: bool = False
     maxima: dict[str, Tensor] = field(default_factory=dict)
     sent: Tensor | None = None
+    shard_only: bool = False
+    own: Tensor | None = None
 
     @property
     def gradients(self) -> Tensor:
@@ -90,8 +95,15 @@ class Bucket:
         return self.flat[self.placement.total :]
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether there is room for all gradients at all times."""
+        return not self.shard_only and self.flat.numel() > 0
+
+    @property
     def own_gradients(self) -> Tensor:
         """This rank's shard of the main gradients."""
+        if self.own is not None:
+            return self.own
         low, high = self.placement.bounds(self.sharing.rank)
         return self.flat[low:high]
 
@@ -106,6 +118,47 @@ class Bucket:
     def lowered(self) -> bool:
         """Whether the layers compute with other numbers than the optimizer keeps."""
         return self.master is not None and self.weights is not None and self.master.dtype != self.weights.dtype
+
+    def allocate(self) -> None:
+        """Have room for all gradients; only the gaps between them are zero."""
+        placement, dtype, device = self.placement, self.flat.dtype, self.flat.device
+        self.flat = torch.empty(placement.total + len(self.parameters), dtype=dtype, device=device)
+        end = 0
+        for offset, size in zip((*placement.offsets, placement.total), (*placement.sizes, 0), strict=True):
+            if end < offset:
+                self.flat[end:offset].zero_()
+            end = offset + size
+        self.views = _views(self.flat, placement, self.parameters, contiguous=self.weights is not None)
+        if self.shard_only:
+            self.own = torch.empty(placement.shard, dtype=dtype, device=device)
+        self._point_pieces()
+
+    def let_go(self) -> None:
+        """Keep nothing but this rank's shard of the sum."""
+        self.flat = self.flat.new_empty(0)
+        self.views = [self.flat] * len(self.parameters)
+
+    def keep_shard(self) -> None:
+        """Collect this rank's shard of the sums in a buffer of its own; the last step's is let go of."""
+        self.shard_only, self.own = True, None
+        for piece in self.pieces.values():
+            piece.grad, piece.update.grad = self.flat, None
+
+    def keep_all(self) -> None:
+        """Keep room for all gradients from now on."""
+        if self.keeps_all:
+            return
+        own, self.own, self.shard_only = self.own, None, False
+        self.allocate()
+        self.flat.zero_()
+        if own is not None:
+            self.own_gradients.copy_(own)
+
+    def _point_pieces(self) -> None:
+        gradients = self.own_gradients
+        for piece in self.pieces.values():
+            part = piece.part
+            piece.grad = gradients[part.at : part.at + part.stop - part.start].view(piece.update.shape)
 
     def resume(self, factor: float, replicas: int) -> None:
         """Go on adding to sums: bring them to the scale of what is added, and count what each rank holds once.
@@ -136,19 +189,24 @@ class Bucket:
             self.work = dist.all_reduce(flat, group=self.sharing.group, async_op=True)
             return
         low, high = self.placement.bounds(self.sharing.rank)
-        self.work = start_bucket_scatter(flat[low:high], flat[: self.placement.total], self.sharing.shard_group)
+        own = self.own_gradients if self.sent is None else self.sent[low:high]
+        self.work = start_bucket_scatter(own, flat[: self.placement.total], self.sharing.shard_group)
 
     def finish_sum(self) -> bool:
         """Wait for the sum; returns whether one was under way."""
         if self.work is None:
             return False
         self.work.wait()
-        flat, self.work = self.flat if self.sent is None else self.sent, None
-        low, high = self.placement.bounds(self.sharing.rank) if self.scattered else (0, flat.numel())
-        if self.scattered and self.sharing.copy_group is not None:
-            dist.all_reduce(flat[low:high], group=self.sharing.copy_group)
+        self.work = None
+        kept = self.own_gradients if self.scattered else self.flat
+        summed = kept
         if self.sent is not None:
-            self.flat[low:high].copy_(self.sent[low:high])
+            low, high = self.placement.bounds(self.sharing.rank) if self.scattered else (0, self.sent.numel())
+            summed = self.sent[low:high]
+        if self.scattered and self.sharing.copy_group is not None:
+            dist.all_reduce(summed, group=self.sharing.copy_group)
+        if self.sent is not None:
+            kept.copy_(summed)
             self.sent = None
         return True
 
@@ -209,12 +267,8 @@ def make_bucket(
     moves = sharing.shards > 1 or low is not None or gathers
     placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=whole)
     main = first.dtype if low is None else torch.float32
-    flat = torch.zeros(placement.total + len(parameters), dtype=main, device=first.device)
-    views = [
-        _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=moves)
-        for offset, parameter in zip(placement.offsets, parameters, strict=True)
-    ]
-    bucket = Bucket(names, parameters, sharing, shared, placement, flat, views)
+    flat = torch.empty(0, dtype=main, device=first.device)
+    bucket = Bucket(names, parameters, sharing, shared, placement, flat, [flat] * len(parameters))
     bucket.touched = [False] * len(parameters)
     if moves:
         _take_weights(bucket, low or main)
@@ -242,14 +296,20 @@ def _take_weights(bucket: Bucket, dtype: torch.dtype) -> None:
 
 def _cut_pieces(bucket: Bucket, *, keep_shapes: bool) -> None:
     assert bucket.master is not None
-    gradients = bucket.own_gradients
     for part in bucket.placement.parts(bucket.sharing.rank):
-        stop = part.at + part.stop - part.start
-        value, grad = bucket.master[part.at : stop], gradients[part.at : stop]
+        value = bucket.master[part.at : part.at + part.stop - part.start]
         if keep_shapes:
-            shape = bucket.parameters[part.member].shape
-            value, grad = value.view(shape), grad.view(shape)
-        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, nn.Parameter(value), grad)
+            value = value.view(bucket.parameters[part.member].shape)
+        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, nn.Parameter(value), bucket.flat)
+
+
+def _views(flat: Tensor, placement: Placement, parameters: Sequence[nn.Parameter], *, contiguous: bool) -> list[Tensor]:
+    if contiguous and sum(placement.sizes[:-1]) == placement.offsets[-1]:  # no gaps: one call for all
+        return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
+    return [
+        _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=contiguous)
+        for offset, parameter in zip(placement.offsets, parameters, strict=True)
+    ]
 
 
 def _view_like(flat: Tensor, parameter: nn.Parameter, *, contiguous: bool) -> Tensor:

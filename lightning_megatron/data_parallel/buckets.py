@@ -18,14 +18,14 @@ embeddings) have buckets of their own, summed over those stages as well, at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.bucket import Bucket, Piece, make_bucket
+from lightning_megatron.data_parallel.flags import exchange_flags
 from lightning_megatron.data_parallel.sharing import Sharing
 
 
@@ -81,6 +81,7 @@ class GradientBuckets:
         self._tied: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._next_launch = 0
+        self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
         self._build()
 
@@ -137,17 +138,25 @@ class GradientBuckets:
         self._wake(True)
         self._next_launch = 0
         self._divide_by = divide_by * scale
+        late = once and reduce
         for bucket in self.buckets:
             bucket.launched = False
             bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
             if fresh:
                 bucket.touched = [False] * len(bucket.parameters)
             elif fresh is None:
+                bucket.keep_all()
                 self._adopt(bucket)
+            late = late and not any(bucket.touched)
+        self._copy_late = late
+        for bucket in self.buckets:
+            if late and bucket.sharing.shards > 1 and self.scatters and not bucket.keeps_all:
+                bucket.keep_shard()
+            else:
+                bucket.keep_all()
             bucket.resume(scale, divide_by)
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
                 parameter.grad = view if touched else None
-        self._copy_late = once and reduce and not any(any(bucket.touched) for bucket in self.buckets)
 
     @staticmethod
     def _adopt(bucket: Bucket) -> None:
@@ -180,9 +189,11 @@ class GradientBuckets:
             for bucket in self.buckets:
                 if not bucket.launched:
                     self._launch(bucket)
-            flags = [*_exchange_flags(self._own), *_exchange_flags(self._tied)]
+            flags = [*exchange_flags(self._own), *exchange_flags(self._tied)]
             for bucket in self.buckets:
-                self._complete(bucket, self._divide_by)
+                if not bucket.reduced:
+                    self._complete(bucket)
+            self._under_way = []
             for exchange in flags:
                 exchange.finish()
         self.publish()
@@ -283,6 +294,8 @@ class GradientBuckets:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = True
+        if bucket.shard_only:
+            bucket.allocate()
         if self._copy_late:
             self._copy_whole(bucket)
         sharing = bucket.sharing
@@ -300,6 +313,16 @@ class GradientBuckets:
                 bucket.flags[index] = 0.0
         bucket.scattered = sharing.shards > 1 and self.scatters
         bucket.start_sum(self._reduce_dtype)
+        if bucket.shard_only:
+            self._let_go(bucket)
+
+    def _let_go(self, bucket: Bucket) -> None:
+        """Drop gradients that are on their way; wait for the sum before the last, so that two are under way at most."""
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        self._under_way.append(bucket)
+        if len(self._under_way) > 2:
+            self._complete(self._under_way.pop(0))
 
     @staticmethod
     def _copy_whole(bucket: Bucket) -> None:
@@ -310,13 +333,14 @@ class GradientBuckets:
         for view, parameter in pairs:
             parameter.grad = view
 
-    @staticmethod
-    def _complete(bucket: Bucket, divide_by: float) -> None:
+    def _complete(self, bucket: Bucket) -> None:
         bucket.reduced = True
         if bucket.finish_sum() and not bucket.scattered and not all(bucket.touched):
             bucket.touched = [flag > 0 for flag in bucket.flags.tolist()]
-        if divide_by != 1:
-            (bucket.own_gradients if bucket.scattered else bucket.flat).div_(divide_by)
+        if bucket.shard_only:
+            bucket.let_go()
+        if self._divide_by != 1:
+            (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
 
     def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         """Group consecutive parameters of one dtype into runs of about the size of a bucket."""
@@ -331,35 +355,6 @@ class GradientBuckets:
             runs[-1].append((name, parameter))
             size += bytes_
         return runs
-
-
-class _FlagExchange:
-    """Agreement on which parameters any rank gave a gradient, for buckets of one group that were scattered."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-        self._complete = all(all(bucket.touched) for bucket in buckets)
-        self._flags = torch.cat([bucket.flags for bucket in buckets])
-        self._work = dist.all_reduce(self._flags, group=buckets[0].sharing.group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait; the numbers are only looked at if this rank lacks some."""
-        self._work.wait()
-        if self._complete:
-            return
-        touched = iter((self._flags > 0).tolist())
-        for bucket in self._buckets:
-            bucket.touched = [next(touched) for _ in bucket.parameters]
-
-
-def _exchange_flags(buckets: list[Bucket]) -> Iterator[_FlagExchange]:
-    """Start one exchange per group."""
-    groups: dict[int, list[Bucket]] = {}
-    for bucket in buckets:
-        if bucket.scattered:
-            groups.setdefault(id(bucket.sharing.group), []).append(bucket)
-    for members in groups.values():
-        yield _FlagExchange(members)
 
 
 class _ArrivalHook:

@@ -128,9 +128,11 @@ class Bulk(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def bytes_held(info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any]) -> dict[str, Any]:
+def bytes_held(
+    info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any], accumulate: int
+) -> dict[str, Any]:
     """Bytes of all live tensors that belong to training, by storage, after a step; activations are gone by then."""
-    trainer = _trainer(info, sizes, precision, options, max_steps=2)
+    trainer = _trainer(info, sizes, precision, options, max_epochs=2, accumulate_grad_batches=accumulate)
     module = Bulk()
     found: dict[str, int] = {}
 

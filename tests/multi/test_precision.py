@@ -94,18 +94,22 @@ FORMULAS = {"32-true": (4, 4, 8), "64-true": (8, 8, 16), "bf16-mixed": (2, 4, 12
 
 
 @pytest.mark.parametrize(
-    ("precision", "replicas"),
+    ("precision", "replicas", "accumulate"),
     [
-        pytest.param(
-            precision, replicas, marks=[pytest.mark.wide] if replicas == 4 and "mixed" not in precision else []
-        )
+        pytest.param(precision, replicas, accumulate, marks=[] if chosen else [pytest.mark.wide])
         for precision in FORMULAS
-        for replicas in (2, 4)
+        for replicas, accumulate, chosen in (
+            (2, 1, "mixed" not in precision),
+            (2, 2, "mixed" in precision),
+            (4, 1, "mixed" in precision),
+            (4, 2, False),
+        )
     ],
 )
-def test_bytes_of_a_rank_are_those_of_the_formula(precision: str, replicas: int) -> None:
+def test_bytes_of_a_rank_are_those_of_the_formula(precision: str, replicas: int, accumulate: int) -> None:
     weights, gradients, optimizer = FORMULAS[precision]
-    for outcome in run_trainers(bytes_held, (1, replicas, 1), precision, {}, devices=replicas):
+    kept = gradients if accumulate > 1 else gradients / replicas  # a single backward lets go of what it has sent
+    for outcome in run_trainers(bytes_held, (1, replicas, 1), precision, {}, accumulate, devices=replicas):
         value = outcome.value
-        expected = value["parameters"] * (weights + gradients + optimizer / replicas)
+        expected = value["parameters"] * (weights + kept + optimizer / replicas)
         assert value["bytes"] == pytest.approx(expected, rel=0.02)
