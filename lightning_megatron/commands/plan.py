@@ -43,6 +43,8 @@ def plan(
 ) -> None:
     """Rank all layouts of a model on a number of GPUs, and say why the best is best."""
     try:
+        if plot and plot.suffix.lower() != ".svg":
+            raise ValueError(f"`--plot {plot}` must end in .svg, the format that is written")
         machine = Cluster.from_yaml(cluster) if cluster else Cluster.named(gpu)
         shape = _shape(hf_config, layers, hidden, heads, kv_heads, ffn, gated, vocab, seq, untied)
         limits = Limits(

@@ -30,6 +30,9 @@ class Gpu:
         memory: device memory in bytes, as the driver reports it.
         bandwidth: device memory bandwidth in bytes/s.
         processors: streaming multiprocessors, which set how a matrix product is tiled.
+
+    Raises:
+        ValueError: a number is not positive.
     """
 
     name: str
@@ -39,6 +42,11 @@ class Gpu:
     memory: float
     bandwidth: float
     processors: int
+
+    def __post_init__(self) -> None:
+        for name in ("peak_16", "memory", "bandwidth", "processors"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}={getattr(self, name)}` of GPU {self.name} must be positive; correct it")
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s at ``precision``: half of the 16-bit one for TF32, a sixteenth for 64 bits.
@@ -100,11 +108,14 @@ class Cluster:
         out keeps the value of the known GPU's usual cluster.
 
         Raises:
-            ValueError: a field is unknown or a needed one is missing.
+            ValueError: the file is not YAML, a field is unknown or no positive number, or a needed one is missing.
         """
         import yaml  # type: ignore[import-untyped]
 
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"`{path}` is not YAML: {error}") from error
         if not isinstance(values, Mapping):
             raise ValueError(f"`{path}` holds {type(values).__name__}, not a mapping of cluster fields")
         return cls.from_mapping(values)
@@ -118,10 +129,20 @@ class Cluster:
         if "gpu" not in values:
             raise ValueError("the cluster description has no `gpu`; give a known name or a mapping of its datasheet")
         gpu = values["gpu"]
+        if not isinstance(gpu, (str, Mapping)):
+            raise ValueError(f"`gpu: {gpu}` must be a known name or a mapping of its datasheet")
         base = cls.named(gpu) if isinstance(gpu, str) else cls(gpu=_gpu_from_mapping(gpu))
         scale = {"nvlink": GB, "network": GB, "nvlink_latency": 1e-6, "network_latency": 1e-6, "gpus_per_node": 1}
-        changes = {name: values[name] * unit for name, unit in scale.items() if name in values}
-        return replace(base, **changes)
+        return replace(base, **_scaled(values, scale))
+
+
+def _scaled(values: Mapping[str, Any], units: Mapping[str, float]) -> dict[str, Any]:
+    """The numbers among ``values`` in base units."""
+    for name in units:
+        value = values.get(name, 1)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"`{name}: {value}` of the cluster description must be a positive number")
+    return {name: values[name] * unit for name, unit in units.items() if name in values}
 
 
 def _gpu_from_mapping(values: Mapping[str, Any]) -> Gpu:
@@ -132,7 +153,7 @@ def _gpu_from_mapping(values: Mapping[str, Any]) -> Gpu:
         raise ValueError(f"unknown GPU fields {unknown}; known ones are {sorted(allowed)}")
     if missing := sorted({"name", "peak_16", "memory", "bandwidth"} - set(values)):
         raise ValueError(f"the GPU description misses {missing}; add them from its datasheet")
-    numbers = {name: values[name] * unit for name, unit in units.items() if name in values}
+    numbers = _scaled(values, units)
     defaults = {"peak_8": 0.0, "processors": 108}
     generation = str(values.get("generation", "ampere"))
     if generation not in GENERATIONS:

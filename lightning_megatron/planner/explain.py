@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from lightning_megatron.planner.cluster import GIB, Cluster
-from lightning_megatron.planner.prediction import Prediction
+from lightning_megatron.planner.constants import DEFAULT_CONSTANTS, Constants
+from lightning_megatron.planner.prediction import Prediction, predict
+from lightning_megatron.planner.recipe import VEE_SCHEDULES
 from lightning_megatron.planner.shape import ModelShape
 
 _KINDS = {
-    "compute": "compute (recomputation and the size of matrix products)",
+    "compute": "compute (efficiency of matrix products)",
     "tensor_communication": "exposed tensor-parallel communication",
     "pipeline_bubble": "the pipeline bubble",
     "pipeline_transfer": "stage-to-stage transfers",
@@ -20,16 +22,26 @@ _KINDS = {
 }
 
 
-def explain(shape: ModelShape, cluster: Cluster, ranked: Sequence[Prediction]) -> str:
+def explain(
+    shape: ModelShape,
+    cluster: Cluster,
+    ranked: Sequence[Prediction],
+    *,
+    least: int | None = None,
+    constants: Constants = DEFAULT_CONSTANTS,
+) -> str:
     """A paragraph on the first layout, and what the second loses on.
 
     Args:
         shape: the model.
         cluster: the machine.
         ranked: predictions, fastest first; at least one.
+        least: the fewest GPUs t p that one replica fits on, where known.
+        constants: calibrated efficiencies.
     """
     best = ranked[0]
-    sentences = [_tensor(best, cluster), _pipeline(best), _data(best), _memory(best, shape)]
+    sentences = [_tensor(best, cluster), _pipeline(best), _micro_batch(best, shape, cluster, constants)]
+    sentences += [_data(best, least), _memory(best, shape)]
     if len(ranked) > 1:
         sentences.append(compare(best, ranked[1]))
     return " ".join(sentence for sentence in sentences if sentence)
@@ -54,18 +66,62 @@ def _pipeline(best: Prediction) -> str:
     chunks = f" with {recipe.chunks} chunks per rank" if recipe.chunks > 1 else ""
     return (
         f"{recipe.pipeline} pipeline stages run {recipe.schedule}{chunks} over {recipe.micro_batches} micro-batches of "
-        f"{recipe.micro_batch}; the bubble is {share:.1f}% of the step."
+        f"{recipe.micro_batch}; the bubble is {share:.1f}% of the step{_ideal_bubble(best)}."
     )
 
 
-def _data(best: Prediction) -> str:
+def _ideal_bubble(best: Prediction) -> str:
+    """The paper's bubble beside the simulated one, for the schedules it is about."""
+    recipe = best.recipe
+    if recipe.schedule in VEE_SCHEDULES or recipe.schedule.startswith("zb"):
+        return ", for weight gradients fill it"
+    ideal = (recipe.pipeline - 1) / (recipe.chunks * recipe.micro_batches)
+    name = "(p - 1)/(v m)" if recipe.chunks > 1 else "(p - 1)/m"
+    return f" ({name} of even stages would be {100 * ideal:.1f}% of their work)"
+
+
+def _micro_batch(best: Prediction, shape: ModelShape, cluster: Cluster, constants: Constants) -> str:
+    """On the micro-batch: larger ones fill the GPU, smaller ones the pipeline."""
+    recipe = best.recipe
+    reasons = []
+    for size in (recipe.micro_batch // 2, 2 * recipe.micro_batch):
+        if not size or recipe.global_batch % (recipe.data * size):
+            continue
+        other = predict(shape, replace(recipe, micro_batch=size), cluster, constants=constants)
+        if not other.fits:
+            reasons.append(f"{size} would not fit like this")
+            continue
+        slower = 100 * (other.iteration_seconds / best.iteration_seconds - 1)
+        if slower > 0:
+            reasons.append(f"{size} would be {slower:.1f}% slower for {_reason(best, other)}")
+    return f"As micro-batch, {' and '.join(reasons)}." if reasons else ""
+
+
+def _gaps(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Seconds by kind that ``other`` takes more than ``best`` for as many sequences."""
+    ours, theirs = asdict(best.breakdown), asdict(other.breakdown)
+    scale = best.recipe.global_batch / other.recipe.global_batch
+    return {name: scale * theirs[name] - ours[name] for name in _KINDS}
+
+
+def _reason(best: Prediction, other: Prediction) -> str:
+    """The kind of seconds by which ``other`` exceeds ``best`` most."""
+    gaps = _gaps(best, other)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return "recomputation" if worst == "compute" and other.recomputed > best.recomputed else _KINDS[worst]
+
+
+def _data(best: Prediction, least: int | None) -> str:
     """On data parallelism."""
     recipe = best.recipe
     if recipe.replicas == 1:
         return ""
     share = 100 * best.breakdown.data_communication / best.iteration_seconds
     state = "its optimizer state is sharded" if recipe.sharding != "none" else "every replica keeps all optimizer state"
-    return f"A factor of {recipe.data} is data parallelism ({state}); what of it is exposed costs {share:.1f}%."
+    replica = recipe.tensor * recipe.pipeline
+    why = "one replica takes no fewer" if replica == least else f"one would fit on {least}, but slower"
+    size = f"A replica has {replica} GPU{'s' * (replica > 1)} ({why})" if least is not None else "The model is repeated"
+    return f"{size}, and {recipe.data} replicas share the batch ({state}); what of that is exposed costs {share:.1f}%."
 
 
 def _memory(best: Prediction, shape: ModelShape) -> str:
@@ -78,12 +134,11 @@ def _memory(best: Prediction, shape: ModelShape) -> str:
 
 def compare(best: Prediction, other: Prediction) -> str:
     """What ``other`` loses against ``best``, and what it gains in return."""
-    slower = 100 * (other.iteration_seconds / best.iteration_seconds - 1)
-    ours, theirs = asdict(best.breakdown), asdict(other.breakdown)
-    gaps = {name: theirs[name] - ours[name] for name in _KINDS}
-    worst = max(gaps, key=lambda name: gaps[name])
-    text = f"The runner-up ({other.recipe.describe()}) is {slower:.1f}% slower: it loses on {_KINDS[worst]}"
-    gain = min(gaps, key=lambda name: gaps[name])
-    if gaps[gain] < -0.002 * best.iteration_seconds:
-        text += f", and gains less than that on {_KINDS[gain]}"
+    slower = 100 * (best.tokens_per_second / other.tokens_per_second - 1)
+    gaps = _gaps(best, other)
+    lost = f"{100 * max(gaps.values()) / best.iteration_seconds:.1f}%"
+    runner = f"The runner-up ({other.recipe.describe()}) is {slower:.1f}% slower"
+    text = f"{runner}: it loses {lost} on {_reason(best, other)}"
+    if min(gaps.values()) < -0.002 * best.iteration_seconds:
+        text += f", and gains less than that on {_reason(other, best)}"
     return text + "."

@@ -37,6 +37,9 @@ class Limits:
         tensor, pipeline, micro_batch: fixed values, or None for all.
         largest_tensor: most tensor ranks; None means those of one node.
         headroom: share of memory that stays free, for a prediction of memory is not exact either.
+
+    Raises:
+        ValueError: ``headroom`` is no share.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -48,6 +51,10 @@ class Limits:
     micro_batch: int | None = None
     largest_tensor: int | None = None
     headroom: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"`headroom={self.headroom}` is a share of memory; it must lie in 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,9 @@ def plan(
     if (global_batch is None) == (replica_batch is None):
         raise ValueError("give either `global_batch` or `replica_batch`")
     limits = limits or Limits()
+    for name, value in (("gpus", gpus), ("global_batch", global_batch or replica_batch or 0), ("top", top)):
+        if value < 1:
+            raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
     considered = too_large = 0
     found: list[Prediction] = []
     for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
@@ -130,11 +140,12 @@ def plan(
             continue
         found.append(predict(shape, fitting, cluster, constants=constants, makespan=closed_form))
     if not found:
-        raise ValueError(_nothing_found(shape, cluster, gpus, global_batch or replica_batch or 0, considered))
+        raise ValueError(_nothing_found(shape, cluster, gpus, global_batch or replica_batch or 0, considered, limits))
     found.sort(key=_slowness)
     refined = [predict(shape, item.recipe, cluster, constants=constants) for item in found[: max(_REFINED, top)]]
     ranked = tuple(sorted(refined, key=_slowness)[:top])
-    text = explain(shape, cluster, ranked)
+    least = min(item.recipe.tensor * item.recipe.pipeline for item in found)
+    text = explain(shape, cluster, ranked, least=least, constants=constants)
     return Plan(shape, cluster, gpus, ranked[0].recipe.global_batch, ranked, considered, too_large, text)
 
 
@@ -237,12 +248,18 @@ def cheapest_fitting(shape: ModelShape, recipe: Recipe, cluster: Cluster, headro
     return None
 
 
-def _nothing_found(shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, considered: int) -> str:
+def _nothing_found(
+    shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, considered: int, limits: Limits
+) -> str:
     """Why a search came back empty, and what would help."""
     if not considered:
+        fixed = [f"`{name}={getattr(limits, name)}`" for name in ("tensor", "pipeline", "micro_batch")]
+        asked = [text for text in fixed if "None" not in text]
+        held = f" with {', '.join(asked)}" if asked else ""
         return (
-            f"no layout of `gpus={gpus}` divides heads={shape.heads}, layers={shape.layers} and "
-            f"`global_batch={global_batch}`; choose `global_batch` as a multiple of a divisor of `gpus`"
+            f"no layout of `gpus={gpus}`{held} divides heads={shape.heads}, layers={shape.layers} and "
+            f"`global_batch={global_batch}`; choose {'other sizes, or ' if asked else ''}`global_batch` as a multiple "
+            "of a divisor of `gpus`"
         )
     least = shape.parameters * 6.0 / cluster.gpu.memory
     return (

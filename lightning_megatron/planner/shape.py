@@ -191,7 +191,12 @@ def _read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        values = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"`{path}` is not JSON: {error}") from error
+        if not isinstance(values, Mapping):
+            raise ValueError(f"`{path}` holds {type(values).__name__}, not the mapping of a model's configuration")
     inner = values.get("text_config")
     return inner if isinstance(inner, Mapping) else values
 

@@ -67,7 +67,7 @@ def test_plan_prints_a_table_json_and_a_picture(tmp_path: Path) -> None:
     arguments = ["plan", "--gpus", "16", "--global-batch", "64", *MODEL]
     result = RUNNER.invoke(app, [*arguments, "--plot", str(plot)])
     assert result.exit_code == 0, result.output
-    assert "The runner-up" in result.stdout.replace("\n", " ")
+    assert "The runner-up" in " ".join(result.stdout.split())
     assert plot.read_text().startswith("<svg")
     found = json.loads(RUNNER.invoke(app, [*arguments, "--json", "--top", "2"]).stdout)
     assert len(found["layouts"]) == 2 and found["gpus"] == 16

@@ -306,6 +306,23 @@ def test_a_cluster_is_described_in_yaml_with_datasheet_units(tmp_path) -> None: 
         Cluster.from_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu: [", "is not YAML"),
+        ("- 1", "not a mapping"),
+        ("gpu: 3", "`gpu: 3` must be a known name"),
+        ("gpu: A100\nnetwork: fast", "`network: fast` .* must be a positive number"),
+        ("gpu: {name: X, peak_16: 0, memory: 24, bandwidth: 1}", "`peak_16=0.0` of GPU X must be positive"),
+    ],
+)
+def test_a_cluster_that_cannot_be_read_says_where(tmp_path, text: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_yaml(path)
+
+
 @pytest.mark.parametrize("name", ["A100", "a100-80gb", "NVIDIA A100-SXM4-80GB", "A100_80"])
 def test_gpu_names_are_read_as_people_write_them(name: str) -> None:
     assert Cluster.named(name) == A100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -64,8 +65,33 @@ def test_fixed_sizes_are_kept() -> None:
 
 def test_the_explanation_names_the_runner_ups_loss(found: Plan) -> None:
     assert "The runner-up" in found.explanation
-    assert "it loses on" in found.explanation
+    assert re.search(r"it loses [\d.]+% on", found.explanation)
     assert f"{found.best.recipe.pipeline} pipeline stages" in found.explanation
+    least = min(item.recipe.tensor * item.recipe.pipeline for item in found.ranked)
+    assert re.search(r"A replica has \d+ GPUs", found.explanation) and least >= 16
+
+
+def test_the_explanation_gives_the_papers_bubble_and_what_other_micro_batches_lose() -> None:
+    shape = ModelShape(layers=48, hidden=8192, heads=64, vocab=51200, seq=2048)
+    text = plan(shape, A100, 64, 512, limits=Limits(schedules=("1f1b",), pipeline=8)).explanation
+    recipe = plan(shape, A100, 64, 512, limits=Limits(schedules=("1f1b",), pipeline=8)).best.recipe
+    assert f"(p - 1)/m of even stages would be {100 * 7 / recipe.micro_batches:.1f}%" in text
+    assert re.search(r"As micro-batch, .*(would be [\d.]+% slower for|would not fit)", text)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((0, 8), "`gpus=0` must be"), ((8, 0), "`global_batch=0` must be")])
+def test_sizes_below_one_are_refused(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(SMALL, A100, *sizes)
+
+
+def test_impossible_limits_are_named() -> None:
+    with pytest.raises(ValueError, match="no layout of `gpus=8` with `tensor=3`"):
+        plan(SMALL, A100, 8, 64, limits=Limits(tensor=3))
+    with pytest.raises(ValueError, match=r"`headroom=2` is a share"):
+        Limits(headroom=2)
+    with pytest.raises(ValueError, match="`top=0`"):
+        plan(SMALL, A100, 8, 64, top=0)
 
 
 def test_a_model_that_cannot_fit_says_how_many_gpus_it_needs() -> None:
