@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.appended import AppendedLists
 from lightning_megatron.batch_metrics import MetricCalls
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
@@ -125,6 +126,7 @@ class StepEngine:
         self._reduces = True
         self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
         self.bad_micro_batch: int | None = None
+        self._appended = AppendedLists(module)
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
 
@@ -265,6 +267,7 @@ class StepEngine:
             recorder = self.recorder
             assert recorder is not None
             recorder.metric_calls = MetricCalls(self._metric_copies) if len(parts) > 1 else None
+            self._appended.snapshot()
             step = Step(schedule, _Recorded(call, recorder, weights), parts, name, scales)
             if self._stage is None:
                 self._run_single(step)
@@ -280,6 +283,7 @@ class StepEngine:
                 self._state.apply(result.state)
                 return result
             outputs = [step.outputs[index] for index in range(len(parts))]
+            self._appended.merge(weights, _sizes(parts))
             return self._exchange.share(self._result(outputs, weights, _sizes(parts), name))
 
     @property

@@ -65,7 +65,10 @@ class Talkative(TokenTask):
 
 
 class Scored(TokenTask):
-    """Logs scores of a batch that are no means over its samples: as metrics, and as what calling a metric returned."""
+    """Logs scores of a batch that are no means over its samples, as metrics and as what calling a metric returned.
+
+    Keeps something of each batch until the epoch ends.
+    """
 
     def __init__(self) -> None:
         super().__init__(LearnedPositions())
@@ -74,6 +77,8 @@ class Scored(TokenTask):
         self.scores = torch.nn.ModuleDict({"logged": torchmetrics.MetricCollection(scores)})
         self.called = torchmetrics.MetricCollection(scores, prefix="called_").clone()
         self.recall = torchmetrics.Recall(**options)
+        self.losses: list[torch.Tensor] = []
+        self.seen: dict[str, list[Any]] = {"predicted": [], "samples": []}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
@@ -83,9 +88,18 @@ class Scored(TokenTask):
         self.log_dict(self.called(predicted, batch[1]))
         self.log("recall", self.recall(predicted, batch[1]), reduce_fx="max")
         self.log("recall_of_start", self.recall(predicted[:, :4], batch[1][:, :4]))
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        self.losses.append(loss)
+        self.seen["predicted"].append(predicted)
+        self.seen["samples"].append([f"sample {row}" for row in batch[0].tolist()])
+        return loss
 
     def on_train_epoch_end(self) -> None:
+        self.log("mean_of_batches", torch.stack(self.losses).mean())
+        self.log("batches", float(len(self.seen["samples"])))
+        self.log("largest_batch", float(max(len(predicted) for predicted in self.seen["predicted"])))
+        self.losses.clear()
+        self.seen = {"predicted": [], "samples": []}
         self.log_dict({f"{name}_whole": value for name, value in self.called.compute().items()})
         self.called.reset()
 
