@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_megatron.hang import HangWatch
 from lightning_megatron.layout import Layout
 
 _FAILURE = "failure"
@@ -56,11 +57,19 @@ class FailureWatch:
         rank: this rank.
         run: number of the run on this store, so that runs do not see each other's failures.
         poll_s: seconds between looks.
+        hang_s: seconds until a rank that others wait for is reported, or ``None`` for never.
         grace_s: seconds between noticing a remote failure and ending a process that does not end by itself.
     """
 
     def __init__(
-        self, store: Any, layout: Layout, rank: int, run: int, poll_s: float = 0.5, grace_s: float = 5.0
+        self,
+        store: Any,
+        layout: Layout,
+        rank: int,
+        run: int,
+        poll_s: float = 0.5,
+        grace_s: float = 5.0,
+        hang_s: float | None = None,
     ) -> None:
         base = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"lightning_megatron/{run}", base)
@@ -72,11 +81,17 @@ class FailureWatch:
         self._lock = threading.Lock()
         self._seen: Failure | None = None
         self.reported = False
+        self._hang = HangWatch(self._store, rank, layout.world_size, hang_s) if hang_s is not None else None
         self._thread = threading.Thread(target=self._watch, name="lightning_megatron failure watch", daemon=True)
 
     def start(self) -> None:
         """Start looking for failures."""
         self._thread.start()
+
+    def beat(self) -> None:
+        """A batch begins."""
+        if self._hang is not None:
+            self._hang.beat()
 
     def stop(self) -> None:
         """Stop looking; a remote failure no longer ends this process."""
@@ -156,6 +171,7 @@ class FailureWatch:
         while not self._stopped.wait(self._poll_s):
             try:
                 with self._lock:
+                    self._look_for_hangs()
                     failed = self._store.check([_FAILURE])
             except RuntimeError:
                 self._end("the process that hosts the store is gone, and with it the run")
@@ -164,6 +180,13 @@ class FailureWatch:
                 failure = self._look()
                 self._end(str(failure) if failure is not None else "another rank failed")
                 return
+
+    def _look_for_hangs(self) -> None:
+        found = self._hang.look() if self._hang is not None else None
+        if found is not None and not self._stopped.is_set():
+            rank, told = found
+            record = json.dumps({"rank": rank, "where": self._layout.describe(rank), "traceback": told})
+            self._store.compare_set(_FAILURE, "", record)
 
     def _end(self, reason: str) -> None:
         """Give the main thread a while to end by itself, then end the process."""

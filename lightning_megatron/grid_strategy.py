@@ -41,17 +41,24 @@ class GridStrategy(ParallelStrategy):
         sizes: axis sizes for :func:`~lightning_megatron.layout.resolve_layout`.
         process_group_backend: backend of the process groups, or ``None`` for what fits the device.
         timeout: of collectives.
+        hang_timeout: until a rank that others wait for is named and the run ended; ``None`` for never.
         **kwargs: Lightning's own.
     """
 
     def __init__(
-        self, sizes: dict[str, Any], process_group_backend: str | None, timeout: timedelta | None, **kwargs: Any
+        self,
+        sizes: dict[str, Any],
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        hang_timeout: timedelta | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._sizes = sizes
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._hang_timeout = hang_timeout
         self._layout: Layout | None = None
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
@@ -126,9 +133,16 @@ class GridStrategy(ParallelStrategy):
         assert self._layout is not None
         self._runs += 1
         store = dist.distributed_c10d._get_default_store()
-        self._watch = FailureWatch(store, self._layout, self.global_rank, self._runs)
+        hang_s = None if self._hang_timeout is None else self._hang_timeout.total_seconds()
+        self._watch = FailureWatch(store, self._layout, self.global_rank, self._runs, hang_s=hang_s)
         if self.world_size > 1:
             self._watch.start()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As Lightning's; tells that this rank takes part."""
+        if self._watch is not None:
+            self._watch.beat()
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
     def mesh(self) -> ParallelMesh:

@@ -102,6 +102,8 @@ class MegatronStrategy(PlannedStrategy):
         bucket_size_mb: size of a gradient bucket in MiB.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
         timeout: of collectives.
+        hang_timeout: once a rank has waited for others this long, the rank that takes no part is named, and all end.
+            Choose it longer than the longest step, and than anything that one rank does alone; ``None``: never.
         accelerator: see Lightning.
         parallel_devices: see Lightning.
         cluster_environment: see Lightning.
@@ -148,6 +150,7 @@ class MegatronStrategy(PlannedStrategy):
         bucket_size_mb: float = 25.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        hang_timeout: timedelta | None = timedelta(minutes=20),
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -229,6 +232,7 @@ class MegatronStrategy(PlannedStrategy):
             sizes,
             process_group_backend,
             timeout,
+            hang_timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

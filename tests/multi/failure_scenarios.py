@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -98,3 +101,33 @@ def fail_then_fit(info: RankInfo, layout: tuple[int, int]) -> int:
     trainer = trainer_for(info, layout, {}, max_epochs=1)
     trainer.fit(Failing(info.rank, -1, "nowhere"))
     return trainer.global_step
+
+
+class Hanging(TokenTask):
+    """From the second step on, a layer of one rank never returns; another rank may be stopped as a whole.
+
+    Args:
+        rank: this process.
+        culprit: the process that hangs.
+        stopped: whether its interpreter stands still too, as in a call that never gives it back.
+    """
+
+    def __init__(self, rank: int, culprit: int, stopped: bool) -> None:
+        super().__init__(LearnedPositions())
+        self.guilty, self.stopped = rank == culprit, stopped
+        if self.guilty:
+            for layer in self.net.layers:
+                layer.register_forward_hook(self.hang_in_a_layer)
+
+    def hang_in_a_layer(self, layer: Any, inputs: Any, output: Tensor) -> None:
+        if self.training and self.trainer.global_step >= 1:
+            if self.stopped:
+                ctypes.PyDLL(None).sleep(3600)
+            time.sleep(3600)
+
+
+def train_hanging(info: RankInfo, culprit: int, stopped: bool) -> None:
+    """One rank hangs, the others notice after some seconds."""
+    arguments = {"hang_timeout": timedelta(seconds=4)}
+    options: dict[str, Any] = {"max_steps": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    trainer_for(info, (info.world_size, 1), arguments, **options).fit(Hanging(info.rank, culprit, stopped))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Outcome, run_trainers
-from tests.multi.failure_scenarios import PLACES, fail
+from tests.multi.failure_scenarios import PLACES, fail, train_hanging
 
 SECONDS = 15.0
 
@@ -53,3 +53,19 @@ def test_one_rank_of_four_fails_and_all_the_others_name_it(culprit: int) -> None
         fail, (2, 2), culprit, "training_step", devices=4, check=False, grace=SECONDS + 5, deadline=90
     )
     _check(outcomes, culprit, "training_step")
+
+
+@pytest.mark.parametrize(
+    ("culprit", "stopped"),
+    [(1, False), pytest.param(0, True, marks=pytest.mark.wide), pytest.param(0, False, marks=pytest.mark.wide)],
+)
+def test_a_rank_that_stops_taking_part_is_named_by_the_others_with_the_line_it_is_at(
+    culprit: int, stopped: bool
+) -> None:
+    outcomes = run_trainers(train_hanging, culprit, stopped, devices=2, check=False, grace=SECONDS, deadline=90)
+    for outcome in outcomes:
+        said = _everything_said(outcome)
+        if outcome.rank != culprit or not stopped:
+            assert not outcome.ok and "killed while running" not in said, said
+            assert f"rank {culprit} (pipeline" in said and "taken no part" in said, said
+            assert ("does not answer" in said) if stopped else ("hang_in_a_layer" in said), said
