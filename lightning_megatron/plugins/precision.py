@@ -67,7 +67,8 @@ class MegatronMixedPrecision(_GlobalClip, Precision):  # type: ignore[misc]
 
     def __init__(self, precision: str, device: str, loss_scale: LossScale | None = None) -> None:
         if precision not in ("bf16-mixed", "16-mixed"):
-            raise ValueError(f"`precision={precision!r}` must be 'bf16-mixed' or '16-mixed'.")
+            eight = " Products of 8-bit numbers are not there on any device." if "fp8" in str(precision) else ""
+            raise ValueError(f"`precision={precision!r}` must be 'bf16-mixed' or '16-mixed'.{eight}")
         if precision == "bf16-mixed" and loss_scale is not None:
             raise ValueError("`loss_scale` is for `precision='16-mixed'`; bfloat16 does not need one.")
         self.precision = precision  # type: ignore[assignment]

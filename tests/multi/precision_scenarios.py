@@ -84,9 +84,17 @@ class Burst(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def burst(info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any], value: float) -> dict[str, Any]:
-    """Trains over a batch that overflows on replica 1; reports the weights around it."""
-    trainer = _trainer(info, sizes, precision, {"micro_batch_size": 2, **options}, max_epochs=1)
+def burst(
+    info: RankInfo,
+    sizes: Sizes,
+    precision: str,
+    options: dict[str, Any],
+    value: float,
+    path: str | None = None,
+    resumed: bool = False,
+) -> dict[str, Any]:
+    """Trains over a batch that overflows on replica 1; reports the weights around it. Saves at ``path``, or resumes."""
+    trainer = _trainer(info, sizes, precision, {"micro_batch_size": 2, **options}, max_epochs=2 if resumed else 1)
     module = Burst(2, sizes[1] - 1, value)
     weights: list[dict[str, Tensor]] = []
 
@@ -95,7 +103,9 @@ def burst(info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any],
 
     module.on_train_batch_start = note  # type: ignore[method-assign, assignment]
     module.on_train_epoch_end = note  # type: ignore[method-assign]
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=path if resumed else None)
+    if path is not None and not resumed:
+        trainer.save_checkpoint(path)
     scale = trainer.strategy.loss_scale
     return {
         "moved": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def test_an_overflow_skips_the_step_on_every_rank(sizes: tuple[int, int, int], s
         value = outcome.value
         assert value["moved"] == [True, True, False, True] and value["finite"]
         assert value["skipped"] == 1 and value["scale"]["scale"] == 2.0**15 and value["scale"]["good_steps"] == 1
+
+
+def test_a_run_goes_on_at_the_loss_scale_of_its_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "scaled.ckpt")
+    for resumed, expected in ((False, 2.0**15), (True, 2.0**14)):  # each of the two epochs overflows once
+        for outcome in run_trainers(burst, (1, 2, 1), "16-mixed", {}, 1e30, path, resumed, devices=2):
+            assert outcome.value["scale"]["scale"] == expected
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (2, 2, 1)])

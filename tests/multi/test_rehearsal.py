@@ -41,6 +41,19 @@ def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
 
 
+@pytest.mark.parametrize("sharding", [True, {"shard": 8}])
+def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
+    counts = set()
+    for layers, world in ((4, 16), (8, 16), (4, 1024)):
+        strategy = MegatronStrategy(optimizer_sharding=sharding)
+        module = SmallGPT(layers=layers)
+        found = rehearse(strategy, module, build()[1], world_size=world, gradient_clip_val=1.0)
+        sums = [e for e in found.communication if e.phase in ("step", "optimizer") and e.operation != "broadcast"]
+        counts.add(tuple(sorted((entry.phase, entry.operation, entry.count) for entry in sums)))
+    (messages,) = counts
+    assert sum(count for *_, count in messages) <= 7, messages
+
+
 def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
     """The planner's bytes are the real ones; a counter of steps per tensor is not worth a prediction."""
     for kind in ("weights", "gradients", "optimizer"):
