@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from tests.benchmarks import growth, report, start_up, suite
+from tests.benchmarks import checkpoints, growth, report, start_up, suite
 
-STANDALONE = ("start-up", *(f"growth-{dimension}" for dimension in growth.DIMENSIONS))
+STANDALONE = ("start-up", "checkpoints", *(f"growth-{dimension}" for dimension in growth.DIMENSIONS))
 
 
 def main() -> None:
@@ -36,6 +36,8 @@ def main() -> None:
 def _run(name: str, duels: dict[str, suite.Duel], arguments: argparse.Namespace) -> dict[str, Any]:
     if name.startswith("growth-"):
         return _grow(name.removeprefix("growth-"), arguments)
+    if name == "checkpoints":
+        return checkpoints.compare(256, max(3, arguments.rounds))
     if name == "start-up":
         peer, config = "DDPStrategy, two processes, cold", {}
         found = report.summarize(start_up.compare(max(2, arguments.rounds // 3)))

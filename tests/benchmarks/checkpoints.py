@@ -37,12 +37,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write; by default the system's temporary folder")
     options = parser.parse_args()
-    folder = tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder)
+    compare(options.megabytes, options.rounds, options.folder)
+
+
+def compare(megabytes: int, rounds: int, where: str | None = None) -> dict[str, Any]:
+    """Measures and prints; the record has GB/s of each and the ratios, theirs / ours in seconds."""
+    folder = tempfile.mkdtemp(prefix="checkpoints-", dir=where)
     try:
-        found = run_on_mesh(measure, options.megabytes, options.rounds, folder, data=RANKS, deadline=600.0)[0]
+        found = run_on_mesh(measure, megabytes, rounds, folder, data=RANKS, deadline=600.0)[0]
     finally:
         shutil.rmtree(folder)
-    gigabytes = RANKS * options.megabytes * 2**20 / 1e9
+    gigabytes = RANKS * megabytes * 2**20 / 1e9
+    record: dict[str, Any] = {"ranks": RANKS, "megabytes_per_rank": megabytes}
     for what in ("save", "load"):
         ours = found[f"ours {what}"]
         for name in ("raw", "dcp", "ours"):
@@ -51,10 +57,13 @@ def main() -> None:
             ratio = statistics.median(theirs / own for theirs, own in zip(seconds, ours, strict=True))
             low, _, high = statistics.quantiles(speeds, n=4)
             median = statistics.median(speeds)
+            record[f"{name} {what}"] = {"gb_per_s": round(median, 3), "ours_over_it": round(ratio, 3)}
             print(f"{what} {name:5} {median:5.2f} GB/s ({low:.2f}-{high:.2f}), ours is {ratio:.2f} times that")
     stall, whole = statistics.median(found["stall"]), statistics.median(found["background"])
+    record["stall_ms"], record["background_save_ms"] = round(1000 * stall, 1), round(1000 * whole, 1)
     share = 100 * stall / whole
     print(f"asynchronous: the step waits {1000 * stall:.0f} ms, {share:.0f}% of the save's {1000 * whole:.0f} ms")
+    return record
 
 
 def measure(mesh: DeviceMesh, megabytes: int, rounds: int, folder: str) -> dict[str, list[float]]:
