@@ -21,8 +21,15 @@ LAYOUTS: list[tuple[tuple[int, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("scenario", [dict_run, pair_run])
-@pytest.mark.parametrize(("layout", "arguments"), LAYOUTS, ids=["zb-h1", "interleaved", "zb-v"])
+@pytest.mark.parametrize(
+    ("scenario", "layout", "arguments"),
+    [
+        (dict_run, *LAYOUTS[0]),
+        (pair_run, *LAYOUTS[2]),
+        *(pytest.param(dict_run, *rest, marks=pytest.mark.wide) for rest in LAYOUTS[1:]),
+        *(pytest.param(pair_run, *rest, marks=pytest.mark.wide) for rest in LAYOUTS[:2]),
+    ],
+)
 def test_layers_may_hand_on_dicts_tuples_integers_and_other_dtypes(
     scenario: Callable[..., Any], layout: tuple[int, int], arguments: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from tests.multi.recompute_scenarios import with_dropout
 
 ROWS: list[Any] = [
     ("gpt2", 2, "zb-v", "full"),
-    ("llama", 2, "interleaved", {"every": 2}),
+    pytest.param("llama", 2, "interleaved", {"every": 2}, marks=pytest.mark.wide),
     *(
         pytest.param(name, tensor, schedule, recompute, marks=pytest.mark.wide)
         for name in ("gpt2", "llama")
