@@ -14,7 +14,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoints.directory import newest_complete
+from lightning_megatron.checkpoints.directory import MARKER, newest_complete
+from lightning_megatron.checkpoints.folder import Folder
 
 _QUESTION = "_find_last_checkpoints"
 
@@ -43,4 +44,14 @@ class _Search:
         folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
         newest = newest_complete(folder, callback.FILE_EXTENSION)
         files = {path for path in found if Path(path).is_file()}
-        return files if newest is None else {newest}
+        return files if newest is None else {askable(newest)}
+
+
+def askable(path: str) -> str:
+    """What stands for a checkpoint where Lightning asks when it was changed: remote folders cannot tell, files can."""
+    return path if Folder(path).is_local else f"{path}/{MARKER}"
+
+
+def answered(path: Any) -> Any:
+    """The checkpoint that :func:`askable` gave a name for."""
+    return path.removesuffix(f"/{MARKER}") if isinstance(path, str) else path

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoints.sources import open_source
 from lightning_megatron.data.resume import make_resumable
 from lightning_megatron.grid_strategy import GridStrategy
 from lightning_megatron.initial_weights import match_weights
-from lightning_megatron.newest import answer_from_markers
+from lightning_megatron.newest import answer_from_markers, answered
 from lightning_megatron.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.pipeline.standin import whole_view
@@ -255,7 +255,7 @@ class StateStrategy(GridStrategy):
         """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file."""
         module = self.lightning_module
         assert module is not None
-        path, io = self.broadcast(checkpoint_path), self.checkpoint_io
+        path, io = self.broadcast(answered(checkpoint_path)), self.checkpoint_io
         checkpoint = io.load_checkpoint(path, weights_only=weights_only)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if "state_dict" not in checkpoint:

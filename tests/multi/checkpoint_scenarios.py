@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import fsspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronCheckpointIO, MegatronStrategy, load_hf_weights
 from lightning_megatron.checkpoints import storage
-from tests.harness import RankInfo
+from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.reshard_scenarios import Losses, Tied, tensors_of
 from tests.parity.train import make_trainer
 
@@ -79,6 +81,19 @@ def resume_imported(info: RankInfo, path: str, sizes: tuple[int, int, int]) -> l
     trainer = trainer_of(info, 4, sizes, callbacks=[losses])
     trainer.fit(Tied(seed=5), ckpt_path=path)
     return losses.values
+
+
+def last_of_a_remote_folder(info: RankInfo) -> dict[str, Any]:
+    """Saves where folders have no time of change, and goes on from the last; old checkpoints are deleted there."""
+    fsspec.filesystem("memory").mkdirs("/remote", exist_ok=True)
+    for steps in (4, 6):
+        saves = ModelCheckpoint("memory://remote", "{step}", every_n_train_steps=2, save_top_k=1, save_last=True)
+        plugins = [ReusedProcesses(info), MegatronCheckpointIO(async_save=True)]
+        trainer = trainer_of(info, steps, (1, 1, 1), callbacks=[saves], plugins=plugins, enable_checkpointing=True)
+        trainer.fit(Tied(seed=5), ckpt_path="last" if steps > 4 else None)
+    left = fsspec.filesystem("memory").ls("/remote", detail=False)
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    return {"left": sorted(left), "batches": batches, "steps": trainer.global_step}
 
 
 class Pretrained(HuggingFace):

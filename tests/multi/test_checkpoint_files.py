@@ -31,6 +31,7 @@ from tests.multi.checkpoint_scenarios import (
     Dangerous,
     HuggingFace,
     Pretrained,
+    last_of_a_remote_folder,
     partial,
     read_bytes,
     resume_imported,
@@ -209,7 +210,13 @@ def test_memory_urls_work_like_folders(saved: Path) -> None:
     assert "DAMAGED" not in command("verify", "memory://run/a.ckpt")
 
 
-@pytest.mark.parametrize("through", ["module", "strategy"])
+def test_a_run_goes_on_from_the_last_checkpoint_in_a_remote_folder() -> None:
+    (outcome,) = run_trainers(last_of_a_remote_folder, devices=1)
+    left = ["/remote/last.ckpt", "/remote/step=6.ckpt"]
+    assert outcome.value == {"left": left, "batches": 6, "steps": 6}
+
+
+@pytest.mark.parametrize("through", ["module", pytest.param("strategy", marks=pytest.mark.wide)])
 def test_pretrained_weights_are_read_by_slice_into_a_module_that_was_never_whole(
     through: str, saved: Path, tmp_path: Path
 ) -> None:
