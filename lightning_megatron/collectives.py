@@ -38,8 +38,14 @@ def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TEN
 
     Raises:
         ValueError: the mesh has several axes, none of them called ``axis``.
+        TypeError: neither a mesh nor a group.
     """
     if not isinstance(mesh_or_group, DeviceMesh):
+        if not hasattr(mesh_or_group, "rank"):
+            raise TypeError(
+                f"`mesh` must be a DeviceMesh with a {axis!r} axis or a process group, not {mesh_or_group!r}; make one "
+                "with `torch.distributed.init_device_mesh`."
+            )
         return mesh_or_group
     names = mesh_or_group.mesh_dim_names or ()
     if axis in names:

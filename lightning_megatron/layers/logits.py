@@ -129,7 +129,7 @@ def _cross_entropy(func: Any, input: VocabParallelLogits, target: Tensor, *args:
     if target.is_floating_point() or input._dim != expected or isinstance(target, VocabParallelLogits):
         raise _NeedsWhole
     local = input._local.movedim(input._dim, -1)
-    return vocab_parallel_cross_entropy(local, target, input._group, input._vocabulary, **options)
+    return vocab_parallel_cross_entropy(local, target, group=input._group, vocabulary=input._vocabulary, **options)
 
 
 def _of_local(func: Any, logits: VocabParallelLogits, *args: Any) -> Any:

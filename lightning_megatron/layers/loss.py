@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.sharding import padded_vocabulary
@@ -97,25 +98,28 @@ class _TokenLoss(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    group: dist.ProcessGroup,
-    vocabulary: int,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits whose classes are split over the group.
+
+    Without a group it is `torch.nn.functional.cross_entropy`, which a split head's logits reach as well.
 
     Args:
         logits: [.., vocab / group], this rank's classes; entries past the real vocabulary are ignored. Half-precision
             logits are reduced in float32.
         target: [..], class indices in the whole vocabulary, the same on every rank.
-        group: the tensor group.
-        vocabulary: number of classes.
         weight: [vocabulary], factor of each class, the same on every rank.
         ignore_index: target whose tokens count for nothing.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: share of the target given evenly to all classes, in [0, 1].
+        group: the tensor group.
+        vocabulary: number of classes; needed with a group.
 
     Returns:
         A scalar, or [..] for ``"none"``, in the dtype of ``logits``.
@@ -124,6 +128,12 @@ def vocab_parallel_cross_entropy(
         ValueError: an unknown reduction, or shapes that do not belong together.
         IndexError: a target that is neither a class nor ``ignore_index``.
     """
+    if group is None:
+        return F.cross_entropy(
+            logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+    if vocabulary is None:
+        raise ValueError("`vocab_parallel_cross_entropy(group=...)` needs `vocabulary=`, the number of all classes.")
     _check_shapes(logits, target, reduction)
     start, held = local_vocabulary(vocabulary, group)
     dtype = logits.dtype

@@ -78,6 +78,8 @@ def explain(
     Raises:
         ValueError: as for `parallelize`.
     """
+    if size < 1:
+        raise ValueError(f"`size={size}` must be the number of tensor-parallel ranks, at least 1.")
     if size == 1:
         return ParallelReport("none", 1, False, whole_table(module))
     blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
@@ -105,6 +107,8 @@ def _decide(
     module: nn.Module, size: int, plan: str | Mapping[str, str], sequence_parallel: bool, example: Any
 ) -> tuple[Blueprint, SequencePlan | None]:
     """Every decision about a module; the module is left as it was. Compiled parts run uncompiled meanwhile."""
+    if not isinstance(plan, (str, Mapping)):
+        raise ValueError(f"`plan` must be 'auto' or a dict of patterns and styles, not {plan!r}.")
     with torch.compiler.set_stance("force_eager"):
         study = study_of(module, plan)
         blueprint = draw_up(study.module, size, plan, example)

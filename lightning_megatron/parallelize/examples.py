@@ -60,17 +60,17 @@ def _given(example: Any) -> Example:
 
 
 def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str]:
-    reason = "no part of the module takes token ids or a hidden state"
+    reason = ""
     for guess in guesses:
         try:
             result = _merge(module, [guess])
-        except Exception as error:  # any guess may be wrong in any way; the last reason is reported
-            reason = f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
+        except Exception as error:  # any guess may be wrong in any way; the first, of the module itself, tells most
+            reason = reason or f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
             continue
         if any(result.sources.values()):
             return _with_siblings(module, guess, result), ""
-        reason = f"{guess.name or type(module).__name__} runs, but no linear layer of it feeds another one"
-    return None, reason
+        reason = reason or f"{guess.name or type(module).__name__} runs, but no linear layer of it feeds another one"
+    return None, reason or "no part of the module takes token ids or a hidden state"
 
 
 def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:

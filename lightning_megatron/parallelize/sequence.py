@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -105,6 +106,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     call = trace.calls[layers[0]]
     dim = _sequence_dim(_hidden(call), layers[0])
     plan = SequencePlan(module, layers, dim)
+    _check_heads(blueprint, trace)
     for region in blueprint.regions:
         if any(region.row.startswith(f"{layer}.") for layer in layers):
             plan.doors[region.row] = _door(trace, region, layers)
@@ -122,6 +124,21 @@ def _check_outputs(module: nn.Module) -> None:
                     "collects a value for every token from its layers, and a layer sees only a part of them. Set it to "
                     "False, or turn sequence parallelism off."
                 )
+
+
+def _check_heads(blueprint: Blueprint, trace: Trace) -> None:
+    """Refuse attention to something else than the layer's own tokens, which is not split as they are."""
+    for name, style in blueprint.styles.items():
+        if style is not Style.HEADS or name not in trace.calls:
+            continue
+        call = trace.calls[name]
+        given: dict[str, Any] = dict(zip(("query", "key"), call.args, strict=False)) | call.kwargs
+        query, key = given["query"], given["key"]
+        if query is not key and not (query.shape == key.shape and torch.equal(query, key)):  # a trace keeps copies
+            raise ValueError(
+                f"`sequence_parallel=True`: the query and the key of {name!r} are different tensors (cross-attention); "
+                "turn sequence parallelism off."
+            )
 
 
 def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:

@@ -133,7 +133,7 @@ class _Check:
                 now = _attributes(call.module)
             got = _first_tensor(output)
         except Exception as error:  # the module's own code may fail in any way on a shorter sequence
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
         want = _first_tensor(self.part(call.output))
         if got.shape != want.shape:
             return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"

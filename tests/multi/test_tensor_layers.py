@@ -209,7 +209,7 @@ def test_cross_entropy_over_a_split_odd_vocabulary_matches_torch(mesh, options, 
     start, held = local_vocabulary(vocabulary, group)
     local = F.pad(logits[..., start : start + held], (0, 128 - held)).requires_grad_()
     whole = logits.clone().requires_grad_()
-    got = vocab_parallel_cross_entropy(local, target, group, vocabulary, **options)
+    got = vocab_parallel_cross_entropy(local, target, group=group, vocabulary=vocabulary, **options)
     want = F.cross_entropy(whole.view(-1, vocabulary), target.view(-1), **options).view(got.shape)
     torch.testing.assert_close(got, want, **EXACT)
     scale = random_tensor(*want.shape, seed=8)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli import app
+from lightning_megatron.layers import vocab_parallel_cross_entropy
 from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
 from lightning_megatron.parallelize.patterns import generalize, matches
@@ -219,3 +220,39 @@ def test_models_that_collect_router_outputs_are_refused_under_sequence_shards():
     explain(model, 2)
     with pytest.raises(ValueError, match="output_router_logits=True"):
         explain(model, 2, sequence_parallel=True)
+
+
+class Decoder(nn.Module):
+    """Layers that attend to a memory as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.TransformerDecoderLayer(8, 2, 16, batch_first=True) for _ in range(2)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        memory = x.mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def test_attention_to_a_memory_is_refused_under_sequence_shards():
+    explain(Decoder(), 2)
+    with pytest.raises(ValueError, match=r"'layers.0.multihead_attn' are different tensors"):
+        explain(Decoder(), 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("size", "plan", "said"), [(0, "auto", "at least 1"), (2, ["colwise"], "a dict of patterns")])
+def test_sizes_and_plans_of_another_kind_are_refused(size, plan, said):
+    with pytest.raises(ValueError, match=said):
+        explain(NanoGPT(), size, plan)
+
+
+def test_loss_without_a_group_is_that_of_torch():
+    logits, target = torch.randn(3, 7, 5), torch.randint(0, 7, (3, 5))
+    options = {"ignore_index": 2, "label_smoothing": 0.1, "weight": torch.rand(7)}
+    for reduction in ("mean", "sum", "none"):
+        expected = nn.functional.cross_entropy(logits, target, reduction=reduction, **options)
+        assert torch.equal(vocab_parallel_cross_entropy(logits, target, reduction=reduction, **options), expected)
