@@ -27,27 +27,34 @@ class MemoryMeter:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}
-        self._base = 0
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        self._base = self._births = self._started = self._kept_at = 0
         self._in_backward = False
         self.alive = self.peak = self.kept = 0
 
     def start(self) -> None:
         """Begin to measure a step: what lives now is not an activation."""
         self._base = self.peak = self.alive
+        self._started = self._kept_at = self._births
         self.kept = 0
+
+    def within(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of ``tensors`` that ``kept`` counts: made in this step, and there when it was at its fullest."""
+        born = {id(s): self._known.get(id(s), (None, 0, 0)) for s in (t.untyped_storage() for t in tensors)}
+        return sum(size for _, size, at in born.values() if self._started < at <= self._kept_at)
 
     def seen(self, tensor: Tensor) -> None:
         """Note a tensor that an operation returned."""
         backward = torch._C._current_graph_task_id() != -1
-        if backward and not self._in_backward:
-            self.kept = max(self.kept, self.alive - self._base)
+        if backward and not self._in_backward and self.alive - self._base > self.kept:
+            self.kept, self._kept_at = self.alive - self._base, self._births
         self._in_backward = backward
         storage = tensor.untyped_storage()
         if id(storage) in self._known:
             return
         size = storage.nbytes()
-        self._known[id(storage)] = weakref.ref(storage, partial(self._freed, id(storage))), size
+        self._births += 1
+        self._known[id(storage)] = weakref.ref(storage, partial(self._freed, id(storage))), size, self._births
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
