@@ -86,7 +86,8 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             handles.append(m.register_forward_pre_hook(_before(result, names, nodes), with_kwargs=True))
             handles.append(m.register_forward_hook(_after(result, names, nodes), with_kwargs=True))
         try:
-            torch.func.functional_call(module, aliases, args, kwargs)
+            # Not `tie_weights=True`: of a module that is in several places it would leave an alias behind.
+            torch.func.functional_call(module, _everywhere(module, aliases), args, kwargs, tie_weights=False)
         finally:
             for handle in handles:
                 handle.remove()
@@ -95,6 +96,17 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             result.sources[name], met = nodes.reach(name)
             result.between[name] = {parameter for parameter, alias in aliases.items() if id(alias) in met}
     return result
+
+
+def _everywhere(module: nn.Module, aliases: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The aliases under each name of a tied parameter, and one name of each module."""
+    of_parameter = {id(parameter): aliases[name] for name, parameter in module.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for name, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                found[f"{name}.{key}" if name else key] = of_parameter[id(parameter)]
+    return found
 
 
 def is_tagged(module: nn.Module) -> bool:

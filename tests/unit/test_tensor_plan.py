@@ -256,3 +256,28 @@ def test_loss_without_a_group_is_that_of_torch():
     for reduction in ("mean", "sum", "none"):
         expected = nn.functional.cross_entropy(logits, target, reduction=reduction, **options)
         assert torch.equal(vocab_parallel_cross_entropy(logits, target, reduction=reduction, **options), expected)
+
+
+def test_module_in_several_places_is_read_and_left_as_it_was():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.layers = nn.ModuleList(
+                [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
+            )
+            for layer in self.layers[1:]:
+                layer[0] = self.layers[0][0]
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    module = Shared()
+    before = dict(module.named_parameters(remove_duplicate=False))
+    with pytest.raises(ValueError, match="no column/row pair"):
+        explain(module, 2)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
