@@ -2,7 +2,8 @@
 
 Lightning asks each ModelCheckpoint for files called ``last*`` and takes the one changed last. After a crash that can be
 an older one than ``step=40.ckpt`` beside it, or one that was not finished. Where our strategy is in use, the question
-is answered from the markers instead; under any other strategy, Lightning's answer stands.
+is answered from the markers instead, and what was saved on SLURM's signal counts too; under any other strategy,
+Lightning's answer stands.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoints.directory import MARKER, newest_complete
+from lightning_megatron.checkpoints.directory import MARKER, newest_complete, newest_of
 from lightning_megatron.checkpoints.folder import Folder
 
+_ON_REQUEUE = "hpc_ckpt_"  # what Lightning calls its checkpoint when SLURM is about to end a job
 _QUESTION = "_find_last_checkpoints"
 
 
@@ -42,7 +44,8 @@ class _Search:
         if not isinstance(trainer.strategy, self._strategy_type):
             return found
         folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-        newest = newest_complete(folder, callback.FILE_EXTENSION)
+        places = [(folder, ""), (trainer.default_root_dir, _ON_REQUEUE)]
+        newest = newest_of(newest_complete(place, callback.FILE_EXTENSION, prefix) for place, prefix in places)
         files = {path for path in found if Path(path).is_file()}
         return files if newest is None else {askable(newest)}
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -91,11 +92,24 @@ class Preemption:
         if requeue:
             self._requeue = False
             if self._requeue_now is not None:
-                self._requeue_now()
+                with self._in_the_foreground():  # SLURM ends the job as soon as it is back in the queue
+                    self._requeue_now()
         if stop:
             self._stop = False
             self._save()
             raise SIGTERMException
+
+    @contextmanager
+    def _in_the_foreground(self) -> Iterator[None]:
+        io = self._trainer.strategy.checkpoint_io
+        background = getattr(io, "async_save", False)
+        if background:
+            io.async_save = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if background:
+                io.async_save = True  # type: ignore[attr-defined]
 
     def _save(self) -> None:
         """Save where ModelCheckpoint saves, unless a callback is going to."""

@@ -22,7 +22,7 @@ import re
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -199,17 +199,24 @@ def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) 
     target.remove()
 
 
-def newest_complete(folder: Any, suffix: str = ".ckpt") -> str | None:
+def newest_of(paths: Iterable[str | None]) -> str | None:
+    """The newest of complete checkpoints, by steps taken, then by time."""
+    marked = [(marker.step, marker.time, path) for path in paths if path for marker in [read_marker(Folder(path))]]
+    return max(marked)[2] if marked else None
+
+
+def newest_complete(folder: Any, suffix: str = ".ckpt", prefix: str = "") -> str | None:
     """Path of the newest complete checkpoint in a folder, by steps taken, then by time; warns about incomplete ones.
 
     Symbolic links (``last.ckpt``) count as what they point to. A run that was killed between the two renames that
     replace a checkpoint leaves both the old and the new one whole under temporary names: they count too.
     """
-    found: list[tuple[int, float, str]] = []
+    found: list[str] = []
     parent = Folder(folder)
     for candidate in parent.folders():
         temporary = _TEMPORARY.match(candidate.name)
-        if not (temporary["name"] if temporary else candidate.name).endswith(suffix):
+        name = temporary["name"] if temporary else candidate.name
+        if not (name.startswith(prefix) and name.endswith(suffix)):
             continue
         if temporary and _marker_or_none(candidate) is None:
             continue
@@ -218,6 +225,5 @@ def newest_complete(folder: Any, suffix: str = ".ckpt") -> str | None:
         except (IncompleteCheckpointError, FileNotFoundError) as error:
             warnings.warn(f"ignoring an incomplete checkpoint: {error}", stacklevel=2)
             continue
-        marker = read_marker(candidate)
-        found.append((marker.step, marker.time, str(candidate)))
-    return max(found)[2] if found else None
+        found.append(str(candidate))
+    return newest_of(found)

@@ -71,5 +71,7 @@ def told_to_requeue(info: RankInfo, grid: Grid, rank: int) -> list[Any]:
     del os.environ["SLURM_JOB_ID"]
     rest = Losses()
     path = newest_complete(info.directory)
-    _trainer(info, grid, [rest], ReusedProcesses(info)).fit(Tied(seed=4), ckpt_path=path)
+    warnings.filterwarnings("ignore", message="The dirpath has changed")
+    saves = ModelCheckpoint(f"{info.directory}/saves")
+    _trainer(info, grid, [rest, saves], ReusedProcesses(info)).fit(Tied(seed=4), ckpt_path="last")
     return [Path(path or "").name, losses.values, rest.values]
