@@ -123,7 +123,10 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
     if recipe.mixed and not recipe.software.direct_gradients:
         adam += 4.0 if kept == 2.0 and recipe.sharding != "none" else 0.0
         kept += 2.0 if kept == 4.0 else 0.0
-    gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" else 1)
+    freed = (
+        recipe.software.frees_gradients and recipe.sharding == "zero1" and recipe.pipeline * recipe.micro_batches == 1
+    )
+    gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" or freed else 1)
     if recipe.sharding == "none":
         return recipe.element * count, gradients, adam * count
     owned = count - 0.5 * _tied_twice(shape, recipe, stage)

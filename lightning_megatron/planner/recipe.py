@@ -43,6 +43,7 @@ class Software:
         single_adapter: gathering of sharded weights reaches one network adapter per node and looks no layer ahead.
         post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
             ranks may start their next step at different times.
+        frees_gradients: where a step is one backward, replicas keep only their shard of the summed gradients.
         tied_state_once: the first and the last stage share one sharded optimizer state of a tied embedding and head.
     """
 
@@ -61,6 +62,7 @@ class Software:
     blocking_launches: bool = False
     single_adapter: bool = False
     post_validation: bool = False
+    frees_gradients: bool = False
     tied_state_once: bool = False
 
 
@@ -90,7 +92,7 @@ DEEPSPEED_ZERO3 = replace(
 time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
 PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
 """Tensor, pipeline and data parallelism in plain PyTorch with fused attention and no transfer beside compute."""
-LIGHTNING = Software(tied_state_once=True)
+LIGHTNING = Software(frees_gradients=True, tied_state_once=True)
 """This package's strategy."""
 
 

@@ -103,7 +103,7 @@ def test_weights_gradients_and_moments_of_every_stage_are_counted_exactly() -> N
 @pytest.mark.parametrize(("sharding", "expected"), [("none", 18.0), ("zero1", 6 + 12 / 4), ("zero2", 2 + 16 / 4)])
 def test_bytes_per_parameter_of_adam_in_mixed_precision(sharding: str, expected: float) -> None:
     shape = ModelShape(layers=4, hidden=64, heads=4, vocab=100, seq=16)
-    recipe = Recipe(data=4, global_batch=4, sharding=sharding, precision="bf16")
+    recipe = Recipe(data=4, global_batch=8, sharding=sharding, precision="bf16")
     total = sum(state_bytes(shape, recipe, 0, 8))
     assert total == pytest.approx(expected * shape.parameters, rel=1e-12)
 
