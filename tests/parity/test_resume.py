@@ -14,7 +14,7 @@ WIDE = pytest.mark.wide
 @pytest.mark.parametrize(
     ("loader", "pipeline", "data"),
     [
-        pytest.param("noisy", 2, 1),
+        pytest.param("noisy", 2, 1, marks=WIDE),
         pytest.param("noisy", 1, 2, marks=WIDE),
         pytest.param("own", 1, 2),
         pytest.param("stream", 2, 1, marks=WIDE),
@@ -33,8 +33,9 @@ def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_lo
 @pytest.mark.parametrize(
     "chain",
     [
-        Chain(pipeline=2),
+        Chain(pipeline=2, stops=(2, 5, 8)),
         Chain(data=2, limit=True, validates=False),
+        pytest.param(Chain(pipeline=2), marks=WIDE),
         pytest.param(Chain(tensor=2), marks=WIDE),
         pytest.param(Chain("packed", pipeline=2, stops=(3, 6, 9)), marks=WIDE),
         pytest.param(Chain("ordered", data=2, limit=True), marks=WIDE),
