@@ -312,17 +312,14 @@ class GradientBuckets:
                 bucket.views[index].zero_()
                 bucket.flags[index] = 0.0
         bucket.scattered = sharing.shards > 1 and self.scatters
+        if bucket.shard_only:  # the buffer holds them now, and its sum may use their memory
+            for parameter in bucket.parameters:
+                parameter.grad = None
         bucket.start_sum(self._reduce_dtype)
         if bucket.shard_only:
-            self._let_go(bucket)
-
-    def _let_go(self, bucket: Bucket) -> None:
-        """Drop gradients that are on their way; wait for the sum before the last, so that two are under way at most."""
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        self._under_way.append(bucket)
-        if len(self._under_way) > 2:
-            self._complete(self._under_way.pop(0))
+            self._under_way.append(bucket)
+            if len(self._under_way) > 2:
+                self._complete(self._under_way.pop(0))
 
     @staticmethod
     def _copy_whole(bucket: Bucket) -> None:
