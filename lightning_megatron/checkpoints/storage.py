@@ -60,12 +60,15 @@ class SummedFile:
 
     Args:
         file: open for writing.
+        lags: the sum may fall behind by any number of tensors that the caller keeps alive; otherwise, and where a copy
+            was made, by one.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], *, lags: bool = False) -> None:
         self._file = file
+        self._lags = lags
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        self._sum: ThreadFuture[int] | None = None
+        self._sum: ThreadFuture[None] | None = None
         self._crc = 0
         self.position = 0
 
@@ -77,21 +80,25 @@ class SummedFile:
         start = self.position
         if tensor.numel():
             host = tensor.detach().to("cpu").contiguous()
+            if not self._lags or host.data_ptr() != tensor.data_ptr():
+                self._settle()
             self._append(bytes_of(host))
         return start
 
     def _append(self, data: memoryview) -> None:
-        self._settle()
-        self._sum = self._pool.submit(zlib.crc32, data, self._crc)
+        self._sum = self._pool.submit(self._add, data)
         self._file.write(data)
         self.position += data.nbytes
 
+    def _add(self, data: memoryview) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+
     def _settle(self) -> None:
         if self._sum is not None:
-            self._crc, self._sum = self._sum.result(), None
+            self._sum.result()
 
     def close(self) -> FileSum:
-        """End the sum; the file stays open."""
+        """End the sum; the file stays open, and is best flushed before, as the sum goes on meanwhile."""
         self._settle()
         self._pool.shutdown()
         return FileSum(self.position, self._crc)
@@ -130,13 +137,13 @@ class BoxWriter(StorageWriter):
         if plan.items:
             name = f"rank-{plan.storage_data:05}.bin"
             with self.folder.open(name, "wb") as file:
-                summed = SummedFile(file)
+                summed = SummedFile(file, lags=True)
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     assert isinstance(data, Tensor)
                     results.append(WriteResult(item.index, data.nbytes, Place(name, summed.write(data))))
-                total = summed.close()
                 self.folder.flush(file)
+                total = summed.close()
             results.append(WriteResult(MetadataIndex(""), total.bytes, (name, total)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
