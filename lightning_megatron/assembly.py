@@ -23,6 +23,7 @@ from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random
 from lightning_megatron.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize import ParallelReport, parallelize
 from lightning_megatron.pipeline.compiled import CompileOptions, compile_layers
+from lightning_megatron.pipeline.float8 import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.partition import make_partition
 from lightning_megatron.pipeline.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage import StageModule, stage_of
@@ -115,7 +116,9 @@ class Assembler:
             ValueError: the module cannot be divided so; the message says what to change.
             RuntimeError: an earlier run cut the module for another layout.
         """
-        mesh = self._mesh
+        mesh, eight = self._mesh, self._precision.precision == "fp8-mixed"  # type: ignore[comparison-overlap]
+        if eight:
+            check_float8(self._device, self._options.compile_layers)
         if splits_itself(module):
             self._check_own_split()
         agree_on_random_state(mesh, self._device)
@@ -127,6 +130,7 @@ class Assembler:
         materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
+        multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers)
         if self._options.activation_recompute is not None or stage is not None:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
         engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)
@@ -187,6 +191,7 @@ class Assembler:
             tensor_parallel_plan=(self._options.tensor_plan, "auto"),
             sequence_parallel=(self._engine_options.sequence_parallel, False),
             activation_recompute=(self._options.activation_recompute, None),
+            precision=(self._precision.precision, str(self._precision.precision).replace("fp8", "bf16")),
         )
 
     def _agree_on_own_split(self, module: pl.LightningModule) -> None:

@@ -33,7 +33,7 @@ from lightning_megatron.planner.topology import (
 )
 
 _FACTS = ("batch_size", "seq", "heads", "shape", "cluster")
-_PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16"}
+_PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
 
 
 @dataclass(frozen=True)

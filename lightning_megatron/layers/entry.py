@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
-from lightning_megatron.layers.products import PendingProducts, autocast_input, sharded_product, share_input
+from lightning_megatron.layers.products import PendingProducts, Products, autocast_input, sharded_product, share_input
 from lightning_megatron.layers.streams import RankStream
 
 
@@ -27,6 +27,7 @@ class Member(Splitting, Protocol):
     """What an entry needs of a column-parallel layer."""
 
     training: bool
+    products: Products
 
     def local_weight(self) -> Tensor:
         """Weight of the output features computed here: [out / group, in]."""
@@ -93,7 +94,7 @@ class ColumnEntry:
         if not torch.is_grad_enabled():
             gathered = autocast_input(self._gathered(x))
             self._open_stream(member, gathered)
-            return nn.functional.linear(gathered, autocast_input(member.local_weight()), bias)
+            return member.products.product(gathered, autocast_input(member.local_weight()), bias)
         self._bring_in(x, index)
         self._open_stream(member, x)
         shared, weight, pending = self._shared[0], self._shared[1 + index], self._pending
@@ -103,7 +104,7 @@ class ColumnEntry:
         put_off = member.put_off if may_put_off(member, shared) else None
         if put_off is not None and bias is not None:
             bias = bias.detach()
-        return sharded_product(shared, weight, bias, pending, index, put_off)
+        return sharded_product(shared, weight, bias, pending, index, put_off, member.products)
 
     def forget(self) -> None:
         """Let go of the tensor brought in."""

@@ -29,6 +29,8 @@ from lightning_megatron.collectives import (
 from lightning_megatron.layers.entry import ColumnEntry, may_put_off
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.products import (
+    SIXTEEN_BIT,
+    Products,
     PutOff,
     autocast_input,
     row_product,
@@ -97,6 +99,7 @@ class ColumnParallelLinear(nn.Linear):
     gather_output = False
     transposed = False
     put_off: PutOff | None = None
+    products: Products = SIXTEEN_BIT
     _sharding: ColumnSharding | None = None
 
     def __init__(
@@ -207,6 +210,7 @@ class RowParallelLinear(nn.Linear):
     input_is_parallel = True
     transposed = False
     put_off: PutOff | None = None
+    products: Products = SIXTEEN_BIT
     _sharding: RowSharding | None = None
 
     def __init__(
@@ -301,7 +305,7 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
     put_off = layer.put_off if may_put_off(layer, x) else None
     weight = weight if put_off is None else weight.detach()
-    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim, put_off)
+    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim, put_off, layer.products)
     return out if layer.bias is None else out + autocast_input(layer.bias)
 
 

@@ -16,6 +16,7 @@ in the ordinary way, hooks included. Until then the linear's node stands in for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather, raw_reduce_scatter, start_all_reduce, start_reduce_scatter
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Output of a linear. x: [.., in], weight: [out, in], bias: [out] -> [.., out]."""
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -33,6 +39,19 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of a linear's weight. grad: [.., out], x: [.., in] -> [out, in]."""
     return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Products:
+    """How a linear multiplies: its output, and the gradients of its input and weight."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+SIXTEEN_BIT = Products(product, input_gradient, weight_gradient)
+"""In the dtype of the factors, which is 16-bit in mixed precision; see `lightning_megatron.layers.float8` for less."""
 
 
 def of_its_own(output: Tensor) -> Tensor:
@@ -50,16 +69,19 @@ class PendingProducts:
     """Factors of the weight gradients that a shared input's backward will multiply, by position of the weight."""
 
     def __init__(self, weights: int) -> None:
-        self._factors: list[tuple[Tensor, Tensor] | None] = [None] * weights
+        self._factors: list[tuple[Products, Tensor, Tensor] | None] = [None] * weights
 
-    def put(self, index: int, grad: Tensor, x: Tensor) -> None:
+    def put(self, index: int, products: Products, grad: Tensor, x: Tensor) -> None:
         """Keep the factors of one weight's gradient."""
-        self._factors[index] = (grad, x)
+        self._factors[index] = (products, grad, x)
 
     def take(self, index: int) -> Tensor | None:
         """The product for one weight, or None if its linear took no part in the backward."""
         factors, self._factors[index] = self._factors[index], None
-        return None if factors is None else weight_gradient(*factors)
+        if factors is None:
+            return None
+        products, grad, x = factors
+        return products.weight_gradient(grad, x)
 
 
 class _SharedInput(torch.autograd.Function):
@@ -100,6 +122,7 @@ class _ShardedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        products: Products,
         pending: PendingProducts,
         index: int,
         put_off: PutOff | None,
@@ -107,23 +130,24 @@ class _ShardedProduct(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.pending, ctx.index, ctx.put_off = pending, index, put_off
+        ctx.products, ctx.pending, ctx.index, ctx.put_off = products, pending, index, put_off
         ctx.save_for_backward(x, weight)
-        return of_its_own(torch.nn.functional.linear(x, weight, bias))
+        return of_its_own(products.product(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        stand_in, bias = None, None
+        wanted, stand_in, bias = ctx.needs_input_grad, None, None
         if ctx.put_off is not None:
             ctx.put_off(grad, x)
-        if ctx.needs_input_grad[4]:
-            ctx.pending.put(ctx.index, grad, x)
+        if wanted[5]:
+            ctx.pending.put(ctx.index, ctx.products, grad, x)
             stand_in = grad.new_zeros(()).expand(weight.shape)
-        if ctx.needs_input_grad[5]:
+        if wanted[6]:
             bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return None, None, None, input_gradient(grad, weight) if ctx.needs_input_grad[3] else None, stand_in, bias
+        x_grad = ctx.products.input_gradient(grad, weight) if wanted[4] else None
+        return None, None, None, None, x_grad, stand_in, bias
 
 
 class _RowProduct(torch.autograd.Function):
@@ -131,11 +155,17 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, dim: int | None, put_off: PutOff | None, x: Tensor, weight: Tensor
+        ctx: Any,
+        products: Products,
+        group: dist.ProcessGroup,
+        dim: int | None,
+        put_off: PutOff | None,
+        x: Tensor,
+        weight: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.dim, ctx.put_off = group, dim, put_off
+        ctx.products, ctx.group, ctx.dim, ctx.put_off = products, group, dim, put_off
         ctx.save_for_backward(x, weight)
-        partial = x.matmul(weight.t())
+        partial = of_its_own(products.product(x, weight, None))
         if dim is not None:
             return raw_reduce_scatter(partial, dim, group)
         if group.size() > 1:
@@ -154,8 +184,9 @@ class _RowProduct(torch.autograd.Function):
             None,
             None,
             None,
-            input_gradient(grad, weight) if ctx.needs_input_grad[3] else None,
-            weight_gradient(grad, x) if ctx.needs_input_grad[4] else None,
+            None,
+            ctx.products.input_gradient(grad, weight) if ctx.needs_input_grad[4] else None,
+            ctx.products.weight_gradient(grad, x) if ctx.needs_input_grad[5] else None,
         )
 
 
@@ -184,22 +215,28 @@ def sharded_product(
     pending: PendingProducts,
     index: int,
     put_off: PutOff | None = None,
+    products: Products = SIXTEEN_BIT,
 ) -> Tensor:
     """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group].
 
     With ``put_off``, weight and bias come detached, and the factors of their gradients go there.
     """
-    return cast(Tensor, _ShardedProduct.apply(pending, index, put_off, x, weight, bias))
+    return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, x, weight, bias))
 
 
 def row_product(
-    x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int | None, put_off: PutOff | None = None
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup,
+    dim: int | None,
+    put_off: PutOff | None = None,
+    products: Products = SIXTEEN_BIT,
 ) -> Tensor:
     """Sum of the ranks' products. x: [.., in / group], weight: [out, in / group] -> [.., out], split along ``dim``.
 
     With ``put_off``, the weight comes detached, and the factors of its gradient go there.
     """
-    return cast(Tensor, _RowProduct.apply(group, dim, put_off, x, weight))
+    return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, x, weight))
 
 
 def autocast_input(x: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
+from lightning_megatron.layers.float8 import FLOAT8, Float8Call
 from lightning_megatron.layers.heads import attend_heads
 from lightning_megatron.layers.linear import ColumnParallelLinear
-from lightning_megatron.layers.products import of_its_own
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, of_its_own
 
 
 class Factors(NamedTuple):
@@ -42,6 +43,7 @@ class Factors(NamedTuple):
     transposed: bool
     weight_rows: tuple[int, int] | None = None
     bias_rows: tuple[int, int] | None = None
+    products: Products = SIXTEEN_BIT
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -52,18 +54,23 @@ class Factors(NamedTuple):
         """Multiply, and add to the gradients."""
         grad = self.grad.reshape(-1, self.grad.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
-        left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
         weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
         if weight is None:
-            self.weight.grad = (left @ right).to(self.weight.grad_dtype)
-        elif weight.dtype == left.dtype:
-            weight.addmm_(left, right)
+            self.weight.grad = self._product(grad, x).to(self.weight.grad_dtype)
+        elif weight.dtype == x.dtype and self.products is SIXTEEN_BIT:
+            weight.addmm_(*((x.t(), grad) if self.transposed else (grad.t(), x)))
         else:
-            weight.add_(left @ right)
+            weight.add_(self._product(grad, x))
         if bias is not None:
             bias.add_(grad.sum(0))
         elif self.bias is not None:
             self.bias.grad = grad.sum(0).to(self.bias.grad_dtype)
+
+    def _product(self, grad: Tensor, x: Tensor) -> Tensor:
+        if self.products is SIXTEEN_BIT:
+            return x.t() @ grad if self.transposed else grad.t() @ x
+        found = self.products.weight_gradient(grad, x)
+        return found.t() if self.transposed else found
 
 
 def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tensor | None:
@@ -85,9 +92,9 @@ class WeightGradients:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
         self._calls: list[_LinearCall | _ShardedCall | _AttentionCall] = [
-            _LinearCall(self, m) for m in modules if _is_plain_linear(m)
+            _LinearCall(self, m) for m in modules if is_plain_linear(m)
         ]
-        self._calls += [_ShardedCall(self, m) for m in modules if _is_sharded_linear(m)]
+        self._calls += [_ShardedCall(self, m) for m in modules if is_sharded_linear(m)]
         self._calls += [_AttentionCall(self, m) for m in modules if _is_packed_attention(m)]
         self._queue: list[Factors] | None = None
         self._anchors: dict[torch.device, Tensor] = {}
@@ -162,7 +169,7 @@ def _tell_hooks(parameter: nn.Parameter) -> None:
         hook(parameter)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module computes just ``x Wᵀ + b`` (``nn.Linear``) or ``x W + b`` (Hugging Face's ``Conv1D``)."""
     if isinstance(module, nn.Linear):
         whole = getattr(module, "_sharding", None) is None
@@ -170,9 +177,9 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def _is_sharded_linear(module: nn.Module) -> bool:
+def is_sharded_linear(module: nn.Module) -> bool:
     """Whether a module is a linear split over the tensor group that can leave its weight's gradient to others."""
-    return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not _is_plain_linear(module)
+    return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not is_plain_linear(module)
 
 
 def _is_packed_attention(module: nn.Module) -> bool:
@@ -205,7 +212,7 @@ class _ShardedCall:
     def __call__(self, grad: Tensor, x: Tensor) -> None:
         weight, bias = self.module.weight, self._bias
         trained = bias if bias is not None and bias.requires_grad else None
-        self._owner.put(Factors(weight, trained, grad, x, self.module.transposed))
+        self._owner.put(Factors(weight, trained, grad, x, self.module.transposed, products=self.module.products))
 
 
 class _ForwardCall:
@@ -219,7 +226,7 @@ class _ForwardCall:
     def install(self) -> None:
         """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
         wrapper = self.module.__dict__.get("forward")
-        if wrapper is None:
+        if wrapper is None or isinstance(wrapper, Float8Call):
             self._holder, self.forward = None, self.module.forward
             self.module.__dict__["forward"] = self
             return
@@ -234,6 +241,8 @@ class _ForwardCall:
         """Give the place back."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
+            if isinstance(self.forward, Float8Call):
+                self.module.__dict__["forward"] = self.forward
         elif self._holder is not None and self._holder.forward is self:
             self._holder.forward = self.forward
 
@@ -307,7 +316,8 @@ class _LinearCall(_ForwardCall):
             x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
         anchor = None if x.requires_grad else self._owner.anchor(x.device)
         parameters = (module.weight, module.bias)
-        return cast(Tensor, _SplitLinear.apply(self._owner, self._transposed, parameters, x, anchor))
+        products = FLOAT8 if isinstance(self.forward, Float8Call) else SIXTEEN_BIT
+        return cast(Tensor, _SplitLinear.apply(self._owner, products, self._transposed, parameters, x, anchor))
 
     @staticmethod
     def _can_split(x: Any, weight: Any) -> bool:
@@ -332,17 +342,18 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         owner: WeightGradients,
+        products: Products,
         transposed: bool,
         parameters: tuple[nn.Parameter, nn.Parameter | None],
         x: Tensor,
         anchor: Tensor | None,
     ) -> Tensor:
-        ctx.owner, ctx.transposed, ctx.parameters = owner, transposed, parameters
+        ctx.owner, ctx.products, ctx.transposed, ctx.parameters = owner, products, transposed, parameters
         ctx.save_for_backward(x)
         weight, bias = parameters
         with torch.autocast(x.device.type, enabled=False):
             matrix = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
-            return of_its_own(torch.nn.functional.linear(x, matrix, None if bias is None else bias.to(x.dtype)))
+            return of_its_own(products.product(x, matrix, None if bias is None else bias.to(x.dtype)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -350,8 +361,9 @@ class _SplitLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
         trained_bias = bias if bias is not None and bias.requires_grad else None
-        ctx.owner.put(Factors(weight, trained_bias, grad, x, ctx.transposed))
-        if not ctx.needs_input_grad[3]:
-            return None, None, None, None, None
+        ctx.owner.put(Factors(weight, trained_bias, grad, x, ctx.transposed, products=ctx.products))
+        if not ctx.needs_input_grad[4]:
+            return None, None, None, None, None, None
         matrix = weight.to(grad.dtype)
-        return None, None, None, grad.matmul(matrix.t() if ctx.transposed else matrix), None
+        x_grad = ctx.products.input_gradient(grad, matrix.t() if ctx.transposed else matrix)
+        return None, None, None, None, x_grad, None

@@ -58,22 +58,23 @@ class MegatronMixedPrecision(_GlobalClip, Precision):  # type: ignore[misc]
     """``precision="bf16-mixed"`` and ``"16-mixed"``: layers compute in 16 bits, the optimizer keeps float32.
 
     Linears, convolutions and embeddings hold 16-bit weights; gradients are accumulated, summed and applied in float32.
+    ``"fp8-mixed"``, which has to be passed as this plugin, is ``"bf16-mixed"`` but for the products of the linears in
+    the trunk's layers, which are of 8-bit numbers; see `lightning_megatron.layers.float8`.
 
     Args:
-        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
+        precision: ``"bf16-mixed"``, ``"16-mixed"`` or ``"fp8-mixed"``.
         device: type of device for ``torch.autocast``.
         loss_scale: of ``"16-mixed"``, to start from.
     """
 
     def __init__(self, precision: str, device: str, loss_scale: LossScale | None = None) -> None:
-        if precision not in ("bf16-mixed", "16-mixed"):
-            eight = " Products of 8-bit numbers are not there on any device." if "fp8" in str(precision) else ""
-            raise ValueError(f"`precision={precision!r}` must be 'bf16-mixed' or '16-mixed'.{eight}")
-        if precision == "bf16-mixed" and loss_scale is not None:
+        if precision not in ("bf16-mixed", "16-mixed", "fp8-mixed"):
+            raise ValueError(f"`precision={precision!r}` must be 'bf16-mixed', '16-mixed' or 'fp8-mixed'.")
+        if precision != "16-mixed" and loss_scale is not None:
             raise ValueError("`loss_scale` is for `precision='16-mixed'`; bfloat16 does not need one.")
         self.precision = precision  # type: ignore[assignment]
         self.device = device
-        self.layer_dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+        self.layer_dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
         self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
 
     @contextmanager
@@ -120,5 +121,6 @@ def megatron_precision(plugin: Precision | None) -> Precision:
         return _of_mixed(plugin)
     raise ValueError(
         f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; "
-        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed' or '16-mixed'."
+        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed' or '16-mixed', or pass the plugin "
+        "`MegatronMixedPrecision('fp8-mixed', 'cuda')` for products of 8-bit numbers."
     )

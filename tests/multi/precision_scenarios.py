@@ -11,7 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_megatron.layers.float8 import Float8Call
+from lightning_megatron.models import CausalLanguageModel, DecoderConfig
 from tests.harness import RankInfo, ReusedProcesses
+from tests.multi.model_scenarios import Losses
 from tests.parity.sharding_scenarios import SharedTask, Watch
 from tests.parity.train import make_trainer
 
@@ -159,3 +162,31 @@ def bytes_held(
     module.on_train_epoch_end = count  # type: ignore[method-assign]
     trainer.fit(module)
     return {**found, "parameters": sum(p.numel() for p in module.parameters())}
+
+
+def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: bool = True) -> dict[str, Any]:
+    """Losses of a small decoder, and how many linears are set to 8 bits; ``allowed`` leaves out the question what the
+    device can do, as torch emulates such products on CPUs.
+    """
+    from lightning_megatron import MegatronStrategy
+    from lightning_megatron.pipeline import float8
+    from lightning_megatron.plugins.precision import MegatronMixedPrecision
+
+    losses, original = Losses(), float8._lack
+    torch.manual_seed(5)
+    rows = torch.randint(0, 53, (4, 17), generator=torch.Generator().manual_seed(2)).repeat(16, 1, 1)
+    batches: Any = torch.utils.data.DataLoader(list(rows), batch_size=None)  # type: ignore[arg-type]
+    plugins = [ReusedProcesses(info), MegatronMixedPrecision(precision, "cpu")]
+    options: dict[str, Any] = {"precision": None, "plugins": plugins, "limit_val_batches": 0}
+    trainer = make_trainer(info, MegatronStrategy(**sizes), max_epochs=1, callbacks=[losses], **options)
+    config = DecoderConfig(vocabulary=53, hidden=32, layers=2, heads=2, intermediate=64, norm="layer")
+    module = CausalLanguageModel(config, lr=1e-2)
+    try:
+        if allowed:
+            float8._lack = lambda device: None
+        trainer.fit(module, batches, batches)
+    finally:
+        float8._lack = original
+    parts = [child.__dict__ for child in module.modules()]
+    eight = sum("products" in part or isinstance(part.get("forward"), Float8Call) for part in parts)
+    return {"losses": losses.seen, "eight": eight}

@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron.data_parallel.loss_scale import LossScale
 from tests.harness import JobFailed, run_trainers
-from tests.multi.precision_scenarios import burst, bytes_held, losses
+from tests.multi.precision_scenarios import burst, bytes_held, eight_bits, losses
 
 LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((1, 1, 1), {}),
@@ -121,3 +121,37 @@ def test_bytes_of_a_rank_are_those_of_the_formula(precision: str, replicas: int,
         value = outcome.value
         expected = value["parameters"] * (weights + kept + optimizer / replicas)
         assert value["bytes"] == pytest.approx(expected, rel=0.02)
+
+
+def _eight(precision: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
+    devices = 1
+    for size in sizes.values():
+        devices *= size if isinstance(size, int) and not isinstance(size, bool) else 1
+    return [outcome.value for outcome in run_trainers(eight_bits, precision, sizes, devices=devices)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "linears"),
+    [
+        pytest.param({}, 14, marks=pytest.mark.wide),
+        pytest.param({"tensor_parallel_size": 2}, 14),
+        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, 14, marks=pytest.mark.wide),
+        pytest.param({"activation_recompute": "full"}, 14, marks=pytest.mark.wide),
+        pytest.param({"pipeline_parallel_size": 2, "pipeline_schedule": "zb-h1"}, 7),
+    ],
+)
+def test_products_of_eight_bits_follow_those_of_sixteen(sizes: dict[str, Any], linears: int) -> None:
+    sixteen, eight = _eight("bf16-mixed", sizes), _eight("fp8-mixed", sizes)
+    for value, other in zip(eight, sixteen, strict=True):
+        assert value["eight"] == linears and other["eight"] == 0
+        found, wanted = torch.tensor(value["losses"]), torch.tensor(other["losses"])
+        assert wanted[-1] < 0.7 * wanted[0] and found[-1] < 0.7 * found[0]
+        assert 0 < float((found - wanted).abs().max()) < 0.1  # about 4 in the beginning
+
+
+def test_eight_bits_are_refused_before_a_step_where_the_device_lacks_them() -> None:
+    with pytest.raises(JobFailed) as failure:
+        run_trainers(eight_bits, "fp8-mixed", {"tensor_parallel_size": 2}, False, devices=2)
+    for outcome in failure.value.outcomes:
+        assert "`precision='fp8-mixed'` needs an NVIDIA GPU" in (outcome.error or "")
+        assert "use `precision='bf16-mixed'`" in outcome.error
