@@ -122,7 +122,8 @@ def vocab_parallel_cross_entropy(
         vocabulary: number of classes; needed with a group.
 
     Returns:
-        A scalar, or [..] for ``"none"``, in the dtype of ``logits``.
+        A scalar, or [..] for ``"none"``, in the dtype of ``logits``; under autocast, float32 for 16-bit ones, as in
+        torch.
 
     Raises:
         ValueError: an unknown reduction, or shapes that do not belong together.
@@ -136,9 +137,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError("`vocab_parallel_cross_entropy(group=...)` needs `vocabulary=`, the number of all classes.")
     _check_shapes(logits, target, reduction)
     start, held = local_vocabulary(vocabulary, group)
-    dtype = logits.dtype
     values = logits[..., :held].reshape(target.numel(), held)
-    values = values.float() if dtype in (torch.bfloat16, torch.float16) else values
+    values = values.float() if logits.dtype in (torch.bfloat16, torch.float16) else values
+    dtype = values.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     flat = target.reshape(-1)
     kept = flat != ignore_index
     _check_targets(flat, kept, vocabulary)

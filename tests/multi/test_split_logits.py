@@ -20,7 +20,7 @@ CLASSES = 301
 TARGET = torch.tensor([[0, 5, 2, 300, 255, 5], [256, 128, 127, 2, 5, 7]])
 WEIGHT = random_tensor(CLASSES, seed=5).abs()
 TEACHER = random_tensor(2, 6, CLASSES, seed=6)
-FLOAT32 = {"hugging face", "hugging face, summed", "hugging face, masked", "half"}
+FLOAT32 = {"hugging face", "hugging face, summed", "hugging face, masked", "half", "mixed"}
 
 
 def causal_loss(z, y, **options):
@@ -35,12 +35,20 @@ def masked_loss(z, y):
     return ForMaskedLMLoss(z, y, CLASSES)
 
 
+def mixed_loss(z, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(z.bfloat16().flatten(0, 1), y.flatten())
+    assert loss.dtype == torch.float32  # not rounded to the 16 bits of the logits
+    return loss
+
+
 # Stay split: nothing of the size of the whole logits is built, nothing is gathered.
 SPLIT = {
     "hugging face": causal_loss,
     "hugging face, summed": lambda z, y: causal_loss(z, y, num_items_in_batch=7),
     "hugging face, masked": masked_loss,
     "half": lambda z, y: F.cross_entropy(z.bfloat16().float().flatten(0, 1), y.flatten()),
+    "mixed": mixed_loss,
     "keywords": lambda z, y: F.cross_entropy(input=z.flatten(0, 1), target=y.flatten(), reduction="none"),
     "positions": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), WEIGHT, None, 5, None, "sum", 0.1),
     "classes second": lambda z, y: F.cross_entropy(z.mT, y, WEIGHT, ignore_index=5, reduction="none"),
