@@ -16,6 +16,7 @@ from lightning_megatron.plugins.precision import MegatronMixedPrecision
 
 # Half a unit in the last place: 2^-4 of a number in e4m3, 2^-3 in e5m2. Rounding errors of the terms of a sum have
 # either sign, so that of a product, relative to it as a whole, stays below that of its two factors together.
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9) else [])]
 BOUND = {"output": 2**-4, "gradient": 2**-3}
 
 
@@ -37,9 +38,12 @@ def _gradients(x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, eight: boo
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [(16,), (3, 7), (2, 1, 5)])
-def test_a_linear_and_its_gradients_are_those_of_float32_but_for_the_digits(tokens: tuple[int, ...]) -> None:
-    factors = _factors(tokens)
+def test_a_linear_and_its_gradients_are_those_of_float32_but_for_the_digits(
+    tokens: tuple[int, ...], device: str
+) -> None:
+    factors = tuple(t.to(device) for t in _factors(tokens))
     found = _gradients(*factors, eight=True)
     wanted = _gradients(*(t.float() for t in factors), eight=False)
     for name, mine, theirs in zip(("output", "input", "weight", "bias"), found, wanted, strict=True):
