@@ -14,9 +14,10 @@ from lightning_megatron.pipeline.float8 import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.weight_gradients import WeightGradients, add_up
 from lightning_megatron.plugins.precision import MegatronMixedPrecision
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9) else [])]
+
 # Half a unit in the last place: 2^-4 of a number in e4m3, 2^-3 in e5m2. Rounding errors of the terms of a sum have
 # either sign, so that of a product, relative to it as a whole, stays below that of its two factors together.
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9) else [])]
 BOUND = {"output": 2**-4, "gradient": 2**-3}
 
 
