@@ -5,6 +5,7 @@ Nothing here knows of modules or steps; :class:`~lightning_megatron.strategy.Meg
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -231,10 +232,28 @@ class GridStrategy(ParallelStrategy):
         if remote is not None and not isinstance(exception, RemoteFailure):
             exception.add_note(str(remote))
         self._watch.stop()
-        if self._watch.reported and self.world_size > 1 and remote is None:
+        first = self._watch.reported and remote is None
+        if self.world_size > 1 and (first or self.global_rank == 0):  # rank 0 may host the store that the others ask
             self._watch.linger()
 
 
 def _looks_remote(error: BaseException) -> bool:
-    """Whether an exception may be the echo of another rank's failure: a broken or timed-out connection."""
-    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, RemoteFailure)
+    """Whether an exception may be the echo of another rank's failure: a broken or timed-out connection.
+
+    Those come out of torch's compiled code; what a line of Python raised begins here.
+    """
+    if isinstance(error, RemoteFailure) or not isinstance(error, (RuntimeError, ConnectionError)):
+        return False
+    if error.__cause__ is not None and _looks_remote(error.__cause__):
+        return True
+    return not _raised_in_python(error)
+
+
+def _raised_in_python(error: BaseException) -> bool:
+    """Whether the innermost frame of the traceback was at a ``raise``."""
+    innermost = error.__traceback__
+    if innermost is None:
+        return False
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -173,6 +173,7 @@ def _collect(team: list[Worker], packed: list[bytes], deadline: float, grace: fl
             outcomes[rank] = _receive(connection, rank, team[rank])
             outcomes[rank].seconds = time.monotonic() - start
             if not outcomes[rank].ok:
+                team[rank].kill()  # as a process that raised ends: whoever waits for it hears of it
                 end = min(end, time.monotonic() + grace)
     late = [rank for rank in range(len(team)) if rank not in outcomes]
     if late:

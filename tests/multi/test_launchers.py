@@ -42,6 +42,7 @@ class Launched:
                 env=environ,
                 cwd=log.parent,
                 start_new_session=True,
+                preexec_fn=_listen_to_ctrl_c,
             )
 
     def said(self) -> str:
@@ -73,6 +74,11 @@ class Launched:
             time.sleep(0.1)
         left = self.pids()
         assert not left and self.process.poll() is not None, f"still alive: {left}\n{self.said()}"
+
+
+def _listen_to_ctrl_c() -> None:
+    """Undo what a shell does to commands that it runs in the background, if the tests are one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
