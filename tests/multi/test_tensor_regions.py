@@ -138,7 +138,7 @@ def test_all_reduce_of_the_input_gradient_runs_while_the_weight_gradient_is_comp
     layer = ColumnParallelLinear(6, 8).double()
     layer.shard_(mesh)
     events = []
-    start, multiply = products.start_all_reduce, products.weight_gradient
+    start, multiply = products.start_all_reduce, products.PendingProducts.take
 
     class Watched:
         def __init__(self, work):
@@ -153,12 +153,14 @@ def test_all_reduce_of_the_input_gradient_runs_while_the_weight_gradient_is_comp
         total, work = start(grad, group)
         return total, Watched(work)
 
-    def multiplying(grad, x):
+    def multiplying(pending, index):
         events.append("product")
-        return multiply(grad, x)
+        return multiply(pending, index)
 
-    watched = mock.patch.multiple(products, start_all_reduce=starting, weight_gradient=multiplying)
-    with watched:
+    with (
+        mock.patch.object(products, "start_all_reduce", starting),
+        mock.patch.object(products.PendingProducts, "take", multiplying),
+    ):
         layer(random_tensor(3, 6).requires_grad_()).sum().backward()
     assert events == ["start", "product", "wait"]
 
