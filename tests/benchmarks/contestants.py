@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
 from tests.benchmarks.model import Size, Task, make_batches
 from tests.harness import RankInfo, ReusedProcesses
@@ -100,22 +98,6 @@ def trainer_round(
     batches: Any = DataLoader(make_batches(size, WARM_UP + steps, sequences), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(task(size), train_dataloaders=batches)
     return Round(*watch.result, float(trainer.callback_metrics["train_loss"]))
-
-
-def ours_data(info: RankInfo, size: Size, steps: int) -> Round:
-    """This package, two replicas, one micro-batch each."""
-    strategy = MegatronStrategy(data_parallel_size=2, micro_batch_size=size.batch // 2)
-    return trainer_round(info, size, steps, strategy, size.batch // 2)
-
-
-def lightning_data(info: RankInfo, size: Size, steps: int) -> Round:
-    """Lightning's DDPStrategy, two replicas."""
-    return trainer_round(info, size, steps, DDPStrategy(process_group_backend="gloo"), size.batch // 2)
-
-
-def data_duel(info: RankInfo, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
-    """Alternates the two on replicas."""
-    return alternate(lambda: ours_data(info, size, steps), lambda: lightning_data(info, size, steps), rounds)
 
 
 def alternate(ours: Callable[[], Round], theirs: Callable[[], Round], rounds: int) -> list[tuple[Round, Round]]:

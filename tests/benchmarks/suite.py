@@ -68,8 +68,8 @@ def cpu_duels() -> dict[str, Duel]:
     duels = {
         "pp2": Duel("torch Schedule1F1B", 2, _by_name(pieces.duel, "1f1b"), config="1f1b, 8 micro-batches"),
         "pp2-wide": Duel("torch Schedule1F1B", 2, _by_name(pieces.duel, "1f1b"), WIDE, config="1f1b"),
-        "dp2": Duel(f"{lightning} DDPStrategy", 2, contestants.data_duel, config="optimizer shared out"),
-        "dp2-wide": Duel(f"{lightning} DDPStrategy", 2, contestants.data_duel, WIDE),
+        "dp2": Duel(f"{lightning} DDPStrategy", 2, _of_replicas("DDP"), config="optimizer shared out"),
+        "dp2-wide": Duel(f"{lightning} DDPStrategy", 2, _of_replicas("DDP"), WIDE),
         "dp2-unshared": Duel(
             f"{lightning} DDPStrategy", 2, _of_replicas("DDP", "ours, not shared"), config="optimizer_sharding=False"
         ),

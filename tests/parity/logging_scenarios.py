@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,28 +141,31 @@ class Record(Callback):
         self._add("end", trainer)
 
 
-def everything_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+def _recorded(
+    info: RankInfo,
+    layout: Layout | None,
+    arguments: Mapping[str, Any],
+    make: Callable[[], LightningModule],
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Metrics of a run of a module that starts from the same weights every time; ``options`` are the Trainer's."""
     record = Record()
-    trainer = trainer_for(info, layout, arguments, max_epochs=2, callbacks=[record])
+    trainer = trainer_for(info, layout, arguments, callbacks=[record], **options)
     torch.manual_seed(1)
-    trainer.fit(Talkative())
+    trainer.fit(make())
     return record.rows
+
+
+def everything_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    return _recorded(info, layout, arguments, Talkative, max_epochs=2)
 
 
 def batches_scored(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
-    record = Record()
-    trainer = trainer_for(info, layout, arguments, max_epochs=2, limit_val_batches=1, callbacks=[record])
-    torch.manual_seed(1)
-    trainer.fit(Scored())
-    return record.rows
+    return _recorded(info, layout, arguments, Scored, max_epochs=2, limit_val_batches=1)
 
 
 def gradients_logged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
-    record = Record()
-    trainer = trainer_for(info, layout, arguments, max_steps=3, limit_val_batches=0, callbacks=[record])
-    torch.manual_seed(1)
-    trainer.fit(Norms())
-    return record.rows
+    return _recorded(info, layout, arguments, Norms, max_steps=3, limit_val_batches=0)
 
 
 def files_written(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
@@ -201,9 +204,5 @@ def real_tokens(batch: Any) -> float:
 def padded_mean(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
     if layout is not None:
         arguments = {**arguments, "micro_batch_loss_weight": real_tokens}
-    record = Record()
-    trainer = trainer_for(info, layout, arguments, max_epochs=2, limit_val_batches=0, callbacks=[record])
-    torch.manual_seed(1)
-    module: LightningModule = PaddedMean()
-    trainer.fit(module)
-    return [row["callback"]["train_loss"] for row in record.rows if row["where"] == "batch"]
+    rows = _recorded(info, layout, arguments, PaddedMean, max_epochs=2, limit_val_batches=0)
+    return [row["callback"]["train_loss"] for row in rows if row["where"] == "batch"]
