@@ -23,14 +23,23 @@ A group of one rank costs nothing and communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatron import exchange
+
 TENSOR_AXIS = "tensor_parallel"
+
+
+class Started(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Wait until its result may be read, and its operand changed."""
 
 
 def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TENSOR_AXIS) -> dist.ProcessGroup:
@@ -55,20 +64,37 @@ def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TEN
     raise ValueError(f"The mesh has axes {names} and none is {axis!r}; pass `mesh[name]`, a mesh of one dimension.")
 
 
-def raw_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of ``x`` over the group, outside autograd; ``x`` is left as it was."""
-    if group.size() == 1:
-        return x
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True) -> Tensor:
+    """Sum of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
+    total, work = start_all_reduce(x, group, keep=keep)
+    if work is not None:
+        work.wait()
     return total
 
 
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
-    """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for."""
+def raw_maximum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Largest of the ranks' values, element by element, outside autograd; ``x`` may be overwritten."""
+    if group.size() == 1:
+        return x
+    if exchange.exchanges(x, group, most=2):
+        pair = exchange.PairReduction(x, group, maximum=True)
+        pair.wait()
+        return pair.result
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True) -> tuple[Tensor, Started | None]:
+    """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for.
+
+    ``x`` must not change before, and is what it was after, unless ``keep`` says that nobody needs it.
+    """
     if group.size() == 1:
         return x, None
-    total = x.clone(memory_format=torch.contiguous_format)
+    if exchange.exchanges(x, group, most=2):
+        pair = exchange.PairReduction(x, group)
+        return pair.result, pair
+    total = x.clone(memory_format=torch.contiguous_format) if keep else x.contiguous()
     return total, dist.all_reduce(total, group=group, async_op=True)
 
 
@@ -83,7 +109,7 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _moved_back(out, dim)
 
 
-def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Started | None]:
     """Start a reduce-scatter along ``dim``: [.., group * n, ..] -> [.., n, ..]; valid once the work was waited for.
 
     Raises:
@@ -138,41 +164,20 @@ def check_divisible(value: int, size: int, what: str) -> None:
         )
 
 
-def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
     """Start gathering blocks [n] of all ranks into ``out`` [group * n]; ``x`` may be this rank's block of it."""
+    if exchange.exchanges(x, group):
+        return exchange.start_gather(out, x, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return cast("dist.Work", gather(out, x, group=group, async_op=True))
+    return cast("Started", gather(out, x, group=group, async_op=True))
 
 
-def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
     """Start summing ``x`` [group * n] over the ranks; each gets its block ``out`` [n], which may be part of ``x``."""
+    if exchange.exchanges(x, group):
+        return exchange.ScatteredSum(out, x, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    return cast("dist.Work", scatter(out, x, group=group, async_op=True))
-
-
-def start_bucket_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The same for large flat buffers, by the way that is fastest with the group's backend."""
-    if dist.get_backend(group) == "gloo":
-        return cast("dist.Work", _ExchangeAndSum(out, x, group))
-    return start_flat_scatter(out, x, group)
-
-
-class _ExchangeAndSum:
-    """A reduce-scatter as gloo does it best: blocks are exchanged, and each rank adds up those it got.
-
-    gloo's own takes longer than its all-reduce (torch 2.13, 2 ranks, 6.4 MB, processor time: 6.9 ms against 3.2; this
-    way 2.1).
-    """
-
-    def __init__(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-        self._out, self._size = out, group.size()
-        self._blocks = torch.empty_like(x)
-        self._work = dist.all_to_all_single(self._blocks, x, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Wait for the blocks and add them up."""
-        self._work.wait()
-        torch.sum(self._blocks.view(self._size, *self._out.shape), 0, out=self._out)
+    return cast("Started", scatter(out, x, group=group, async_op=True))
 
 
 class _CopyToGroup(torch.autograd.Function):

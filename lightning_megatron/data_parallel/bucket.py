@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.collectives import start_bucket_scatter, start_flat_gather
+from lightning_megatron.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.data_parallel.placement import Part, Placement, place
 from lightning_megatron.data_parallel.sharing import Sharing
 
@@ -190,7 +190,7 @@ class Bucket:
             return
         low, high = self.placement.bounds(self.sharing.rank)
         own = self.own_gradients if self.sent is None else self.sent[low:high]
-        self.work = start_bucket_scatter(own, flat[: self.placement.total], self.sharing.shard_group)
+        self.work = start_flat_scatter(own, flat[: self.placement.total], self.sharing.shard_group)
 
     def finish_sum(self) -> bool:
         """Wait for the sum; returns whether one was under way."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
+from lightning_megatron.collectives import start_all_reduce
 from lightning_megatron.data_parallel.bucket import Bucket
 
 
@@ -20,12 +19,13 @@ class FlagExchange:
         self._buckets = buckets
         self._complete = all(all(bucket.touched) for bucket in buckets)
         first, touched = buckets[0].own_gradients, [float(t) for bucket in buckets for t in bucket.touched]
-        self._flags = first.new_ones(len(touched)) if self._complete else first.new_tensor(touched)
-        self._work = dist.all_reduce(self._flags, group=buckets[0].sharing.group, async_op=True)
+        flags = first.new_ones(len(touched)) if self._complete else first.new_tensor(touched)
+        self._flags, self._work = start_all_reduce(flags, buckets[0].sharing.group, keep=False)
 
     def finish(self) -> None:
         """Wait; the numbers are only looked at if this rank lacks some."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._complete:
             return
         touched = iter((self._flags > 0).tolist())

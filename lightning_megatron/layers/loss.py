@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.collectives import raw_all_reduce, raw_maximum
 from lightning_megatron.sharding import padded_vocabulary
 
 
@@ -54,8 +55,7 @@ class _TokenLoss(torch.autograd.Function):
         highest = logits.new_full(target.shape, float("-inf"))
         if logits.shape[-1]:
             highest = logits.amax(-1)
-        if group.size() > 1:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        highest = raw_maximum(highest, group)
         shifted = logits - highest.unsqueeze(-1)
         here = (target >= start) & (target < start + logits.shape[-1])
         index = (target - start).where(here, 0).unsqueeze(-1)
@@ -68,9 +68,7 @@ class _TokenLoss(torch.autograd.Function):
             sums[0] = probabilities.sum(-1)
         else:
             probabilities = shifted
-        packed = torch.stack(sums if spread is not None else sums[:2])
-        if group.size() > 1:
-            dist.all_reduce(packed, group=group)
+        packed = raw_all_reduce(torch.stack(sums if spread is not None else sums[:2]), group, keep=False)
         log_z = packed[0].log()
         loss = picked * (log_z - packed[1])
         if spread is not None:

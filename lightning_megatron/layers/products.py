@@ -23,7 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.collectives import raw_all_gather, raw_reduce_scatter, start_all_reduce, start_reduce_scatter
+from lightning_megatron.collectives import (
+    raw_all_gather,
+    raw_all_reduce,
+    raw_reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,9 +174,7 @@ class _RowProduct(torch.autograd.Function):
         partial = of_its_own(products.product(x, weight, None))
         if dim is not None:
             return raw_reduce_scatter(partial, dim, group)
-        if group.size() > 1:
-            dist.all_reduce(partial, group=group)
-        return partial
+        return raw_all_reduce(partial, group, keep=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

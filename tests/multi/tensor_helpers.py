@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatron import exchange
 from lightning_megatron.layers import ParameterSharding
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -22,6 +23,11 @@ COUNTED = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
 )
+AS_MESSAGES = {
+    "PairReduction": "all_reduce",
+    "start_gather": "all_gather_single",
+    "ScatteredSum": "reduce_scatter_single",
+}
 
 
 def tensor_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -37,6 +43,9 @@ def count_collectives() -> Iterator[Counter[str]]:
         for name in COUNTED:
             if hasattr(dist, name):
                 stack.enter_context(mock.patch.object(dist, name, _counting(counts, name, getattr(dist, name))))
+        for name, collective in AS_MESSAGES.items():
+            counted = _counting(counts, collective, getattr(exchange, name))
+            stack.enter_context(mock.patch.object(exchange, name, counted))
         yield counts
 
 
