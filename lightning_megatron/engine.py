@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_megatron.appended import AppendedLists
 from lightning_megatron.batch_metrics import MetricCalls
 from lightning_megatron.data_parallel.buckets import GradientBuckets
+from lightning_megatron.data_parallel.local import LocalGradients
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
 from lightning_megatron.gradients import GradientOptions, ModelGradients
 from lightning_megatron.mesh import ParallelMesh
@@ -131,9 +132,9 @@ class StepEngine:
         self.recorder: LogRecorder | None = None
 
     @property
-    def gradients(self) -> GradientBuckets | None:
-        """Where gradients collect; ``None`` where autograd's own ``.grad`` will do."""
-        return self.model_gradients.buckets
+    def gradients(self) -> GradientBuckets | LocalGradients | None:
+        """Where gradients collect; ``None`` where one backward leaves them in ``.grad``."""
+        return self.model_gradients.buckets or self.model_gradients.local
 
     @property
     def sums_gradients(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_megatron.collectives import start_flat_gather
 from lightning_megatron.data_parallel.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.late_gather import LateGather
+from lightning_megatron.data_parallel.local import LocalGradients
 from lightning_megatron.data_parallel.lowering import lowered_parameters
 from lightning_megatron.data_parallel.norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.own_split import splits_itself
@@ -86,6 +87,7 @@ class ModelGradients:
         self._masters: dict[tuple[str, ...], tuple[Placement, Tensor]] = {}
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
+        self.local: LocalGradients | None = None
         self._late: LateGather | None = None
         self._wholes: WholeMatrices | None = None
         self.buckets: GradientBuckets | None = None
@@ -133,19 +135,24 @@ class ModelGradients:
         }
         shared = {name: kinds[holder] for name in parameters if (holder := self.holders_of(name)) in kinds}
         options = self.options
+        lowered = lowered_parameters(self._module, options.layer_dtype)
+        gathers = whole and not self._tensor.is_trivial
+        if replicas.group is None and not (shared or lowered or gathers or skips or options.inspect):
+            self.local = LocalGradients(parameters.values())
+            return
         self.buckets = GradientBuckets(
             parameters,
             replicas,
             shared,
             options.bucket_bytes,
-            lowered=lowered_parameters(self._module, options.layer_dtype),
+            lowered=lowered,
             whole=whole,
             watched=watched,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
-            gathers=whole and not self._tensor.is_trivial,
+            gathers=gathers,
         )
-        self._wholes = self._whole_matrices() if whole and not self._tensor.is_trivial else None
+        self._wholes = self._whole_matrices() if gathers else None
         self._restore_masters()
         if self.buckets.updates_pieces or skips:
             if options.overlap_gather and replicas.shards > 1 and not watches_weights:
@@ -186,6 +193,9 @@ class ModelGradients:
         if self._late is not None:
             self._late.close()
             self._late = None
+        if self.local is not None:
+            self.local.close()
+            self.local = None
         if self.buckets is not None:
             self.buckets.close()
             self._closed, self.buckets = self.buckets, None

@@ -109,8 +109,8 @@ class _Witness(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        # Room for gradients is made in the first step; it is no activation.
-        activations = self._meter.kept - self._meter.within(_tensors(strategy._engine.gradients))
+        # Room for gradients is made in the step; it is no activation.
+        activations = self._meter.kept - self._meter.within(_gradients(strategy, pl_module))
         self.found = {
             "bytes_by_kind": held_bytes(strategy, pl_module) | {"activations": activations, "peak": self._meter.peak},
             "schedules": dict(strategy._engine._schedules),
@@ -136,14 +136,18 @@ def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
         for tensor in (*_tensors(optimizer.state), *_tensors([group["params"] for group in optimizer.param_groups]))
     ]
     optimizer = {id(t.untyped_storage()): t for t in state if id(t.untyped_storage()) not in weights}
-    buffers = [*_tensors(strategy._engine.gradients), *(p.grad for p in module.parameters() if p.grad is not None)]
     known = weights.keys() | optimizer.keys()
-    gradients = [tensor for tensor in buffers if id(tensor.untyped_storage()) not in known]
+    gradients = [tensor for tensor in _gradients(strategy, module) if id(tensor.untyped_storage()) not in known]
     return {
         "weights": bytes_of(weights.values()),
         "gradients": bytes_of(gradients),
         "optimizer": bytes_of(optimizer.values()),
     }
+
+
+def _gradients(strategy: Any, module: pl.LightningModule) -> list[Tensor]:
+    """Where gradients collect, in buckets or not."""
+    return [*_tensors(strategy._engine.gradients), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, exchange
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.memory import Memory, stage_memory
 from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
@@ -109,9 +110,13 @@ class Overheard(TorchDispatchMode):
 
 
 def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
-    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said."""
+    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said.
+
+    Collectives stay what a launch on many nodes has, instead of messages between the few ranks here.
+    """
     meter, ledger = MemoryMeter(), Ledger()
-    with Metered(meter), Overheard(ledger):
+    as_collectives = mock.patch.object(exchange, "exchanges", lambda *_, **__: False)
+    with as_collectives, Metered(meter), Overheard(ledger):
         module, batch = build()
         witness = _Witness(ledger, meter)
         strategy = MegatronStrategy(**settings)
