@@ -21,11 +21,11 @@ import json
 import re
 import uuid
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_megatron.checkpoints.checksums import Checksum, checksum, kind_of
 from lightning_megatron.checkpoints.folder import Folder
 from lightning_megatron.checkpoints.storage import FileSum
 
@@ -48,13 +48,13 @@ class Marker:
 
     Attributes:
         data: subfolder that holds the files; empty on mounted file systems.
-        manifest_crc32: CRC-32 of the manifest.
+        manifest_checksum: of the manifest.
         step: optimizer steps taken.
         time: seconds since 1970 when the checkpoint was finished.
     """
 
     data: str
-    manifest_crc32: int
+    manifest_checksum: str
     step: int
     time: float
 
@@ -73,7 +73,7 @@ def publish(target: Folder, data: Folder, files: dict[str, FileSum], step: int, 
     """Make ``data`` the checkpoint ``target``; what was there before is deleted once the new one is whole."""
     manifest = json.dumps({"format": 1, "files": {name: asdict(total) for name, total in files.items()}}).encode()
     data.write(MANIFEST, manifest)
-    marker = Marker("" if target.is_local else data.name, zlib.crc32(manifest), step, time)
+    marker = Marker("" if target.is_local else data.name, checksum(manifest), step, time)
     encoded = json.dumps({"format": 1, **asdict(marker)}).encode()
     if not target.is_local:
         before = _marker_or_none(target)
@@ -145,7 +145,7 @@ def read_marker(target: Folder) -> Marker:
 def _marker_or_none(target: Folder) -> Marker | None:
     try:
         content = json.loads(target.read(MARKER))
-        return Marker(**{key: content[key] for key in ("data", "manifest_crc32", "step", "time")})
+        return Marker(**{key: content[key] for key in ("data", "manifest_checksum", "step", "time")})
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
@@ -160,7 +160,9 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
         content = data.read(MANIFEST)
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} is missing.") from error
-    if zlib.crc32(content) != marker.manifest_crc32:
+    found = Checksum(kind_of(marker.manifest_checksum))
+    found.add(content)
+    if str(found) != marker.manifest_checksum:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} has changed since the checkpoint was written.")
     return {name: FileSum(**total) for name, total in json.loads(content)["files"].items()}
 
@@ -179,16 +181,17 @@ def damaged_files(path: Any, storage_options: dict[str, Any] | None = None) -> I
 
 
 def _damage(data: Folder, name: str, total: FileSum) -> str | None:
-    crc = size = 0
+    found, size = Checksum(kind_of(total.checksum)), 0
     try:
         with data.open(name, "rb") as file:
             while block := file.read(_BLOCK):
-                crc, size = zlib.crc32(block, crc), size + len(block)
+                found.add(block)
+                size += len(block)
     except FileNotFoundError:
         return "missing"
     if size != total.bytes:
         return f"{size} bytes instead of {total.bytes}"
-    return None if crc == total.crc32 else f"checksum {crc:08x} instead of {total.crc32:08x}"
+    return None if str(found) == total.checksum else f"checksum {found} instead of {total.checksum}"
 
 
 def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) -> None:

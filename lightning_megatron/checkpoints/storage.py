@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from lightning_megatron.checkpoints.checksums import Checksum, checksum
 from lightning_megatron.checkpoints.folder import Folder
 
 INDEX = "index.json"
@@ -49,10 +49,10 @@ class Place:
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file's size in bytes and CRC-32."""
+    """A file's size in bytes and checksum, see :mod:`~lightning_megatron.checkpoints.checksums`."""
 
     bytes: int
-    crc32: int
+    checksum: str
 
 
 class SummedFile:
@@ -69,7 +69,7 @@ class SummedFile:
         self._lags = lags
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._sum: ThreadFuture[None] | None = None
-        self._crc = 0
+        self._total = Checksum()
         self.position = 0
 
     def write(self, tensor: Tensor) -> int:
@@ -86,12 +86,9 @@ class SummedFile:
         return start
 
     def _append(self, data: memoryview) -> None:
-        self._sum = self._pool.submit(self._add, data)
+        self._sum = self._pool.submit(self._total.add, data)
         self._file.write(data)
         self.position += data.nbytes
-
-    def _add(self, data: memoryview) -> None:
-        self._crc = zlib.crc32(data, self._crc)
 
     def _settle(self) -> None:
         if self._sum is not None:
@@ -101,7 +98,7 @@ class SummedFile:
         """End the sum; the file stays open, and is best flushed before, as the sum goes on meanwhile."""
         self._settle()
         self._pool.shutdown()
-        return FileSum(self.position, self._crc)
+        return FileSum(self.position, str(self._total))
 
 
 class BoxWriter(StorageWriter):
@@ -164,7 +161,7 @@ class BoxWriter(StorageWriter):
     def add_file(self, name: str, data: bytes) -> None:
         """Write a small file beside the boxes, counted in :attr:`files`."""
         self.folder.write(name, data)
-        self.files[name] = FileSum(len(data), zlib.crc32(data))
+        self.files[name] = FileSum(len(data), checksum(data))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

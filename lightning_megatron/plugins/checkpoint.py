@@ -181,15 +181,22 @@ class MegatronCheckpointIO(CheckpointIO):
         Args:
             path: of the checkpoint.
             into: for each piece, under any key, the name it is stored under and the piece.
+
+        Raises:
+            RuntimeError: a rank could not read its part; the message names it.
         """
-        with _no_dist_is_fine():
-            dcp.load(
-                {key: pieces for key, (_, pieces) in into.items()},
-                storage_reader=BoxReader(open_checkpoint(path)),
-                planner=PieceLoadPlanner({key: stored for key, (stored, _) in into.items()}),
-                process_group=self._process_group(),
-                no_dist=not _distributed(),
-            )
+        failure: Exception | None = None
+        try:
+            with _no_dist_is_fine():  # every rank knows by itself what to read
+                dcp.load(
+                    {key: pieces for key, (_, pieces) in into.items()},
+                    storage_reader=BoxReader(open_checkpoint(path)),
+                    planner=PieceLoadPlanner({key: stored for key, (stored, _) in into.items()}),
+                    no_dist=True,
+                )
+        except Exception as error:
+            failure = error
+        _raise_together(failure, f"the checkpoint {path} was not loaded", self._process_group())
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint directory, link or file; while a save is running, once that has succeeded."""
@@ -345,6 +352,23 @@ def _distributed() -> bool:
 
 def _is_first() -> bool:
     return not _distributed() or dist.get_rank() == 0
+
+
+def _raise_together(failure: Exception | None, what: str, group: Any) -> None:
+    """Raise on every rank what any of them failed with."""
+    if not _distributed():
+        if failure is not None:
+            raise failure
+        return
+    failed = torch.tensor([float(failure is not None)])
+    dist.all_reduce(failed, group=group)
+    if not failed:
+        return
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    own = None if failure is None else f"{type(failure).__name__}: {failure}"
+    dist.all_gather_object(reasons, own, group=group)
+    named = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+    raise RuntimeError(f"{what}. {named}") from failure
 
 
 def _agree(value: str, group: Any) -> str:
