@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
+_CALL_BITS = 20
 
 
 def mix(*values: int) -> int:
@@ -58,11 +59,13 @@ class SegmentStreams:
 
     def __init__(self, device: torch.device, replica: int, seed: int) -> None:
         self._device = device
+        self._on_cuda = device.type == "cuda"
         self._replica = replica
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
         self._micro_batch_states: dict[int, int] = {}
+        self._seed_numpy: Callable[[int], None] | None = None
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and how many steps were run; equal on all ranks."""
@@ -83,7 +86,9 @@ class SegmentStreams:
         step_seed = mix(self._seed, self._steps[training], training)
         self.step_state = absorb(_START, step_seed, self._replica)
         self._micro_batch_states = {}
-        state = collect_rng_state(self._device)
+        numpy = sys.modules.get("numpy")
+        self._seed_numpy = numpy.random.seed if numpy is not None else None
+        state = _current_rng_state(self._device)
         try:
             yield
         finally:
@@ -100,14 +105,14 @@ class SegmentStreams:
         state = self._micro_batch_states.get(micro_batch)
         if state is None:
             state = self._micro_batch_states[micro_batch] = absorb(self.step_state, micro_batch)
-        seed = absorb(state, segment, call) & _MASK
+        seed = absorb(state, (segment << _CALL_BITS) + call) & _MASK
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
         if segment == 0:
             random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+            if self._seed_numpy is not None:
+                self._seed_numpy(seed & 0xFFFFFFFF)
 
     def position(self) -> tuple[Tensor, Tensor | None]:
         """Where torch's generators are now."""
@@ -235,10 +240,17 @@ def state_digest() -> int:
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:
     """State of Python's, NumPy's (if anyone imported it) and torch's global generators, as plain data."""
+    state = _current_rng_state(device)
+    if "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def _current_rng_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
+        state["numpy"] = sys.modules["numpy"].random.get_state()
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

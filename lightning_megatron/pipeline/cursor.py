@@ -143,12 +143,24 @@ class StageCursor:
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
+        if self._passes_on(index, call, args, kwargs):
+            self._next += 1
+            return args[0]
         if in_backward():
             return self._recompute(index, call, args, kwargs)
         if self._watch is None:
             return self._follow(index, call, args, kwargs)
         with self._watch.paused():
             return self._follow(index, call, args, kwargs)
+
+    def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this is a skipped layer that may hand on its input, a stand-in, as its output: the usual case of a
+        late stage, and so decided before all else.
+        """
+        skipped = 0 < index < self.first - 1 and index == self._next and self._watch is None and self.running
+        return (
+            skipped and not kwargs and len(args) == 1 and self.shapes.keeps(call.module, args[0]) and not in_backward()
+        )
 
     def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index)

@@ -6,7 +6,7 @@ Owned layers are wrapped so that the cursor sees their calls; everything that ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from lightning_megatron.pipeline.partition import Partition, parts_outside
 from lightning_megatron.pipeline.provenance import Provenance
 from lightning_megatron.pipeline.standin import Hidden, HollowModule, Sentinel, hide_parameter, meta_like
 from lightning_megatron.rng import SegmentStreams
+
+_NOTHING = nullcontext()
 
 
 class StageModule:
@@ -154,7 +156,7 @@ class StageModule:
         watch = None if self.cursor.has_watched(bounds, where) else self._new_watch()
         self.cursor.begin(bounds, micro_batch, received, where, watch)
         try:
-            with watch or nullcontext(), self._keeping_early_buffers(virtual_stage):
+            with watch or _NOTHING, self._keeping_early_buffers(virtual_stage):
                 if watch is not None and self.cursor.sends and not self.cursor.training:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
@@ -163,12 +165,14 @@ class StageModule:
         finally:
             self.cursor.end()
 
-    @contextmanager
-    def _keeping_early_buffers(self, virtual_stage: int) -> Iterator[None]:
+    def _keeping_early_buffers(self, virtual_stage: int) -> AbstractContextManager[None]:
         """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
-        partition = self.partition
-        again = virtual_stage > 0 and partition.owners[0] == self.stage
-        buffers = [(name, self.module.get_buffer(name)) for name in (partition.early_buffers if again else ())]
+        again = virtual_stage > 0 and self.partition.owners[0] == self.stage
+        return self._undoing_buffers() if again and self.partition.early_buffers else _NOTHING
+
+    @contextmanager
+    def _undoing_buffers(self) -> Iterator[None]:
+        buffers = [(name, self.module.get_buffer(name)) for name in self.partition.early_buffers]
         kept = [(name, buffer, buffer.clone()) for name, buffer in buffers]
         try:
             yield

@@ -64,7 +64,7 @@ class Traffic:
         )
 
         def counted_isend(data: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.running:
+            if self.running and "tag" in kwargs:  # between stages, and not a collective's message
                 self.outputs.watch(data)
                 self.sent_bytes += data.nbytes if data.is_floating_point() else 0
             return isend(data, *args, **kwargs)
