@@ -90,11 +90,23 @@ OPERATIONS = {
 
 
 class Overheard(TorchDispatchMode):
-    """Writes every operation of torch's process groups into a ledger."""
+    """Writes every operation of torch's process groups into a ledger.
+
+    Collectives stay what a launch on many nodes has, instead of messages between the few ranks here.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
+        self._as_collectives = mock.patch.object(exchange, "exchanges", lambda *_, **__: False)
+
+    def __enter__(self) -> Any:
+        self._as_collectives.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._as_collectives.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -110,13 +122,9 @@ class Overheard(TorchDispatchMode):
 
 
 def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
-    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said.
-
-    Collectives stay what a launch on many nodes has, instead of messages between the few ranks here.
-    """
+    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said."""
     meter, ledger = MemoryMeter(), Ledger()
-    as_collectives = mock.patch.object(exchange, "exchanges", lambda *_, **__: False)
-    with as_collectives, Metered(meter), Overheard(ledger):
+    with Metered(meter), Overheard(ledger):
         module, batch = build()
         witness = _Witness(ledger, meter)
         strategy = MegatronStrategy(**settings)
