@@ -65,7 +65,7 @@ def everyday() -> list[Row]:
     """Rows of an ordinary test run."""
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
-    names = [*plain, *plain, *(f"hf_{name}" for name in PRETRAINED)]
+    names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
     return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama"))]
 
 
