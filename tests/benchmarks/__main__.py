@@ -37,7 +37,7 @@ def _run(name: str, duels: dict[str, suite.Duel], arguments: argparse.Namespace)
     if name.startswith("growth-"):
         return _grow(name.removeprefix("growth-"), arguments)
     if name == "checkpoints":
-        return checkpoints.compare(256, max(3, arguments.rounds))
+        return checkpoints.compare(1024, max(3, arguments.rounds))
     if name == "start-up":
         peer, config = "DDPStrategy, two processes, cold", {}
         found = report.summarize(start_up.compare(max(2, arguments.rounds // 3)))

@@ -1,6 +1,6 @@
 """Speed of saving and loading: ours, plain DCP and raw files, the same bytes, alternating in one run.
 
-``python -m tests.benchmarks.checkpoints --megabytes 256 --rounds 5``. Writes are flushed to the disk by all three;
+``python -m tests.benchmarks.checkpoints --megabytes 1024 --rounds 5``. Writes are flushed to the disk by all three;
 reads come from the page cache.
 """
 
@@ -33,7 +33,7 @@ RANKS, TENSORS = 2, 16
 def main() -> None:
     """Prints one line per contestant: GB/s over both ranks, median and quartiles, and ratios to the others."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.checkpoints", description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=256, help="per rank")
+    parser.add_argument("--megabytes", type=int, default=1024, help="per rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write; by default the system's temporary folder")
     options = parser.parse_args()
