@@ -143,7 +143,7 @@ class StageCursor:
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
-        if self._passes_on(index, call, args, kwargs):
+        if self.running and 0 < index < self.first - 1 and self._passes_on(index, call, args, kwargs):
             self._next += 1
             return args[0]
         if in_backward():
