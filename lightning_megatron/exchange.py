@@ -71,7 +71,7 @@ class ScatteredSum:
 
     def __init__(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
         own, size = group.rank(), group.size()
-        blocks = list(x.view(size, -1).unbind())
+        blocks = list(x.detach().view(size, -1).unbind())
         received = x.new_empty(size - 1, out.numel())
         self._out = out.view(-1)
         self._terms = [*received[:own].unbind(), blocks[own], *received[own:].unbind()]
@@ -91,7 +91,7 @@ class PairReduction:
     """A sum, or maximum, over two ranks under way; ``x`` stays, and ``result`` is right once it was waited for."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, maximum: bool = False) -> None:
-        self._own, self._combine = x.contiguous(), torch.maximum if maximum else torch.add
+        self._own, self._combine = x.detach().contiguous(), torch.maximum if maximum else torch.add
         self.result = torch.empty_like(self._own)
         self._exchange = Exchange([self._own] * 2, [self.result] * 2, group)
 
