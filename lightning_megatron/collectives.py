@@ -64,38 +64,33 @@ def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TEN
     raise ValueError(f"The mesh has axes {names} and none is {axis!r}; pass `mesh[name]`, a mesh of one dimension.")
 
 
-def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True) -> Tensor:
-    """Sum of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
-    total, work = start_all_reduce(x, group, keep=keep)
+def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False) -> Tensor:
+    """Sum, or maximum, of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
+    total, work = start_all_reduce(x, group, keep=keep, maximum=maximum)
     if work is not None:
         work.wait()
     return total
 
 
-def raw_maximum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Largest of the ranks' values, element by element, outside autograd; ``x`` may be overwritten."""
-    if group.size() == 1:
-        return x
-    if exchange.exchanges(x, group, most=2):
-        pair = exchange.PairReduction(x, group, maximum=True)
-        pair.wait()
-        return pair.result
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return x
-
-
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True) -> tuple[Tensor, Started | None]:
+def start_all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False
+) -> tuple[Tensor, Started | None]:
     """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for.
 
-    ``x`` must not change before, and is what it was after, unless ``keep`` says that nobody needs it.
+    Args:
+        x: must not change before.
+        group: its ranks.
+        keep: whether ``x`` is needed afterwards; otherwise it may be overwritten.
+        maximum: take the largest of the ranks' values, element by element, instead of their sum.
     """
     if group.size() == 1:
         return x, None
     if exchange.exchanges(x, group, most=2):
-        pair = exchange.PairReduction(x, group)
+        pair = exchange.PairReduction(x, group, maximum=maximum)
         return pair.result, pair
     total = x.clone(memory_format=torch.contiguous_format) if keep else x.contiguous()
-    return total, dist.all_reduce(total, group=group, async_op=True)
+    operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    return total, dist.all_reduce(total, op=operation, group=group, async_op=True)
 
 
 def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

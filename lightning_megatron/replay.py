@@ -157,7 +157,7 @@ class LogRecorder:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"`self.log` takes scalars; got a tensor of shape {tuple(value.shape)}.")
-            return value.detach().clone() if value.dim() == 0 else value.detach().reshape(()).clone()
+            return value.detach().reshape(()).clone()
         if isinstance(value, dict):
             raise ValueError("`self.log` takes scalars; use `self.log_dict` for a dictionary.")
         return torch.tensor(float(value), dtype=torch.float64)

@@ -59,13 +59,11 @@ class SegmentStreams:
 
     def __init__(self, device: torch.device, replica: int, seed: int) -> None:
         self._device = device
-        self._on_cuda = device.type == "cuda"
         self._replica = replica
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
         self._micro_batch_states: dict[int, int] = {}
-        self._seed_numpy: Callable[[int], None] | None = None
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and how many steps were run; equal on all ranks."""
@@ -86,8 +84,6 @@ class SegmentStreams:
         step_seed = mix(self._seed, self._steps[training], training)
         self.step_state = absorb(_START, step_seed, self._replica)
         self._micro_batch_states = {}
-        numpy = sys.modules.get("numpy")
-        self._seed_numpy = numpy.random.seed if numpy is not None else None
         state = _current_rng_state(self._device)
         try:
             yield
@@ -107,12 +103,12 @@ class SegmentStreams:
             state = self._micro_batch_states[micro_batch] = absorb(self.step_state, micro_batch)
         seed = absorb(state, (segment << _CALL_BITS) + call) & _MASK
         torch.default_generator.manual_seed(seed)
-        if self._on_cuda:
+        if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
         if segment == 0:
             random.seed(seed)
-            if self._seed_numpy is not None:
-                self._seed_numpy(seed & 0xFFFFFFFF)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
     def position(self) -> tuple[Tensor, Tensor | None]:
         """Where torch's generators are now."""

@@ -47,9 +47,9 @@ class Checksum:
         return f"{self._kind}:{self._state.hexdigest() if self._kind == 'xxh3' else format(self._state, '08x')}"
 
 
-def checksum(data: Any) -> str:
-    """Checksum of bytes that are all there."""
-    found = Checksum()
+def checksum(data: Any, kind: str = FASTEST) -> str:
+    """Checksum of bytes that are all there; ``kind`` as :class:`Checksum` takes it."""
+    found = Checksum(kind)
     found.add(data)
     return str(found)
 

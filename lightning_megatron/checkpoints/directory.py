@@ -160,9 +160,7 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
         content = data.read(MANIFEST)
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} is missing.") from error
-    found = Checksum(kind_of(marker.manifest_checksum))
-    found.add(content)
-    if str(found) != marker.manifest_checksum:
+    if checksum(content, kind_of(marker.manifest_checksum)) != marker.manifest_checksum:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} has changed since the checkpoint was written.")
     return {name: FileSum(**total) for name, total in json.loads(content)["files"].items()}
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.bucket import Bucket, Piece
-
 
 class LocalGradients:
     """What :class:`~lightning_megatron.data_parallel.buckets.GradientBuckets` does, where there is nothing to sum.
@@ -16,10 +14,7 @@ class LocalGradients:
         parameters: all parameters on this rank, trained or not.
     """
 
-    buckets: tuple[Bucket, ...] = ()
-    watched = True
     scatters = False
-    updates_pieces = False
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -49,14 +44,6 @@ class LocalGradients:
         if withdrawn is not None:
             for parameter, grad in zip(self._parameters, withdrawn, strict=True):
                 parameter.grad = grad
-
-    def place_of(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
-        """No parameter lies in a bucket."""
-        return None
-
-    def piece_of(self, parameter: nn.Parameter) -> Piece | None:
-        """No parameter is cut."""
-        return None
 
     def close(self) -> None:
         """Let go of gradients that were withdrawn."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.collectives import raw_all_reduce, raw_maximum
+from lightning_megatron.collectives import raw_all_reduce
 from lightning_megatron.sharding import padded_vocabulary
 
 
@@ -55,7 +55,7 @@ class _TokenLoss(torch.autograd.Function):
         highest = logits.new_full(target.shape, float("-inf"))
         if logits.shape[-1]:
             highest = logits.amax(-1)
-        highest = raw_maximum(highest, group)
+        highest = raw_all_reduce(highest, group, keep=False, maximum=True)
         shifted = logits - highest.unsqueeze(-1)
         here = (target >= start) & (target < start + logits.shape[-1])
         index = (target - start).where(here, 0).unsqueeze(-1)

@@ -154,13 +154,11 @@ class StageCursor:
             return self._follow(index, call, args, kwargs)
 
     def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this is a skipped layer that may hand on its input, a stand-in, as its output: the usual case of a
-        late stage, and so decided before all else.
+        """Whether a skipped layer, neither the first nor the last of them, may hand on its input, a stand-in, as its
+        output: the usual case of a late stage, and so decided before all else.
         """
-        skipped = 0 < index < self.first - 1 and index == self._next and self._watch is None and self.running
-        return (
-            skipped and not kwargs and len(args) == 1 and self.shapes.keeps(call.module, args[0]) and not in_backward()
-        )
+        plain = index == self._next and self._watch is None and not kwargs and len(args) == 1 and not in_backward()
+        return plain and self.shapes.keeps(call.module, args[0])
 
     def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index)

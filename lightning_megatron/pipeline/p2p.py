@@ -20,7 +20,6 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from torch import Tensor
 from lightning_megatron.collectives import raw_all_gather
 
 _NOTES = 1 << 20  # tag of messages that no schedule lists
-
-_NOTHING = nullcontext()
 
 
 class Transfer:
@@ -125,7 +122,7 @@ class StageLinks:
             assert self._replicas is not None
             whole, dtype = shapes[0]
             shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+        with torch.inference_mode(False):
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
         return Transfer(tensors, works, whole, self._replicas)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import exchange
-from lightning_megatron.collectives import raw_all_reduce, raw_maximum, start_flat_gather, start_flat_scatter
+from lightning_megatron.collectives import raw_all_reduce, start_flat_gather, start_flat_scatter
 from tests.harness import run_on_mesh
 from tests.multi.tensor_helpers import tensor_group
 
@@ -35,7 +35,7 @@ def _collectives(mesh: DeviceMesh, dtype: torch.dtype) -> list[torch.Tensor]:
     summed = raw_all_reduce(x.t(), group)
     torch.testing.assert_close(x, before, rtol=0, atol=0)
     torch.testing.assert_close(summed.double(), total.t(), **tolerance)
-    largest = raw_maximum(x.clone(), group)
+    largest = raw_all_reduce(x, group, maximum=True)
     torch.testing.assert_close(largest, torch.stack(everyone).amax(0), rtol=0, atol=0)
     return [gathered, summed, largest]
 
