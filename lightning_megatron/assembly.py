@@ -20,6 +20,7 @@ from lightning_megatron import checks
 from lightning_megatron.data_parallel.own_split import agree_on_start, splits_itself
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random_state, agree_on_weights, materialize
+from lightning_megatron.lightning_state import callbacks_of
 from lightning_megatron.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize import ParallelReport, parallelize
 from lightning_megatron.pipeline.compiled import CompileOptions, compile_layers
@@ -29,6 +30,7 @@ from lightning_megatron.pipeline.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage import StageModule, stage_of
 from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.tensor_state import TensorState
+from lightning_megatron.watching import watches_weights
 
 _SPLIT = "_lightning_megatron_split"
 
@@ -141,6 +143,7 @@ class Assembler:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
+        engine.remember_copies()
         return Assembled(module, engine, tensor_state, report, streams, groups)
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
@@ -181,6 +184,7 @@ class Assembler:
             pipeline_split=self._options.pipeline_split,
             placement=self._options.pipeline_placement,
             stage_speeds=self._options.stage_speeds,
+            hooks_write=module._trainer is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
         return StageModule(module, partition, mesh.stage, self._device, streams)
 

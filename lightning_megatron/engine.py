@@ -8,10 +8,10 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.appended import AppendedLists
 from lightning_megatron.batch_metrics import MetricCalls
+from lightning_megatron.copy_exchange import CopyExchange
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.local import LocalGradients
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
@@ -115,6 +116,8 @@ class StepEngine:
         self._options = options
         self._exchange = StepExchange(mesh, device)
         self._state = ModuleState(module, stage.partition, mesh, device) if stage is not None else None
+        self._copies = CopyExchange(module, stage, mesh, device) if _has_copies(stage) else None
+        self._copies_may_differ = False
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
         self._links: StageLinks | None = None
@@ -182,6 +185,8 @@ class StepEngine:
             The step's result, equal on every rank.
         """
         assert self.gradients is not None
+        self.share_copies()
+        self._copies_may_differ = self._copies is not None
         parts = self._split(batch, self._options.micro_batch_size)
         weights, total = self._weights(parts, across_replicas=True)
         scales = [weight / (total * accumulate) * scale for weight in weights]
@@ -196,10 +201,23 @@ class StepEngine:
             with self.recording(name):
                 output = call(batch)
                 return self._exchange.share(self._result([output], [1.0], [0], name))
+        if self._copies_may_differ:
+            self.share_copies()
         chosen = self._options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self._split(batch, chosen)
         weights, _ = self._weights(parts, across_replicas=False)
         return self._run(call, batch, parts, None, weights, name)
+
+    def remember_copies(self, trained: Iterable[nn.Parameter] = ()) -> None:
+        """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
+        if self._copies is not None:
+            self._copies.note_trained(trained)
+
+    def share_copies(self) -> None:
+        """Make them equal on all stages again, after hooks have run; collective over the pipeline."""
+        if self._copies is not None:
+            self._copies_may_differ = False
+            self._copies.share()
 
     def record_plain(self, call: Callable[[Any], Any], batch: Any) -> tuple[Any, StepResult]:
         """Forward of one batch the plain way: the output keeps its graph; :meth:`finish_plain` completes the logs."""
@@ -405,6 +423,10 @@ class StepEngine:
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
             self.recorder = None
+
+
+def _has_copies(stage: StageModule | None) -> TypeGuard[StageModule]:
+    return stage is not None and bool(stage.partition.copies.sources or stage.partition.copies.buffers)
 
 
 class _Recorded:

@@ -158,8 +158,19 @@ class OptimizationStrategy(StateStrategy):
         if masters:
             gradients.load_masters(state)
 
+    def on_train_end(self) -> None:
+        """Hand round what the last hooks wrote."""
+        super().on_train_end()
+        self._engine.share_copies()
+
+    def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        if self._assembled is not None:
+            self._engine.share_copies()
+        return super()._run_section(checkpoint)
+
     def _local_state(self) -> dict[str, Any]:
         self._engine.model_gradients.finish_gather()
+        self._engine.share_copies()
         state = super()._local_state()
         return state | {n: v for n, v in self._engine.model_gradients.whole_masters().items() if n in state}
 

@@ -371,6 +371,9 @@ class MegatronStrategy(PlannedStrategy):
             super().setup_optimizers(trainer)
             names = parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
+            self._engine.remember_copies(
+                p for o in self.optimizers for group in o.param_groups for p in group["params"]
+            )
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_megatron.pipeline.balance import balance, balance_unequal
+from lightning_megatron.pipeline.copies import Copies, find_copies
 from lightning_megatron.pipeline.order import Phase, Uses, read_uses
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.trunk import Trunk, find_trunk
@@ -40,6 +41,7 @@ class Partition:
         after: units that run after the layers and at no other time.
         early_buffers: buffers that every stage has, of modules that run before the layers and at no other time.
         late_buffers: the other buffers that every stage has.
+        copies: what hooks keep up to date from the weights.
     """
 
     trunk: Trunk
@@ -51,6 +53,7 @@ class Partition:
     after: frozenset[str] = frozenset()
     early_buffers: tuple[str, ...] = ()
     late_buffers: tuple[str, ...] = ()
+    copies: Copies = field(default_factory=Copies)
 
     def layers_of(self, stage: int) -> frozenset[int]:
         """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
@@ -75,6 +78,7 @@ def make_partition(
     pipeline_split: str | Sequence[int] = "auto",
     placement: Mapping[str, str] | None = None,
     stage_speeds: Sequence[float] | None = None,
+    hooks_write: bool = False,
 ) -> Partition:
     """Cut ``module`` for ``schedule``.
 
@@ -85,6 +89,7 @@ def make_partition(
         pipeline_split: layers per virtual stage, or ``"auto"`` to balance forward FLOPs.
         placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
         stage_speeds: relative speed of each stage's devices, where they differ; ``"auto"`` balances by it.
+        hooks_write: whether a hook may update copies of trained parts, which every stage then keeps.
 
     Raises:
         ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
@@ -93,7 +98,8 @@ def make_partition(
     stages = schedule.virtual_stages
     owners = tuple(schedule.owner(stage)[0] for stage in range(stages))
     uses = read_uses(module, trunk)
-    places = _place_units(module, trunk, uses, placement or {})
+    copies = find_copies(module, trunk) if hooks_write else Copies()
+    places = _place_units(module, trunk, uses, copies, placement or {})
     units = _stages_of_places(places, owners)
     sizes = _split(module, trunk, uses, owners, pipeline_split, stage_speeds)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
@@ -101,7 +107,7 @@ def make_partition(
     holders = _holders(module, trunk, bounds, owners, units)
     before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
     early, late = _shared_buffers(module, trunk, uses, units)
-    return Partition(trunk, bounds, owners, units, holders, before, after, early, late)
+    return Partition(trunk, bounds, owners, units, holders, before, after, early, late, copies)
 
 
 def _shared_buffers(
@@ -151,13 +157,13 @@ def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str])
 
 
 def _place_units(
-    module: nn.Module, trunk: Trunk, uses: Uses, overrides: Mapping[str, str]
+    module: nn.Module, trunk: Trunk, uses: Uses, copies: Copies, overrides: Mapping[str, str]
 ) -> dict[str, frozenset[str]]:
     """Where each unit outside the trunk goes, as a subset of :data:`PLACES`."""
     places: dict[str, frozenset[str]] = {}
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
-        if not phases or Phase.DURING in phases:
+        if not phases or Phase.DURING in phases or copies.covers(name):
             places[name] = frozenset({"all"})
         else:
             ends = {Phase.BEFORE: "first", Phase.AFTER: "last"}

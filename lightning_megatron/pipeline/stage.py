@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_megatron.pipeline.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.copies import install_views
 from lightning_megatron.pipeline.cursor import StageCursor, StageDone
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.pipeline.partition import Partition, parts_outside
@@ -53,6 +54,11 @@ class StageModule:
         self._skip_repeated_units()
         self.cursor.isolate_parts(parts_outside(module, trunk))
         self._guard_parameters()
+        self.copies = partition.copies
+        install_views(module, self.copies, self._shows_whole)
+
+    def _shows_whole(self, copy: str) -> bool:
+        return self.cursor.running or not self.copies.covers(copy)
 
     def _guard_parameters(self) -> None:
         """Let nobody sum over "all" parameters inside a step where only some are here."""

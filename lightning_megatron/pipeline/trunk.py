@@ -49,8 +49,8 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
             "container with "
             '`pipeline_layers="..."`, or use `pipeline_parallel_size=1`.'
         )
-    best = max(candidates, key=lambda candidate: candidate[:2])
-    return _trunk(best[2], module.get_submodule(best[2]))
+    best = max(candidates, key=lambda candidate: candidate[:3])
+    return _trunk(best[3], module.get_submodule(best[3]))
 
 
 def _named_trunk(module: nn.Module, name: str) -> Trunk:
@@ -77,8 +77,10 @@ def _trunk(name: str, container: nn.Module) -> Trunk:
     return Trunk(name, tuple(f"{name}.{child}" if name else child for child in container._modules))
 
 
-def _candidates(module: nn.Module) -> Iterator[tuple[bool, int, str]]:
-    """Yield ``(has composite layers, parameters in repeated layers, name)`` of every container of repeated layers."""
+def _candidates(module: nn.Module) -> Iterator[tuple[bool, int, bool, str]]:
+    """Yield ``(has composite layers, parameters in repeated layers, is trained, name)`` of every container of repeated
+    layers.
+    """
     for name, container in module.named_modules():
         if not isinstance(container, _CONTAINERS):
             continue
@@ -93,7 +95,8 @@ def _candidates(module: nn.Module) -> Iterator[tuple[bool, int, str]]:
         composite = any(
             type(layer) in repeated and any(True for _ in layer.children()) for layer in container.children()
         )
-        yield composite, total, name
+        trained = any(parameter.requires_grad for parameter in container.parameters())
+        yield composite, total, trained, name
 
 
 def _list_containers(module: nn.Module) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from lightning_megatron.pipeline.copies import find_copies
 from lightning_megatron.pipeline.partition import Partition, make_partition
 from lightning_megatron.pipeline.schedule import make_schedule
+from lightning_megatron.pipeline.trunk import find_trunk
 from tests.parity.zoo import strangers
 from tests.parity.zoo.loops import Walker
 
@@ -70,3 +75,36 @@ def test_buffers_belong_to_the_stage_that_fills_them() -> None:
     names = ("running_mean", "running_var", "num_batches_tracked")
     assert set(partition.early_buffers) == {f"early.{name}" for name in names}
     assert set(partition.late_buffers) == {"seen", *(f"late.{name}" for name in names)}
+
+
+class Shadowed(nn.Module):
+    """A trained network, copies of it and of parts of it, and frozen or trained parts that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Walker()
+        self.average = AveragedModel(self.net)
+        self.old_head = copy.deepcopy(self.net.head).requires_grad_(False)
+        self.norms = nn.ModuleList([nn.LayerNorm(3), nn.LayerNorm(3)])
+        self.still = nn.LayerNorm(3).requires_grad_(False)
+        self.other = nn.Linear(5, 7).requires_grad_(False)
+        self.target_norm = nn.LayerNorm(3)
+
+
+def test_copies_are_found_with_their_sources() -> None:
+    module = Shadowed()
+    copies = find_copies(module, find_trunk(module))
+    assert {name: rest for name, *rest in copies.sources} == {
+        "average": ["net", "module.", ""],
+        "old_head": ["net.head", "", ""],
+        "still": ["", "", ""],
+        "target_norm": ["", "", ""],
+    }
+    left = copies.without_trained(module, {id(parameter) for parameter in module.parameters()})
+    assert [name for name, *_ in left.sources] == ["average", "old_head", "still"]
+
+
+def test_a_trained_list_is_the_trunk_before_its_frozen_copy() -> None:
+    module = nn.Module()
+    module.teacher, module.student = Walker().requires_grad_(False), Walker()
+    assert find_trunk(module).name == "student.blocks"
