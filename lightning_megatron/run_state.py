@@ -17,14 +17,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_megatron.data.resume import (
-    Continuation,
-    ResumableLoader,
-    batch_size_of,
-    continue_loader,
-    loader_state,
-)
+from lightning_megatron.data.resume import Continuation, ResumableLoader
+from lightning_megatron.data.walk import batch_size_of, walk_of
 from lightning_megatron.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.rng import collect_rng_state
@@ -78,15 +75,39 @@ def gather_to_first(value: Any, group: Any, mesh: ParallelMesh, members: int) ->
     return found if mesh.rank == 0 else []
 
 
-def replica_state(trainer: pl.Trainer, device: torch.device) -> dict[str, Any]:
-    """Random state and loaders of this replica."""
+def replica_state(trainer: pl.Trainer, loops: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    """Random state and loaders of this replica, where the checkpoint holds the state of ``loops``."""
     state: dict[str, Any] = {"random": collect_rng_state(device)}
     combined = trainer.fit_loop._combined_loader
-    if combined is not None:
+    if combined is not None and loops is not None:
+        batches = consumed_batches(loops)[1]
+        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
         loaders = [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
-        state["loaders"] = [loader_state(loader) for loader in loaders]
+        state["loaders"] = [
+            walk_of(loader).state(loader, _of_this_pass(combined._mode, loader, batches), ahead)
+            | {"batch_size": batch_size_of(loader)}
+            for loader in loaders
+        ]
         state["stateful"] = combined._state_dicts()
     return state
+
+
+def _of_this_pass(mode: str, loader: Any, batches: int) -> int:
+    """Batches that ``loader`` gave since it last began, of ``batches`` that all loaders together gave in the epoch."""
+    length = sized_len(loader)
+    if not length or batches <= length:
+        return batches
+    return length if mode == "max_size" else (batches - 1) % length + 1
+
+
+def note_what_is_read_ahead(trainer: pl.Trainer) -> None:
+    """Lightning fetches a batch ahead where it does not know how many there are; let loaders take note of that."""
+    fit = trainer.fit_loop
+    if fit._combined_loader is None or fit._data_fetcher is None:
+        return
+    for loader in fit._combined_loader.flattened:
+        if isinstance(loader, ResumableLoader):
+            walk_of(loader).is_read_ahead = fit._data_fetcher.length is None
 
 
 class Resumption:
@@ -113,7 +134,7 @@ class Resumption:
         self._place: Place | None = place_of(self._loops)
         set_counters(self._loops)
         self._continuation = Continuation(self._epoch, self._state["random"], device)
-        self._loaders = 0
+        self._loaders: list[ResumableLoader] = []
         self._give_each_replica_its_loaders()
 
     def _give_each_replica_its_loaders(self) -> None:
@@ -136,9 +157,11 @@ class Resumption:
         if self._place is None:
             return
         place, self._place = self._place, None
-        if not self._loaders:
+        if place in (Place.LAST_BATCH, Place.VALIDATED) or not self._loaders:
             self._continuation.rewind()
             self._continuation.is_over = True
+            for loader in self._loaders:
+                walk_of(loader).restore(loader)
         go_on(self._trainer, place)
 
     def continue_loader(self, loader: Any) -> None:
@@ -146,35 +169,50 @@ class Resumption:
 
         Where an epoch has yet to be ended, the next one makes its iterators by itself.
         """
-        if self._place in (Place.LAST_BATCH, Place.VALIDATED):
-            return
         if not isinstance(loader, ResumableLoader) or self._continuation.is_over:
             return
-        states = self._state.get("loaders", [])
-        state = states[self._loaders] if self._loaders < len(states) else None
-        first = self._loaders == 0
-        self._loaders += 1
-        batches = self._batches_here(loader, state)
-        if first and batches != self._batches:
+        states, index = self._state.get("loaders", []), len(self._loaders)
+        state: dict[str, Any] = states[index % len(states)] if states else {}  # loaders may be asked for twice
+        self._loaders.append(loader)
+        exact = self._is_exact(loader, state)
+        if self._place in (Place.LAST_BATCH, Place.VALIDATED):
+            walk_of(loader).go_on(loader, state, 0, None, exact)
+            return
+        batches = self._batches_here(loader, state, self._batches)
+        if index == 0 and batches != self._batches:
             self._count_batches(batches)
-        continue_loader(loader, batches, state, self._continuation)
+        of_pass = self._batches_here(loader, state, state.get("fetched", self._batches))
+        walk_of(loader).go_on(loader, state, of_pass, self._continuation, exact)
 
-    def _batches_here(self, loader: ResumableLoader, state: Mapping[str, Any] | None) -> int:
-        """Consumed batches in the batches of this run.
+    def _is_exact(self, loader: ResumableLoader, state: Mapping[str, Any]) -> bool:
+        """Whether this run's batches, and the workers that make them, are those of the run that was saved."""
+        same = self._replicas == self._saved_replicas and state.get("batch_size") == batch_size_of(loader)
+        workers = state.get("workers", {}).get("given_out")
+        if workers is None or len(workers) == loader.num_workers:
+            return same
+        if any(worker is not None for worker in workers):
+            rank_zero_warn(
+                f"The data set drew random numbers in {len(workers)} loader workers; with "
+                f"`num_workers={loader.num_workers}` it goes on with other numbers. Samples stay in order."
+            )
+        return False
+
+    def _batches_here(self, loader: ResumableLoader, state: Mapping[str, Any], batches: int) -> int:
+        """``batches`` of the run that was saved in batches of this run.
 
         Raises:
             ValueError: the consumed samples are not a whole number of them.
         """
-        before, now = state["batch_size"] if state is not None else None, batch_size_of(loader)
-        if self._batches == 0 or (before == now and self._replicas == self._saved_replicas):
-            return self._batches
+        before, now = state.get("batch_size"), batch_size_of(loader)
+        if batches == 0 or (before == now and self._replicas == self._saved_replicas):
+            return batches
         if before is None or now is None:
             raise ValueError(
-                f"the run consumed {self._batches} batches on {self._saved_replicas} replicas; with "
+                f"the run consumed {batches} batches on {self._saved_replicas} replicas; with "
                 f"`data_parallel_size={self._replicas}` they can only be counted for loaders with a fixed batch size. "
                 f"Resume with `data_parallel_size={self._saved_replicas}`, or from the end of an epoch."
             )
-        samples, step = self._batches * before * self._saved_replicas, now * self._replicas
+        samples, step = batches * before * self._saved_replicas, now * self._replicas
         if samples % step:
             raise ValueError(
                 f"the run consumed {samples} samples of this epoch, which is not a whole number of batches of {now} on "

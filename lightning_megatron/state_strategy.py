@@ -32,7 +32,7 @@ from lightning_megatron.pipeline.standin import whole_view
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO, megatron_checkpoint_io
 from lightning_megatron.preemption import listen
 from lightning_megatron.rng import SegmentStreams
-from lightning_megatron.run_state import Resumption, about, gather_to_first, replica_state
+from lightning_megatron.run_state import Resumption, about, gather_to_first, note_what_is_read_ahead, replica_state
 from lightning_megatron.stored_state import (
     GroupNames,
     Kinds,
@@ -66,6 +66,8 @@ class StateStrategy(GridStrategy):
         super().on_train_start()
         if self._resumption is not None:
             self._resumption.begin()
+        if self.lightning_module is not None:
+            note_what_is_read_ahead(self.lightning_module.trainer)
         if self.world_size > 1 and self.lightning_module is not None:
             listen(self.lightning_module.trainer, self.root_device)
 
@@ -241,7 +243,7 @@ class StateStrategy(GridStrategy):
         tied = aliases(module)
         extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}
         stages = gather_to_first((tied, extra), mesh.group("pipeline_parallel"), mesh, layout.pipeline)
-        replica = replica_state(trainer, self.root_device)
+        replica = replica_state(trainer, checkpoint.get("loops"), self.root_device)
         return {
             "local_aliases": tied,
             "aliases": {name: first for stage in stages for name, first in stage[0].items()},

@@ -1,8 +1,9 @@
 """Any ``DataLoader`` goes on where a run stopped: same order, no sample twice, none left out.
 
-A sampler draws the order of an epoch from the global generators (or from a seed and the epoch). Their state is noted
-just before. To resume, the order is drawn from that state again, the batches that were consumed are passed over in the
-sampler, without loading them, and the generators are put where they were when the checkpoint was saved::
+A sampler draws the order of an epoch from the global generators, from one of its own, or from a seed and the epoch.
+Their state is noted just before. To resume, the order is drawn from that state again, the batches that were consumed
+are passed over in the sampler, without loading them, and the generators are put where they were when the checkpoint was
+saved; so are those of loader workers (:mod:`lightning_megatron.data.workers`)::
 
     epoch starts   state A ─ order drawn ─ batch 0 ─ batch 1 ─ ... ─ checkpoint (state B)
     resumed        state A ─ order drawn ─ pass over ─────────────── state B ─ next batch
@@ -21,6 +22,15 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_megatron.data.walk import (
+    Walk,
+    fetch_state,
+    order_state,
+    restore_fetch,
+    restore_order,
+    walk_of,
+)
+from lightning_megatron.data.workers import noting_iterator
 from lightning_megatron.rng import collect_rng_state, restore_rng_state
 
 _CPU = torch.device("cpu")
@@ -57,30 +67,65 @@ class Continuation:
 class ResumableLoader(DataLoader[Any]):
     """Mixed into the class of a loader by :func:`make_resumable`; not to be constructed."""
 
-    resume_drawn: dict[str, Any] | None
-    resume_skip: int
-    resume_at: Continuation | None
-    resume_before: dict[str, Any] | None
-
     def __iter__(self) -> Any:
-        at, skip = self.resume_at, self.resume_skip
+        walk = walk_of(self)
+        at, is_late = walk.at, walk.is_late
+        walk.is_late = False
+        if walk.rebuilds:
+            self._rebuild(walk)
+        if is_late:
+            return _LateIterator(self, super().__iter__)
         if at is None or at.is_over:
-            self.resume_at = None
+            walk.at = None
             return super().__iter__()
         _set_sampler_epoch(self, at.epoch)
         at.rewind()
-        iterator = _ResumableIterator(self, super().__iter__, at, skip)
-        if skip:
+        iterator = _ResumableIterator(self, super().__iter__, at)
+        if walk.skip:
+            walk.begin_again(_streams(self), walk.skip)
             iterator.make()
         else:
-            at.waiting.append(iterator)
+            at.waiting = [other for other in at.waiting if other.loader is not self] + [iterator]
+        return iterator
+
+    def _rebuild(self, walk: Walk) -> None:
+        """Make the iterator whose workers go on in the next epoch, as it was at the end of the one before."""
+        walk.rebuilds = False
+        walk.begin_again(_streams(self), walk.batches_of_workers)
+        now = order_state(self)
+        iterator = self._get_iterator()
+        if _streams(self) and any(iterator.workers.begun):
+            for _ in range(walk.batches_of_workers):
+                next(iterator, None)
+        self._iterator = iterator
+        walk.passed = 0
+        restore_order(self, now)
+
+    def _get_iterator(self) -> Any:
+        walk = walk_of(self)
+        now = collect_rng_state(_CPU) if walk.remakes else None
+        if now is not None:
+            walk.remakes = False
+            restore_order(self, walk.made)
+        walk.made = order_state(self) if self.num_workers or _streams(self) else None
+        iterator = self._make_iterator(walk)
+        if now is not None:
+            restore_rng_state(now, _CPU)
+        return iterator
+
+    def _make_iterator(self, walk: Walk) -> Any:
+        making = super()._get_iterator
+        if self.num_workers == 0 or making.__func__ is not DataLoader._get_iterator:  # type: ignore[attr-defined]
+            return making()
+        self.check_worker_number_rationality()
+        begun, walk.begun = walk.begun, None
+        iterator = noting_iterator(self, begun, 0 if _streams(self) else walk.passed)
+        walk.follow(iterator)
         return iterator
 
     @property
     def _index_sampler(self) -> Any:
-        streams = isinstance(self.dataset, IterableDataset)
-        passed = self.resume_skip if self.resume_at is not None and not streams else 0
-        return _NotedSampler(super()._index_sampler, self, passed)
+        return _NotedSampler(super()._index_sampler, self, 0 if _streams(self) else walk_of(self).passed)
 
     def state_dict(self) -> dict[str, Any]:
         """What says to Lightning that the loader can resume; its state is in the strategy's part of a checkpoint."""
@@ -88,6 +133,10 @@ class ResumableLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: see :func:`continue_loader`."""
+
+
+def _streams(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
 
 
 class _NotedSampler:
@@ -99,25 +148,40 @@ class _NotedSampler:
         self._passed = passed
 
     def __iter__(self) -> Iterator[Any]:
+        walk, loader = walk_of(self._loader), self._loader
         count, self._passed = self._passed, 0  # persistent workers keep the sampler
-        if count == 0:
-            before, self._loader.resume_before = self._loader.resume_before, None
-            if before is not None:
-                restore_rng_state(before, _CPU)
-            self._loader.resume_drawn = collect_rng_state(_CPU)
-            yield from self._sampler
+        if count:
+            walk.passed = 0
+            yield from self._after(count, walk)
             return
+        walk.drawn = order_state(loader)
+        yield from self._noted(iter(self._sampler), walk)
+
+    def _after(self, count: int, walk: Walk) -> Iterator[Any]:
         now = collect_rng_state(_CPU)
-        if self._loader.resume_drawn is not None:
-            restore_rng_state(self._loader.resume_drawn, _CPU)
+        if walk.drawn is not None:
+            restore_order(self._loader, walk.drawn)
         entries = iter(self._sampler)
         for _ in range(count):
             next(entries, None)
         first = next(entries, _END)
         restore_rng_state(now, _CPU)
-        if first is not _END:
-            yield first
+        if first is _END:
+            return
+        yield first
+        yield from self._noted(entries, walk)
+
+    def _noted(self, entries: Iterator[Any], walk: Walk) -> Iterator[Any]:
+        if self._loader.num_workers:
             yield from entries
+            return
+        while True:
+            if walk.is_read_ahead:
+                walk.before_fetch = fetch_state(self._loader)
+            entry = next(entries, _END)
+            if entry is _END:
+                return
+            yield entry
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -126,30 +190,24 @@ class _NotedSampler:
         return getattr(self.__dict__["_sampler"], name)
 
 
-class _ResumableIterator:
-    """The iterator of the epoch that a run goes on in; where a new one begins, made as late as in the first run."""
+class _LateIterator:
+    """The loader's own iterator, made as late as in the first run."""
 
-    def __init__(self, loader: ResumableLoader, make: Callable[[], Any], at: Continuation, skip: int) -> None:
-        self._loader = loader
+    def __init__(self, loader: ResumableLoader, make: Callable[[], Any]) -> None:
+        self.loader = loader
         self._make = make
-        self._at = at
-        self._skip = skip if isinstance(loader.dataset, IterableDataset) else 0
         self._inner: Any = None
-        self._started = False
 
     def make(self) -> None:
         """Make the loader's own iterator."""
         if self._inner is None:
-            if self._loader.persistent_workers and self._at.epoch > 0 and not self._loader.resume_skip:
-                # The first run's iterator was made in its first epoch: no seed for workers was drawn in this one.
-                self._loader.resume_before = collect_rng_state(_CPU)
             self._inner = self._make()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -158,22 +216,49 @@ class _ResumableIterator:
         return getattr(self._inner, name)
 
     def __next__(self) -> Any:
-        if not self._started:
-            self._started = True
-            self._go_on()
+        self.make()
         return next(self._inner)
 
+
+class _ResumableIterator(_LateIterator):
+    """The iterator of the epoch that a run goes on in."""
+
+    def __init__(self, loader: ResumableLoader, make: Callable[[], Any], at: Continuation) -> None:
+        super().__init__(loader, make)
+        self._at = at
+        self._started = False
+
+    def __next__(self) -> Any:
+        if self._started:
+            return next(self._inner)
+        self._started = True
+        self._go_on()
+        self.make()
+        walk = walk_of(self.loader)
+        before, walk.before_fetch = walk.before_fetch, None
+        if before is None or not walk.skip:
+            return next(self._inner)
+        now = fetch_state(self.loader)
+        restore_fetch(self.loader, before)
+        found = next(self._inner)
+        walk.before_fetch = before
+        restore_fetch(self.loader, now)
+        return found
+
     def _go_on(self) -> None:
+        walk = walk_of(self.loader)
         now = collect_rng_state(_CPU) if self._at.is_over else None
-        if self._skip:
-            if self._loader.resume_drawn is not None:
-                restore_rng_state(self._loader.resume_drawn, _CPU)
-            for _ in range(self._skip):
+        if walk.skip and _streams(self.loader):
+            if walk.drawn is not None:
+                restore_order(self.loader, walk.drawn)
+            for _ in range(walk.skip):
                 next(self._inner)
+            walk.passed = 0
+            walk.restore(self.loader)
         if now is not None:
             restore_rng_state(now, _CPU)
             return
-        if self._loader.resume_skip:
+        if walk.skip:
             self._at.rewind()
         self._at.reach()
 
@@ -194,27 +279,4 @@ def make_resumable(loader: Any) -> Any:
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
     loader.__class__ = _resumable_class(type(loader))  # type: ignore[arg-type]
-    loader.__dict__ |= {"resume_drawn": None, "resume_skip": 0, "resume_at": None, "resume_before": None}
     return loader
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Samples per batch of one replica, where the loader tells."""
-    for holder in (getattr(loader, "batch_sampler", None), loader):
-        size = getattr(holder, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
-
-
-def loader_state(loader: ResumableLoader) -> dict[str, Any]:
-    """What :func:`continue_loader` needs besides the number of consumed batches."""
-    return {"drawn": loader.resume_drawn, "batch_size": batch_size_of(loader)}
-
-
-def continue_loader(
-    loader: ResumableLoader, batches: int, state: dict[str, Any] | None, continuation: Continuation
-) -> None:
-    """Let the epoch that begins next pass over ``batches`` batches, in the order that ``state`` tells."""
-    drawn = state["drawn"] if state is not None else None
-    loader.__dict__ |= {"resume_drawn": drawn, "resume_skip": batches, "resume_at": continuation}

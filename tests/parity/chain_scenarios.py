@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_megatron import MegatronStrategy
 from tests.harness import RankInfo
-from tests.parity.resume_scenarios import BATCH, EPOCHS, SAMPLES, Numbered
+from tests.parity.loader_kinds import BATCH, KINDS, SAMPLES, Numbered
+from tests.parity.resume_scenarios import EPOCHS
 from tests.parity.train import make_trainer
 
 
@@ -24,7 +25,7 @@ class Chain:
     """What is stopped and resumed.
 
     Attributes:
-        loader: ``"ordered"``, ``"shuffled"``, ``"workers"`` or ``"packed"``.
+        loader: ``"ordered"``, ``"shuffled"``, ``"packed"``, or one of ``loader_kinds.KINDS``.
         hook: where checkpoints are saved.
         stops: optimizer steps to save at; each run but the first goes on from the one before.
         accumulate: batches per optimizer step.
@@ -85,9 +86,9 @@ class Storied(LightningModule):
         kind = self.chain.loader
         if kind == "packed":
             return DataLoader(Numbered(False), batch_sampler=Packs())
-        workers = {"num_workers": 1} if kind == "workers" else {}
-        data = Numbered(kind != "workers")
-        return DataLoader(data, BATCH // self.chain.data, shuffle=kind != "ordered", **workers)  # type: ignore[arg-type]
+        if kind in KINDS:
+            return KINDS[kind]()
+        return DataLoader(Numbered(True), BATCH // self.chain.data, shuffle=kind != "ordered")
 
     def val_dataloader(self) -> Any:
         return DataLoader(Numbered(False), BATCH)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness import run_trainers
 from tests.parity.chain_scenarios import Chain, chained
+from tests.parity.loader_kinds import KINDS
 from tests.parity.resume_scenarios import stopped_and_resumed
 
 WIDE = pytest.mark.wide
@@ -20,7 +21,9 @@ WIDE = pytest.mark.wide
         pytest.param("stream", 2, 1, marks=WIDE),
         pytest.param("two", 2, 1, marks=WIDE),
         pytest.param("workers", 2, 1, marks=WIDE),
+        pytest.param("persistent", 1, 2, marks=WIDE),
         pytest.param("noisy", 2, 2, marks=WIDE),
+        *(pytest.param(kind, 1, 1, marks=WIDE) for kind in KINDS),
     ],
 )
 def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_losses(
@@ -33,9 +36,16 @@ def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_lo
 @pytest.mark.parametrize(
     "chain",
     [
-        Chain(pipeline=2, stops=(2, 5, 8)),
+        Chain("persistent", pipeline=2, stops=(2, 5, 8)),
         Chain(data=2, limit=True, validates=False),
+        pytest.param(Chain(pipeline=2, stops=(2, 5, 8)), marks=WIDE),
         pytest.param(Chain(pipeline=2), marks=WIDE),
+        pytest.param(Chain("persistent", hook="on_train_epoch_end", stops=(5, 10)), marks=WIDE),
+        pytest.param(Chain("persistent", stops=(2, 3, 5, 8, 11)), marks=WIDE),
+        pytest.param(Chain("own generators in workers", stops=(2, 3, 5, 8, 11)), marks=WIDE),
+        pytest.param(Chain("generator, workers", stops=(5, 8, 10), limit=True, validates=False), marks=WIDE),
+        pytest.param(Chain("uncounted, workers", stops=(2, 3, 5, 8, 11)), marks=WIDE),
+        pytest.param(Chain("uncounted", hook="on_validation_end", stops=(5, 10)), marks=WIDE),
         pytest.param(Chain(tensor=2), marks=WIDE),
         pytest.param(Chain("packed", pipeline=2, stops=(3, 6, 9)), marks=WIDE),
         pytest.param(Chain("ordered", data=2, limit=True), marks=WIDE),
