@@ -77,6 +77,8 @@ def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
     found = dict(_walk(module, "", trunk, looks))
     pairs: list[tuple[str, str, str, str]] = []
     for name, candidates in found.items():
+        if _is_shared(module, name):
+            continue
         originals = [other for other in candidates if not any(_inside(other, copy) for copy in found)]
         pairs.append(_pair(module, name, originals))
     return Copies(tuple(pairs), _averages(module, trunk))
@@ -111,6 +113,13 @@ def _is_copy(path: str, module: nn.Module) -> bool:
     frozen = not any(parameter.requires_grad for parameter in parameters)
     called = isinstance(module, AveragedModel) or any(_NAMES.search(part) for part in path.split("."))
     return bool(parameters) and (frozen or called)
+
+
+def _is_shared(module: nn.Module, path: str) -> bool:
+    """Whether a part is another name of something else, or tied to it: then it holds the same weights, not a copy."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(parameter) for name, parameter in named if _inside(name, path)}
+    return any(id(parameter) in inside for name, parameter in named if not _inside(name, path))
 
 
 def _source(copy: str, candidates: list[str]) -> str:
