@@ -14,11 +14,14 @@ and 1.2, scatter of 6.6 MB 4.2 and 1.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_megatron.waiting import Waiting, members, numbers, ranks_of
 
 MOST_RANKS = 8
 
@@ -40,6 +43,7 @@ class Exchange:
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         own, size = group.rank(), group.size()
+        self._group, self._received = group, received
         self._works = []
         for distance in range(1, size):  # everyone starts with another rank
             to, source = (own + distance) % size, (own - distance) % size
@@ -51,7 +55,15 @@ class Exchange:
         for work in self._works:
             if work is not None:
                 work.wait()
-        self._works = []
+        self._works, self._received = [], ()
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What :meth:`wait` is about."""
+        own = self._group.rank()
+        other = next((tensor for rank, tensor in enumerate(self._received) if rank != own), None)
+        if other is None:
+            return None
+        return Waiting(f"messages of {numbers(other)} among {members(self._group)}", ranks_of(self._group))
 
 
 def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:

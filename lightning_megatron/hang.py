@@ -7,8 +7,8 @@ what they are at, through the store that they met at, and reports the rank that 
     rank 0   waits in a receive, 60 s ─ ask ─ rank 1 is in `tokenize`, data.py:31 ─ report ─ all end
     rank 1   computes, sleeps, or does not answer at all
 
-What a rank waits in comes from torch's flight recorder where that is on (``TORCH_FR_BUFFER_SIZE=2000``; it sees
-collectives, not gloo's sends and receives), and from the line of code anyhow.
+What a rank waits in is read off its stack (:mod:`lightning_megatron.waiting`); torch's flight recorder, where it is on
+(``TORCH_FR_BUFFER_SIZE=2000``; it sees collectives, not gloo's sends and receives), adds its number.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import traceback
 from typing import Any
 
 import torch
+
+from lightning_megatron.waiting import Waiting, waiting_for
 
 _ANSWERS_S = 3.0
 _DEPTH = 6
@@ -81,8 +83,11 @@ class HangWatch:
         asked = self._store.add("hang/asked", 0)
         if asked == self._answered:
             return
+        waiting = waiting_for(frames) if _waits(frames) else Waiting()
         note = {
             "waits": _waits(frames),
+            "for": waiting.what,
+            "ranks": waiting.ranks,
             "still_s": time.monotonic() - self._since,
             "stack": "".join(traceback.format_list(traceback.extract_stack(frames[0])[-_DEPTH:])) if frames else "",
             "collective": _unfinished_collective(),
@@ -141,10 +146,18 @@ def _report(culprit: int, notes: list[dict[str, Any] | None], patience_s: float)
         told = "It does not answer: its process is stopped, or its interpreter is held.\n"
     else:
         told = f"It waits for nobody and has been here for {note['still_s']:.0f} s:\n{note['stack']}"
+    missed = "".join(f"It misses the {what}.\n" for what in _missed(culprit, notes))
     return (
-        f"it has taken no part for more than {patience_s:.0f} s (`hang_timeout`). {told}The others wait:\n"
+        f"it has taken no part for more than {patience_s:.0f} s (`hang_timeout`). {missed}{told}The others wait:\n"
         f"{_waiting(notes)}"
     )
+
+
+def _missed(culprit: int, notes: list[dict[str, Any] | None]) -> list[str]:
+    """What ranks wait for that ``culprit`` has to take part in; what anyone waits for, if nobody needs it directly."""
+    waiting = [note for note in notes if note is not None and note["waits"] and note["for"]]
+    direct = [note for note in waiting if culprit in note["ranks"]]
+    return list(dict.fromkeys(note["for"] for note in direct or waiting))[:3]
 
 
 def _waiting(notes: list[dict[str, Any] | None]) -> str:
@@ -152,6 +165,6 @@ def _waiting(notes: list[dict[str, Any] | None]) -> str:
     for rank, note in enumerate(notes):
         if note is not None and note["waits"]:
             last = note["stack"].strip().splitlines()[-2:]
-            seen = f", {note['collective']}" if note["collective"] else ""
+            seen = "".join(f", {note[key]}" for key in ("for", "collective") if note[key])
             lines.append(f"  rank {rank}{seen}: {' '.join(part.strip() for part in last)}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from lightning_megatron.batch_metrics import BatchValue, MetricCalls
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
+from lightning_megatron.waiting import Waiting, members, ranks_of
 
 _EMPTY = inspect.Parameter.empty
 LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -258,6 +259,12 @@ class StepExchange:
         rows = torch.empty(self._replicas, mine.numel(), dtype=mine.dtype, device=self._device)
         work = dist.all_gather(list(rows.unbind()), mine, group=self._data_group, async_op=True)
         self._pending = (work, rows)
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What :meth:`finish` is about."""
+        if self._pending is None:
+            return None
+        return Waiting(f"loss and logged values over {members(self._data_group)}", ranks_of(self._data_group))
 
     def finish(self, result: StepResult) -> None:
         """Wait for what :meth:`start` began, and put the values over all replicas into ``result``."""

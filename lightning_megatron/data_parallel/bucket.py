@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_megatron.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.data_parallel.placement import Part, Placement, place
 from lightning_megatron.data_parallel.sharing import Sharing
+from lightning_megatron.waiting import Waiting, members, ranks_of
 
 
 @dataclass
@@ -209,6 +210,14 @@ class Bucket:
             kept.copy_(summed)
             self.sent = None
         return True
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What the sum or the gather under way is about."""
+        if self.work is None:
+            return None
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        what = f"gradients or weights of {self.names[0]}{more}, over {members(self.sharing.group)}"
+        return Waiting(what, ranks_of(self.sharing.group))
 
     def recover_weights(self) -> None:
         """Bring back what left the buffer: weights assigned with ``parameter.data = ...``, masters of weights that

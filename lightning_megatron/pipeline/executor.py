@@ -8,7 +8,7 @@ the activations in flight are exactly those that the schedule's checker counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from lightning_megatron.pipeline.recorder import StepRecorder
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.stage import StageModule
 from lightning_megatron.pipeline.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.waiting import Waiting
 
 Place = tuple[int, int]
 Program = list[tuple[Callable[[Slot], None], Slot]]
@@ -318,6 +319,18 @@ class PipelineExecutor:
         for tensor, leaf in zip(tensors, leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
         self._inputs[slot.place] = Boundary(tuple(leaves), tensors)
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What is at work in a method that is given ``slot``."""
+        slot = seen.get("slot")
+        if slot is None or slot.action is Action.FINAL:
+            return None
+        words = slot.action.name.lower().split("_")
+        what = {"wait": "arrival of the", "post": "receive of the", "send": "send of the"}.get(
+            words[0], "computation of the"
+        )
+        direction = "forward" if "forward" in words else "backward"
+        return Waiting(f"{what} {direction} pass of micro-batch {slot.micro_batch}, virtual stage {slot.virtual}")
 
     def _wait_backward(self, slot: Slot) -> None:
         transfer, _ = self._arriving.pop((1, slot.place))

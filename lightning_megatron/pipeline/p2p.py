@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
+from lightning_megatron.waiting import Waiting, numbers
 
 _NOTES = 1 << 20  # tag of messages that no schedule lists
 
@@ -39,11 +40,18 @@ class Transfer:
         works: their receives.
         whole: shape of the first tensor if its buffer is for this rank's part of it only.
         replicas: the group whose parts make the whole.
+        source: global rank that sends.
     """
 
     def __init__(
-        self, tensors: list[Tensor], works: list[Any], whole: tuple[int, ...] | None = None, replicas: Any = None
+        self,
+        tensors: list[Tensor],
+        works: list[Any],
+        whole: tuple[int, ...] | None = None,
+        replicas: Any = None,
+        source: int = -1,
     ) -> None:
+        self._source = source
         self._tensors = tensors
         self._works = works
         self._whole = whole
@@ -59,6 +67,12 @@ class Transfer:
                 self._tensors[0] = raw_all_gather(self._tensors[0], 0, self._replicas).view(self._whole)
             self._whole = None
         return self._tensors
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What :meth:`wait` is about."""
+        if not self._works:
+            return None
+        return Waiting(f"message of {numbers(self._tensors[0])} from rank {self._source}", (self._source,))
 
 
 class StageLinks:
@@ -125,7 +139,7 @@ class StageLinks:
         with torch.inference_mode(False):
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
-        return Transfer(tensors, works, whole, self._replicas)
+        return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""
@@ -159,9 +173,16 @@ class StageLinks:
             self.send(stage + 1, [torch.tensor(told, dtype=torch.float64, device=self._device)], _NOTES)
         return heard
 
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What a method waits for that sends: that ``stage`` fetches what was sent before."""
+        if "pending" not in seen or "stage" not in seen:
+            return None
+        rank = self._ranks[seen["stage"]]
+        return Waiting(f"rank {rank} to fetch what was sent to it", (rank,))
+
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""
-        for pending in self._pending.values():
+        for (stage, _), pending in self._pending.items():  # noqa: B007 -- `stage` tells what is waited for
             while pending:
                 _wait_for(pending.popleft())
 

@@ -126,8 +126,8 @@ class Hanging(TokenTask):
             time.sleep(3600)
 
 
-def train_hanging(info: RankInfo, culprit: int, stopped: bool) -> None:
+def train_hanging(info: RankInfo, sizes: tuple[int, ...], culprit: int, stopped: bool) -> None:
     """One rank hangs, the others notice after some seconds."""
-    arguments = {"hang_timeout": timedelta(seconds=4)}
+    arguments = {"hang_timeout": timedelta(seconds=4), "tensor_parallel_size": sizes[2]}
     options: dict[str, Any] = {"max_steps": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0}
-    trainer_for(info, (info.world_size, 1), arguments, **options).fit(Hanging(info.rank, culprit, stopped))
+    trainer_for(info, sizes[:2], arguments, **options).fit(Hanging(info.rank, culprit, stopped))

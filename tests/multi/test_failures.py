@@ -11,6 +11,7 @@ from tests.harness import Outcome, run_trainers
 from tests.multi.failure_scenarios import PLACES, fail, train_hanging
 
 SECONDS = 15.0
+WIDE = pytest.mark.wide
 
 
 def _everything_said(outcome: Outcome) -> str:
@@ -35,7 +36,7 @@ def _cases() -> list[Any]:
     cases = []
     for index, place in enumerate(PLACES):
         cases.append(pytest.param(place, index % 2))
-        cases.append(pytest.param(place, 1 - index % 2, marks=pytest.mark.wide))
+        cases.append(pytest.param(place, 1 - index % 2, marks=WIDE))
     return cases
 
 
@@ -47,7 +48,7 @@ def test_one_rank_fails_and_the_other_stage_names_it(place: str, culprit: int) -
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=WIDE)])
 def test_one_rank_of_four_fails_and_all_the_others_name_it(culprit: int) -> None:
     outcomes = run_trainers(
         fail, (2, 2), culprit, "training_step", devices=4, check=False, grace=SECONDS + 5, deadline=90
@@ -56,16 +57,24 @@ def test_one_rank_of_four_fails_and_all_the_others_name_it(culprit: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("culprit", "stopped"),
-    [(1, False), pytest.param(0, True, marks=pytest.mark.wide), pytest.param(0, False, marks=pytest.mark.wide)],
+    ("sizes", "culprit", "stopped", "misses"),
+    [
+        ((2, 1, 1), 1, False, "forward pass of micro-batch 0, virtual stage 1: message of "),
+        pytest.param((2, 1, 1), 0, True, "message of ", marks=WIDE),
+        pytest.param((2, 1, 1), 0, False, "backward pass of micro-batch 0, virtual stage 0: message of ", marks=WIDE),
+        pytest.param((1, 2, 1), 1, False, "loss and logged values over ranks 0, 1", marks=WIDE),
+        pytest.param((1, 1, 2), 0, False, "`all_reduce` of 2×8×12 float64 over ranks 0, 1: messages of", marks=WIDE),
+    ],
 )
-def test_a_rank_that_stops_taking_part_is_named_by_the_others_with_the_line_it_is_at(
-    culprit: int, stopped: bool
+def test_a_rank_that_stops_taking_part_is_named_by_the_others_with_its_line_and_what_it_misses(
+    sizes: tuple[int, ...], culprit: int, stopped: bool, misses: str
 ) -> None:
-    outcomes = run_trainers(train_hanging, culprit, stopped, devices=2, check=False, grace=SECONDS, deadline=90)
+    outcomes = run_trainers(train_hanging, sizes, culprit, stopped, devices=2, check=False, grace=SECONDS, deadline=90)
     for outcome in outcomes:
         said = _everything_said(outcome)
         if outcome.rank != culprit or not stopped:
             assert not outcome.ok and "killed while running" not in said, said
             assert f"rank {culprit} (pipeline" in said and "taken no part" in said, said
             assert ("does not answer" in said) if stopped else ("hang_in_a_layer" in said), said
+            missed = next(line for line in said.splitlines() if "It misses the " in line)
+            assert misses in missed, missed
