@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.collectives import start_flat_gather
-from lightning_megatron.data_parallel.bucket import Bucket, Piece
+from lightning_megatron.data_parallel.bucket import NARROW, Bucket, Piece
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.late_gather import LateGather
 from lightning_megatron.data_parallel.local import LocalGradients
@@ -114,6 +114,8 @@ class ModelGradients:
         watched: bool,
         skips: bool = False,
         watches_weights: bool = False,
+        rounds: bool = True,
+        widens: bool = False,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -124,6 +126,8 @@ class ModelGradients:
             watched: whether the user's code looks at ``.grad`` between backward and update.
             skips: whether updates may have to be skipped.
             watches_weights: whether the user's code may look at weights between an update and the next step.
+            rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
+            widens: whether they should for the sake of the backwards of one step, where no rank shares them.
         """
         self.close()
         self._release()
@@ -137,7 +141,7 @@ class ModelGradients:
         options = self.options
         lowered = lowered_parameters(self._module, options.layer_dtype)
         gathers = whole and not self._tensor.is_trivial
-        if replicas.group is None and not (shared or lowered or gathers or skips or options.inspect):
+        if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect):
             self.local = LocalGradients(parameters.values())
             return
         self.buckets = GradientBuckets(
@@ -151,6 +155,7 @@ class ModelGradients:
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
             gathers=gathers,
+            rounds=rounds,
         )
         self._wholes = self._whole_matrices() if gathers else None
         self._restore_masters()
@@ -333,3 +338,8 @@ class ModelGradients:
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
         buckets = self.buckets or self._closed
         return (buckets.place_of(parameter) if buckets is not None else None) or (None, 0)
+
+
+def has_narrow_weights(module: nn.Module) -> bool:
+    """Whether weights have 16 bits, so that gradients of several backwards lose digits where they add up."""
+    return any(parameter.dtype in NARROW for parameter in module.parameters())

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import Callback, ModelSummary
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,6 +37,12 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The Trainer's list of callbacks itself, not a copy."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether several batches make a step, now or, by Lightning's scheduler for that, later."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+    return scheduled or trainer.accumulate_grad_batches > 1
 
 
 def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException], None]) -> None:

@@ -18,7 +18,7 @@ from lightning_megatron.data_parallel.independence import Independence, smallest
 from lightning_megatron.data_parallel.loss_scale import LossScale
 from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
-from lightning_megatron.gradients import GradientOptions
+from lightning_megatron.gradients import GradientOptions, has_narrow_weights
 from lightning_megatron.hook_logs import HookLogs
 from lightning_megatron.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
@@ -89,9 +89,12 @@ class OptimizationStrategy(StateStrategy):
         if self._engine.splits_itself:
             checks.check_own_gradients(self.loss_scale, self._nonfinite, gradients.options.reduce_dtype)
             return
-        least = self._check_optimizers()
+        several = self._assembled.needs_gradients or lightning_state.accumulates(trainer)
+        adds_up = several and has_narrow_weights(module)
+        least = self._check_optimizers(adds_up)
+        widens = adds_up and least is not Independence.NONE
         puts_together = least is Independence.PARAMETER and not self._tensor_state.is_trivial
-        if not (self._assembled.needs_gradients or puts_together):
+        if not (self._assembled.needs_gradients or puts_together or widens):
             return
         if self.loss_scale is not None:
             checks.check_scaled(module)
@@ -104,13 +107,15 @@ class OptimizationStrategy(StateStrategy):
             watched=watched,
             skips=self._guard.watches,
             watches_weights=watches_weights(module, lightning_state.callbacks_of(trainer)),
+            rounds=least is not Independence.NONE,
+            widens=widens,
         )
 
-    def _check_optimizers(self) -> Independence:
+    def _check_optimizers(self, adds_up: bool) -> Independence:
         """Try out what the optimizers update by themselves, and refuse what needs more than a rank holds."""
         gradients, layout, least = self._engine.model_gradients, self.mesh.layout, Independence.ELEMENT
         shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
-        if shards * layout.pipeline * layout.tensor > 1 or lowered:
+        if shards * layout.pipeline * layout.tensor > 1 or lowered or adds_up:
             declared = declared_elementwise(gradients.options.sharding)
             least = smallest_independence(self.optimizers, self.root_device, declared)
         checks.check_independence(self.optimizers, least, layout, shards, lowered)

@@ -95,7 +95,7 @@ class MegatronStrategy(PlannedStrategy):
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
             Does nothing where a hook of the module or of a callback may look at weights in between.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
-            default that of the main gradients: float32 under mixed precision, else the parameters'.
+            default that of the main gradients: float32, or float64 for parameters of that.
         nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
             it began, or ``"skip"`` the update, on every rank; by default nothing, as in one process.
         log_gradient_norm: log the global norm of the gradients before clipping as ``grad_norm``.

@@ -6,9 +6,10 @@
     weights   w0 w0 w0 w1 w1 w1 w1 w2 .                                what the layers compute with
     master             w1 w1 w1 w1                                     this rank's shard, what the optimizer updates
 
-The master weights are a view of the weights, unless layers compute in 16 bits: then they, and the main gradients, are
-float32. Where a step is one backward, ``flat`` is there from the last of its gradients until their sum, and only this
-rank's shard of the sum stays; steps that add up several backwards keep it.
+Main gradients of 16-bit weights are float32. The master weights are a view of the weights, unless the optimizer is to
+keep more digits than layers compute with: then they are float32, too. If they are not, the sum of the gradients is
+rounded once, for the update. Where a step is one backward, ``flat`` is there from the last of its gradients until their
+sum, and only this rank's shard of the sum stays; steps that add up several backwards keep it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from lightning_megatron.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.data_parallel.placement import Part, Placement, place
 from lightning_megatron.data_parallel.sharing import Sharing
 from lightning_megatron.waiting import Waiting, members, ranks_of
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes of weights whose gradients add up in float32."""
 
 
 @dataclass
@@ -219,6 +223,37 @@ class Bucket:
         what = f"gradients or weights of {self.names[0]}{more}, over {members(self.sharing.group)}"
         return Waiting(what, ranks_of(self.sharing.group))
 
+    def narrow_gradients(self) -> None:
+        """Round the sums to the dtype of what the optimizer updates, until `widen_gradients`."""
+        if self._rounds:
+            assert self.master is not None
+            self._hand_over(self.own_gradients.to(self.master.dtype))
+
+    def widen_gradients(self) -> None:
+        """Give the sums back all their digits."""
+        if self._rounds:
+            self._hand_over(self.own_gradients)
+
+    @property
+    def _rounds(self) -> bool:
+        return self.master is not None and self.master.dtype != self.flat.dtype
+
+    def _hand_over(self, gradients: Tensor) -> None:
+        for piece in self.pieces.values():
+            if piece.update.grad is not None:
+                piece.update.grad = None
+                piece.update.grad_dtype = gradients.dtype
+                part = piece.part
+                piece.update.grad = gradients[part.at : part.at + part.stop - part.start].view(piece.update.shape)
+
+    def release_parameters(self) -> None:
+        """Let gradients of the parameters have the parameters' dtype again."""
+        for parameter in self.parameters if self.pieces else ():
+            if parameter.grad_dtype != parameter.dtype:
+                grad, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = None if grad is None else grad.to(parameter.dtype)
+
     def recover_weights(self) -> None:
         """Bring back what left the buffer: weights assigned with ``parameter.data = ...``, masters of weights that
         were changed by hand.
@@ -260,6 +295,7 @@ def make_bucket(
     lowered: Mapping[str, torch.dtype],
     whole: bool = False,
     gathers: bool = False,
+    rounds: bool = True,
 ) -> Bucket:
     """Lay out a bucket and point its parameters at it.
 
@@ -270,26 +306,34 @@ def make_bucket(
         lowered: names of parameters that layers use in another dtype than the optimizer's, and that dtype.
         whole: whether no parameter may be cut.
         gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
+        rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
     """
     names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
     first, low = parameters[0], lowered.get(names[0])
-    moves = sharing.shards > 1 or low is not None or gathers
+    narrow = rounds and first.dtype in NARROW
+    main = torch.float32 if narrow or low is not None else first.dtype
+    moves = sharing.shards > 1 or main != first.dtype or low is not None or gathers
     placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=whole)
-    main = first.dtype if low is None else torch.float32
     flat = torch.empty(0, dtype=main, device=first.device)
     bucket = Bucket(names, parameters, sharing, shared, placement, flat, [flat] * len(parameters))
     bucket.touched = [False] * len(parameters)
     if moves:
-        _take_weights(bucket, low or main)
+        _take_weights(bucket, low or first.dtype, first.dtype if low is None else main)
         _cut_pieces(bucket, keep_shapes=whole or sharing.shards == 1)
     return bucket
 
 
-def _take_weights(bucket: Bucket, dtype: torch.dtype) -> None:
-    """Move the weights of the parameters into the bucket, and this rank's shard of them into the master weights."""
+def _take_weights(bucket: Bucket, dtype: torch.dtype, master: torch.dtype) -> None:
+    """Move the weights of the parameters into the bucket, and this rank's shard of them into the master weights.
+
+    Args:
+        bucket: has no weights yet.
+        dtype: of what layers compute with.
+        master: dtype of what the optimizer updates.
+    """
     placement, sharing, main = bucket.placement, bucket.sharing, bucket.flat.dtype
     bucket.weights = torch.zeros(placement.total, dtype=dtype, device=bucket.flat.device)
-    bucket.master = bucket.own_weights if dtype == main else bucket.own_weights.to(main)
+    bucket.master = bucket.own_weights if dtype == master else bucket.own_weights.to(master)
     for part in placement.parts(sharing.rank):
         source = bucket.parameters[part.member].data.reshape(-1)[part.start : part.stop]
         bucket.master[part.at : part.at + part.stop - part.start].copy_(source)
@@ -306,10 +350,12 @@ def _take_weights(bucket: Bucket, dtype: torch.dtype) -> None:
 def _cut_pieces(bucket: Bucket, *, keep_shapes: bool) -> None:
     assert bucket.master is not None
     for part in bucket.placement.parts(bucket.sharing.rank):
-        value = bucket.master[part.at : part.at + part.stop - part.start]
-        if keep_shapes:
-            value = value.view(bucket.parameters[part.member].shape)
-        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, nn.Parameter(value), bucket.flat)
+        value, shape = bucket.master[part.at : part.at + part.stop - part.start], bucket.parameters[part.member].shape
+        if keep_shapes or not shape:  # a number is never cut, and what optimizers keep for it has its shape
+            value = value.view(shape)
+        update = nn.Parameter(value)
+        update.grad_dtype = bucket.flat.dtype
+        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, update, bucket.flat)
 
 
 def _views(flat: Tensor, placement: Placement, parameters: Sequence[nn.Parameter], *, contiguous: bool) -> list[Tensor]:

@@ -44,6 +44,7 @@ class GradientBuckets:
         inspect: whether to note which gradients of this rank are not finite before they are summed.
         reduce_dtype: dtype in which sums over replicas travel; by default that of the main gradients.
         gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
+        rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class GradientBuckets:
         inspect: bool = False,
         reduce_dtype: torch.dtype | None = None,
         gathers: bool = False,
+        rounds: bool = True,
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
         self._shared = shared
         self._bucket_bytes = bucket_bytes
         self._lowered = lowered or {}
-        self._whole = whole
         self._watched = watched
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
-        self._gathers = gathers
+        self._layout: dict[str, Any] = {"whole": whole, "gathers": gathers, "rounds": rounds, "lowered": lowered or {}}
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
@@ -226,7 +227,9 @@ class GradientBuckets:
         return next((name for name in self._parameters if name in bad), None)
 
     def close(self) -> None:
-        """Remove the autograd hooks."""
+        """Remove the autograd hooks; gradients that are there stay, in the dtype of their parameters."""
+        for bucket in self.buckets:
+            bucket.release_parameters()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -247,9 +250,7 @@ class GradientBuckets:
             self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
-        bucket = make_bucket(
-            members, sharing, shared=shared, lowered=self._lowered, whole=self._whole, gathers=self._gathers
-        )
+        bucket = make_bucket(members, sharing, shared=shared, **self._layout)
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index

@@ -53,6 +53,7 @@ class PiecewiseUpdate:
         self._optimizer = optimizer
         self._buckets = buckets
         self._parameters: list[list[nn.Parameter]] | None = None
+        self._narrowed: list[Bucket] = []
         self._skips = False
         self._state: Any = None
         self._hooks = [
@@ -79,6 +80,9 @@ class PiecewiseUpdate:
             for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
                 group["params"] = parameters
             self._parameters = None
+        for bucket in self._narrowed:
+            bucket.widen_gradients()
+        self._narrowed = []
         if self._wholes is not None:
             self._wholes.release()
 
@@ -119,8 +123,12 @@ class PiecewiseUpdate:
         if self._late is not None:
             self._late.finish()
         self._buckets.adopt()
-        for bucket in self._touched_buckets():
+        touched = self._touched_buckets()
+        for bucket in touched:
             bucket.recover_weights()
+        self._narrowed = [] if self._skips else touched
+        for bucket in self._narrowed:
+            bucket.narrow_gradients()
         self.cut_state()
         self._parameters = [group["params"] for group in self._optimizer.param_groups]
         if self._wholes is not None and not self._skips:

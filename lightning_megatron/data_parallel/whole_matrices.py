@@ -95,7 +95,7 @@ class WholeMatrices:
             chosen = [(matrix, piece) for matrix, piece in self._gathered if piece.update.dtype == dtype]
             own, like = [matrix for matrix, _ in chosen if self.owns(matrix)], chosen[0][1].update.data
             parts = [
-                [value for matrix, piece in chosen if matrix.owner == rank for value in (piece.update.data, piece.grad)]
+                [value for matrix, piece in chosen if matrix.owner == rank for value in _numbers(piece)]
                 for rank in range(self._size)
             ]
             sizes = [[math.prod(matrix.slices[rank].local_shape) for matrix in own] for rank in range(self._size)]
@@ -135,6 +135,11 @@ class WholeMatrices:
         received = like.new_empty(sum(incoming))
         dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group)
         return [list(block.split(line)) for block, line in zip(received.split(incoming), sizes, strict=True)]
+
+
+def _numbers(piece: Piece) -> tuple[Tensor, Tensor]:
+    assert piece.update.grad is not None
+    return piece.update.data, piece.update.grad
 
 
 def _dtypes(members: Sequence[tuple[Matrix, Piece]]) -> list[torch.dtype]:

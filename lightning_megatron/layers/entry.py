@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
-from lightning_megatron.layers.products import PendingProducts, Products, autocast_input, sharded_product, share_input
+from lightning_megatron.layers.operand import Operand, autocast_input
+from lightning_megatron.layers.products import PendingProducts, Products, sharded_product, share_input
 from lightning_megatron.layers.streams import RankStream
 
 
@@ -20,22 +21,21 @@ class Splitting(Protocol):
 
     put_off: Any
     weight: Any
+    transposed: bool
     _sharding: Any
 
 
 class Member(Splitting, Protocol):
     """What an entry needs of a column-parallel layer."""
 
+    bias: Any
     training: bool
     products: Products
 
-    def local_weight(self) -> Tensor:
-        """Weight of the output features computed here: [out / group, in]."""
-        ...
 
-    def local_bias(self) -> Tensor | None:
-        """Bias of the output features computed here: [out / group]."""
-        ...
+def operand_of(layer: Splitting) -> Operand:
+    """Which part of its weight a layer multiplies by."""
+    return Operand(getattr(layer._sharding, "rows", None), layer.transposed)
 
 
 def may_put_off(layer: Splitting, x: Tensor) -> bool:
@@ -88,13 +88,14 @@ class ColumnEntry:
 
     def product(self, member: Member, x: Tensor) -> Tensor:
         """Local output of ``member``. x: [.., in] -> [.., out / group]."""
-        index = self.members.index(member)
-        bias = member.local_bias()
-        bias = None if bias is None else autocast_input(bias)
+        index, bias = self.members.index(member), member.bias
+        weight_part = operand_of(member)
+        part = Operand(weight_part.rows)
         if not torch.is_grad_enabled():
             gathered = autocast_input(self._gathered(x))
             self._open_stream(member, gathered)
-            return member.products.product(gathered, autocast_input(member.local_weight()), bias)
+            bias = None if bias is None else part.of(bias)
+            return member.products.product(gathered, weight_part.of(member.weight), bias)
         self._bring_in(x, index)
         self._open_stream(member, x)
         shared, weight, pending = self._shared[0], self._shared[1 + index], self._pending
@@ -104,7 +105,7 @@ class ColumnEntry:
         put_off = member.put_off if may_put_off(member, shared) else None
         if put_off is not None and bias is not None:
             bias = bias.detach()
-        return sharded_product(shared, weight, bias, pending, index, put_off, member.products)
+        return sharded_product(shared, weight, bias, pending, index, put_off, member.products, part)
 
     def forget(self) -> None:
         """Let go of the tensor brought in."""
@@ -126,7 +127,7 @@ class ColumnEntry:
         if self._source is not None and self._source() is x and index in self._waiting:
             return
         weights = [
-            autocast_input(member.local_weight().detach() if may_put_off(member, x) else member.local_weight())
+            (member.weight.detach() if may_put_off(member, x) else member.weight, operand_of(member))
             for member in self.members
         ]
         self._pending = PendingProducts(len(weights))

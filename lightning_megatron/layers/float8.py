@@ -5,7 +5,7 @@ the product is multiplied by both numbers again:
 
     forward                 x  e4m3 [n, in]    ×  W  e4m3 [in, out]   ->  y   bfloat16
     gradient of the input   g  e5m2 [n, out]   ×  W  e4m3 [out, in]   ->  dx  bfloat16
-    gradient of the weight  gᵀ e5m2 [out, n]   ×  x  e4m3 [n, in]     ->  dW  bfloat16
+    gradient of the weight  gᵀ e5m2 [out, n]   ×  x  e4m3 [n, in]     ->  dW  float32, as main gradients are
 
 Activations and weights take the format with more precision, gradients the one with more range, as proposed for
 training by Micikevicius et al. (arXiv 2209.05433). The numbers are taken from the factor at hand, not from earlier
@@ -24,15 +24,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.products import (
-    SIXTEEN_BIT,
-    Products,
-    autocast_input,
-    input_gradient,
-    of_its_own,
-    product,
-    weight_gradient,
-)
+from lightning_megatron.layers.operand import TRANSPOSED, WHOLE, Operand, autocast_input
+from lightning_megatron.layers.products import Products, input_gradient, product, weight_gradient, whole_product
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -56,21 +49,26 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], bias: Tensor | None = None, fast: bool = False
+    left: tuple[Tensor, Tensor],
+    right: tuple[Tensor, Tensor],
+    bias: Tensor | None = None,
+    fast: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Product of two `scaled` matrices. left: [m, k], right: [k, n], k and n multiples of 16 -> [m, n] in bfloat16.
+    """Product of two `scaled` matrices. left: [m, k], right: [k, n], k and n multiples of 16 -> [m, n].
 
     Args:
         left: matrix and scale.
         right: matrix and scale.
         bias: [n], bfloat16; added to the rows.
         fast: let the GPU add up with fewer digits.
+        dtype: of the product, bfloat16 or float32.
     """
     (a, scale_a), (b, scale_b) = left, right
     columns = b.t().contiguous().t()  # GPUs take the left matrix by rows and the right one by columns
     with torch.autocast(a.device.type, enabled=False):  # it would round inside the product where that is emulated
         return torch._scaled_mm(
-            a.contiguous(), columns, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+            a.contiguous(), columns, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
         )
 
 
@@ -94,45 +92,25 @@ def float8_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return scaled_product(flat, scaled(weight, FORWARD)).unflatten(0, grad.shape[:-1])
 
 
-def float8_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a linear's weight. grad: [.., out], x: [.., in] -> [out, in]; as `float8_product` falls back.
+def float8_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a linear's weight, in ``dtype``. grad: [.., out], x: [.., in] -> [out, in]; as `float8_product` falls
+    back.
 
     The sum over tokens is filled up with zeros to a multiple of 16, which adds nothing.
     """
     if not (_bfloat16(grad, x) and fits(grad.shape[-1], x.shape[-1])):
-        return weight_gradient(grad, x)
+        return weight_gradient(grad, x, dtype)
     left, left_scale = scaled(_filled(grad), BACKWARD)
-    return scaled_product((left.t(), left_scale), scaled(_filled(x), FORWARD))
+    wide = torch.float32 if dtype in (torch.float32, torch.float64) else torch.bfloat16
+    return scaled_product((left.t(), left_scale), scaled(_filled(x), FORWARD), dtype=wide).to(dtype)
 
 
 FLOAT8 = Products(float8_product, float8_input_gradient, float8_weight_gradient)
 
 
-class _Linear(torch.autograd.Function):
-    """x, weight, bias -> x weightᵀ + bias by ``products``."""
-
-    @staticmethod
-    def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.products = products
-        ctx.save_for_backward(x, weight)
-        return of_its_own(products.product(x, weight, bias))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return (
-            None,
-            ctx.products.input_gradient(grad, weight) if wanted[1] else None,
-            ctx.products.weight_gradient(grad, x) if wanted[2] else None,
-            grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[3] else None,
-        )
-
-
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` by products of 8-bit numbers, gradients included. x: [.., in], weight: [out, in] -> [.., out]."""
-    return cast(Tensor, _Linear.apply(FLOAT8 if _takes(x, weight) else SIXTEEN_BIT, x, weight, bias))
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, operand: Operand = WHOLE) -> Tensor:
+    """``F.linear`` by products of 8-bit numbers, gradients included. x: [.., in], operand: [out, in] -> [.., out]."""
+    return whole_product(x, weight, bias, FLOAT8, operand)
 
 
 def _bfloat16(*factors: Tensor) -> bool:
@@ -159,12 +137,10 @@ class Float8Call:
 
     def __init__(self, module: nn.Module) -> None:
         self.__self__: Any = module
-        self._transposed = not isinstance(module, nn.Linear)
+        self._operand = WHOLE if isinstance(module, nn.Linear) else TRANSPOSED
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.__self__
         if type(x) not in (Tensor, nn.Parameter):  # asked for shapes only
             return cast(Tensor, type(module).forward(module, x))
-        weight = autocast_input(module.weight.t() if self._transposed else module.weight)
-        bias = None if module.bias is None else autocast_input(module.bias)
-        return float8_linear(autocast_input(x), weight, bias)
+        return float8_linear(autocast_input(x), module.weight, module.bias, self._operand)

@@ -20,14 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.collectives import gather_from_group, reduce_from_group
-from lightning_megatron.layers.products import (
-    PendingProducts,
-    PutOff,
-    autocast_input,
-    row_product,
-    sharded_product,
-    share_input,
-)
+from lightning_megatron.layers.operand import WHOLE, Operand, autocast_input
+from lightning_megatron.layers.products import PendingProducts, PutOff, row_product, sharded_product, share_input
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.sharding import Range
 
@@ -118,25 +112,26 @@ def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Ten
     whole = _sharding_of(layer) is None
     if whole and layer._qkv_same_embed_dim and query is key and key is value:
         return list(_packed_projection(layer, query).split(_projection_sizes(layer), -1))
-    weights, biases = _projections(layer)
+    weights, parts = _projections(layer)
     takers = _takers(layer, inputs)
-    for i, taker in enumerate(takers):
-        if taker is not None:
-            weights[i] = weights[i].detach()
-            biases[i] = None if biases[i] is None else biases[i].detach()  # type: ignore[union-attr]
+    weights = [weight if taker is None else weight.detach() for weight, taker in zip(weights, takers, strict=True)]
+    bias = layer.in_proj_bias
+    biases = [bias if bias is None or taker is None else bias.detach() for taker in takers]
+    operands = [WHOLE] * 3 if not layer._qkv_same_embed_dim else parts
     sharding = _sharding_of(layer)
     if sharding is None:
-        return [_linear(*factors) for factors in zip(inputs, weights, biases, takers, strict=True)]
+        local = [operand.of(weight) for operand, weight in zip(operands, weights, strict=True)]
+        added = [None if bias is None else part.of(bias) for part, bias in zip(parts, biases, strict=True)]
+        return [_linear(*factors) for factors in zip(inputs, local, added, takers, strict=True)]
     outputs: dict[int, Tensor] = {}
     for source in {id(x): x for x in inputs}.values():
         members = [i for i, x in enumerate(inputs) if x is source]
         pending = PendingProducts(len(members))
-        local = [autocast_input(weights[i]) for i in members]
-        shared, *passed = share_input(autocast_input(source), local, pending, sharding.group, sharding.sequence_dim)
-        for position, i in enumerate(members):
-            bias = biases[i]
-            bias = None if bias is None else autocast_input(bias)
-            outputs[i] = sharded_product(shared, passed[position], bias, pending, position, takers[i])
+        used = [(weights[i], operands[i]) for i in members]
+        shared, *passed = share_input(autocast_input(source), used, pending, sharding.group, sharding.sequence_dim)
+        for place, i in enumerate(members):
+            put_off, part = takers[i], parts[i]
+            outputs[i] = sharded_product(shared, passed[place], biases[i], pending, place, put_off, part=part)
     return [outputs[i] for i in range(3)]
 
 
@@ -185,19 +180,33 @@ def _projection_sizes(layer: nn.MultiheadAttention) -> list[int]:
     return [heads * size, read * size, read * size]
 
 
-def _projections(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases of the local query, key and value heads."""
+def _projections(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Operand]]:
+    """Parameters that hold the weights of query, key and value, and which rows of a packed one belong to local heads.
+
+    The rows of a packed bias are the same, also where each weight is a parameter of its own.
+    """
     sharding, sizes = _sharding_of(layer), _projection_sizes(layer)
-
-    def local(packed: Tensor) -> Tensor:
-        rows = None if sharding is None else sharding.rows
-        return packed if rows is None else torch.cat([packed[start:stop] for start, stop in rows])
-
-    bias = layer.in_proj_bias
-    biases: list[Tensor | None] = [None] * 3 if bias is None else list(local(bias).split(sizes))
+    rows = None if sharding is None else sharding.rows
+    parts = [Operand(part) for part in _split_ranges(rows or ((0, sum(sizes)),), sizes)]
     if layer._qkv_same_embed_dim:
-        return list(local(layer.in_proj_weight).split(sizes)), biases
-    return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight], biases
+        return [layer.in_proj_weight] * 3, parts
+    return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight], parts
+
+
+def _split_ranges(ranges: Sequence[Range], sizes: Sequence[int]) -> list[tuple[Range, ...]]:
+    """Cut what ``ranges`` pick, one after the other, into parts of ``sizes``."""
+    left, parts = list(ranges), []
+    for size in sizes:
+        part: list[Range] = []
+        while size > 0:
+            start, stop = left.pop(0)
+            end = min(stop, start + size)
+            part.append((start, end))
+            size -= end - start
+            if end < stop:
+                left.insert(0, (end, stop))
+        parts.append(tuple(part))
+    return parts
 
 
 def _extra_positions(layer: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -267,7 +276,7 @@ def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
     if sharding is None:
         detached = bias if bias is None or taker is None else bias.detach()
         return _linear(out, weight if taker is None else weight.detach(), detached, taker)
-    weight = autocast_input(weight if taker is None else weight.detach())
+    weight = weight if taker is None else weight.detach()
     total = row_product(autocast_input(out), weight, sharding.group, sharding.sequence_dim, taker)
     return total if bias is None else total + autocast_input(bias)
 

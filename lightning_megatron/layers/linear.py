@@ -26,15 +26,10 @@ from lightning_megatron.collectives import (
     resolve_group,
     split_to_group,
 )
-from lightning_megatron.layers.entry import ColumnEntry, may_put_off
+from lightning_megatron.layers.entry import ColumnEntry, may_put_off, operand_of
 from lightning_megatron.layers.logits import VocabParallelLogits
-from lightning_megatron.layers.products import (
-    SIXTEEN_BIT,
-    Products,
-    PutOff,
-    autocast_input,
-    row_product,
-)
+from lightning_megatron.layers.operand import autocast_input
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, row_product
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vocabulary
@@ -125,17 +120,8 @@ class ColumnParallelLinear(nn.Linear):
         return _column_forward(self, sharding, input)
 
     def local_weight(self) -> Tensor:
-        """Weight of the output features computed here: [out / group, in]."""
-        weight = self.weight.t() if self.transposed else self.weight
-        return _take_rows(weight, None if self._sharding is None else self._sharding.rows)
-
-    def local_bias(self) -> Tensor | None:
-        """Bias of the output features computed here: [out / group]."""
-        return (
-            None
-            if self.bias is None
-            else _take_rows(self.bias, None if self._sharding is None else self._sharding.rows)
-        )
+        """Weight of the output features computed here: [out / group, in]; in autocast's dtype, where that is on."""
+        return operand_of(self).of(self.weight)
 
     def shard_(
         self,
@@ -278,13 +264,6 @@ class RowParallelLinear(nn.Linear):
         return table
 
 
-def _take_rows(tensor: Tensor, rows: tuple[Range, ...] | None) -> Tensor:
-    if rows is None:
-        return tensor
-    parts = [tensor[start:stop] for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _column_forward(layer: ColumnParallelLinear, sharding: ColumnSharding, x: Tensor) -> Tensor:
     local = sharding.entry.product(layer, x)
     if sharding.output == "gather":
@@ -301,11 +280,10 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
         entry.forget()
     if sharding.split_input:
         x = split_to_group(x, -1, sharding.group)
-    weight = layer.weight.t() if layer.transposed else layer.weight
     dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
     put_off = layer.put_off if may_put_off(layer, x) else None
-    weight = weight if put_off is None else weight.detach()
-    out = row_product(autocast_input(x), autocast_input(weight), sharding.group, dim, put_off, layer.products)
+    weight, operand = layer.weight if put_off is None else layer.weight.detach(), operand_of(layer)
+    out = row_product(autocast_input(x), weight, sharding.group, dim, put_off, layer.products, operand)
     return out if layer.bias is None else out + autocast_input(layer.bias)
 
 

@@ -11,6 +11,8 @@ well:
 
 `SharedInput` passes the weights through as well, so that the gradients it computes late reach them through autograd
 in the ordinary way, hooks included. Until then the linear's node stands in for them with a zero-stride tensor.
+
+Gradients of parameters come in the dtype in which they add up, whatever that of the factors.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lightning_megatron.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from lightning_megatron.layers.operand import WHOLE, Operand, autocast_input, gradient_dtype, widened_product
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,22 +45,27 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return grad.matmul(weight)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a linear's weight. grad: [.., out], x: [.., in] -> [out, in]."""
-    return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a linear's weight, in ``dtype``. grad: [.., out], x: [.., in] -> [out, in]."""
+    return widened_product(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]), dtype)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a linear's bias, in ``dtype``. grad: [.., out] -> [out]."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Products:
-    """How a linear multiplies: its output, and the gradients of its input and weight."""
+    """How a linear multiplies: its output, and the gradients of its input and (in a dtype of choice) its weight."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Tensor, Tensor], Tensor]
-    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 SIXTEEN_BIT = Products(product, input_gradient, weight_gradient)
-"""In the dtype of the factors, which is 16-bit in mixed precision; see `lightning_megatron.layers.float8` for less."""
+"""Of the factors as they are, 16-bit in mixed precision; see `lightning_megatron.layers.float8` for less."""
 
 
 def of_its_own(output: Tensor) -> Tensor:
@@ -81,17 +89,20 @@ class PendingProducts:
         """Keep the factors of one weight's gradient."""
         self._factors[index] = (products, grad, x)
 
-    def take(self, index: int) -> Tensor | None:
+    def take(self, index: int, dtype: torch.dtype) -> Tensor | None:
         """The product for one weight, or None if its linear took no part in the backward."""
         factors, self._factors[index] = self._factors[index], None
         if factors is None:
             return None
         products, grad, x = factors
-        return products.weight_gradient(grad, x)
+        return products.weight_gradient(grad, x, dtype)
 
 
 class _SharedInput(torch.autograd.Function):
-    """x, weights -> x', weights'; forward identity or all-gather, backward all-reduce or reduce-scatter."""
+    """x, parameters -> x', weights; forward identity or all-gather, backward all-reduce or reduce-scatter.
+
+    ``uses`` tells for every weight which parameter it is an operand of.
+    """
 
     @staticmethod
     def forward(
@@ -99,31 +110,39 @@ class _SharedInput(torch.autograd.Function):
         pending: PendingProducts,
         group: dist.ProcessGroup | None,
         dim: int | None,
+        uses: Sequence[tuple[int, Operand]],
         x: Tensor,
-        *weights: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.pending, ctx.group, ctx.dim = pending, group, dim
+        ctx.pending, ctx.group, ctx.dim, ctx.uses = pending, group, dim, uses
+        ctx.forms = [(parameter.shape, gradient_dtype(parameter)) for parameter in parameters]
         ctx.set_materialize_grads(False)
         gathered = x.view_as(x) if dim is None or group is None else raw_all_gather(x, dim, group)
+        weights = [operand.of(parameters[index]) for index, operand in uses]
         return gathered, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *stand_ins: Tensor | None) -> tuple[Any, ...]:
         work = None
-        if grad is not None and ctx.group is not None and ctx.needs_input_grad[3]:
+        if grad is not None and ctx.group is not None and ctx.needs_input_grad[4]:
             if ctx.dim is None:
                 grad, work = start_all_reduce(grad, ctx.group)
             else:
                 grad, work = start_reduce_scatter(grad, ctx.dim, ctx.group)
-        products = [ctx.pending.take(index) for index in range(len(stand_ins))]
+        found: list[Tensor | None] = [None] * len(ctx.forms)
+        for position, (index, operand) in enumerate(ctx.uses):
+            shape, dtype = ctx.forms[index]
+            part = ctx.pending.take(position, dtype)
+            if part is not None:
+                found[index] = operand.add_to(found[index], part, shape)
         if work is not None:
             work.wait()
-        return None, None, None, grad, *products
+        return None, None, None, None, grad, *found
 
 
 class _ShardedProduct(torch.autograd.Function):
-    """x', weight', bias -> x' weight'^T + bias; the weight's gradient is left to `SharedInput`."""
+    """x', weight, bias' parameter -> x' weight^T + bias; the weight's gradient is left to `SharedInput`."""
 
     @staticmethod
     def forward(
@@ -132,13 +151,15 @@ class _ShardedProduct(torch.autograd.Function):
         pending: PendingProducts,
         index: int,
         put_off: PutOff | None,
+        part: Operand,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.products, ctx.pending, ctx.index, ctx.put_off = products, pending, index, put_off
+        ctx.products, ctx.pending, ctx.index, ctx.put_off, ctx.part = products, pending, index, put_off, part
+        ctx.bias_form = None if bias is None else (bias.shape, gradient_dtype(bias))
         ctx.save_for_backward(x, weight)
-        return of_its_own(products.product(x, weight, bias))
+        return of_its_own(products.product(x, weight, None if bias is None else part.of(bias)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -147,17 +168,47 @@ class _ShardedProduct(torch.autograd.Function):
         wanted, stand_in, bias = ctx.needs_input_grad, None, None
         if ctx.put_off is not None:
             ctx.put_off(grad, x)
-        if wanted[5]:
+        if wanted[6]:
             ctx.pending.put(ctx.index, ctx.products, grad, x)
             stand_in = grad.new_zeros(()).expand(weight.shape)
-        if wanted[6]:
-            bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        x_grad = ctx.products.input_gradient(grad, weight) if wanted[4] else None
-        return None, None, None, None, x_grad, stand_in, bias
+        if wanted[7]:
+            shape, dtype = ctx.bias_form
+            bias = ctx.part.add_to(None, bias_gradient(grad, dtype), shape)
+        x_grad = ctx.products.input_gradient(grad, weight) if wanted[5] else None
+        return None, None, None, None, None, x_grad, stand_in, bias
+
+
+class _WholeProduct(torch.autograd.Function):
+    """x, parameters of weight and bias -> x weight^T + bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, products: Products, operand: Operand, x: Tensor, parameter: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.products, ctx.operand, weight = products, operand, operand.of(parameter)
+        ctx.shape, ctx.dtype = parameter.shape, gradient_dtype(parameter)
+        ctx.bias_dtype = None if bias is None else gradient_dtype(bias)
+        ctx.save_for_backward(x, weight)
+        return of_its_own(products.product(x, weight, None if bias is None else autocast_input(bias)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        wanted, found = ctx.needs_input_grad, None
+        if wanted[3]:
+            found = ctx.operand.add_to(None, ctx.products.weight_gradient(grad, x, ctx.dtype), ctx.shape)
+        return (
+            None,
+            None,
+            ctx.products.input_gradient(grad, weight) if wanted[2] else None,
+            found,
+            bias_gradient(grad, ctx.bias_dtype) if wanted[4] else None,
+        )
 
 
 class _RowProduct(torch.autograd.Function):
-    """x, weight -> sum over the group of x weight^T, whole (all-reduce) or this rank's block (reduce-scatter)."""
+    """x, parameter -> sum over the group of x weight^T, whole (all-reduce) or this rank's block (reduce-scatter)."""
 
     @staticmethod
     def forward(
@@ -166,10 +217,12 @@ class _RowProduct(torch.autograd.Function):
         group: dist.ProcessGroup,
         dim: int | None,
         put_off: PutOff | None,
+        operand: Operand,
         x: Tensor,
-        weight: Tensor,
+        parameter: Tensor,
     ) -> Tensor:
-        ctx.products, ctx.group, ctx.dim, ctx.put_off = products, group, dim, put_off
+        ctx.products, ctx.group, ctx.dim, ctx.put_off, ctx.operand = products, group, dim, put_off, operand
+        ctx.shape, ctx.dtype, weight = parameter.shape, gradient_dtype(parameter), operand.of(parameter)
         ctx.save_for_backward(x, weight)
         partial = of_its_own(products.product(x, weight, None))
         if dim is not None:
@@ -184,24 +237,25 @@ class _RowProduct(torch.autograd.Function):
             grad = raw_all_gather(grad, ctx.dim, ctx.group)
         if ctx.put_off is not None:
             ctx.put_off(grad, x)
-        return (
-            None,
-            None,
-            None,
-            None,
-            ctx.products.input_gradient(grad, weight) if ctx.needs_input_grad[4] else None,
-            ctx.products.weight_gradient(grad, x) if ctx.needs_input_grad[5] else None,
-        )
+        found = None
+        if ctx.needs_input_grad[6]:
+            found = ctx.operand.add_to(None, ctx.products.weight_gradient(grad, x, ctx.dtype), ctx.shape)
+        x_grad = ctx.products.input_gradient(grad, weight) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, None, x_grad, found
 
 
 def share_input(
-    x: Tensor, weights: Sequence[Tensor], pending: PendingProducts, group: dist.ProcessGroup | None, dim: int | None
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, Operand]],
+    pending: PendingProducts,
+    group: dist.ProcessGroup | None,
+    dim: int | None,
 ) -> tuple[Tensor, ...]:
     """Bring ``x`` to column-sharded weights.
 
     Args:
         x: [.., in], replicated; with ``dim``, split along it over the group.
-        weights: local weights [out / group, in] that read ``x``.
+        weights: parameters, and which part of them is a local weight [out / group, in] that reads ``x``.
         pending: where the products of their gradients wait.
         group: the tensor group, or None where the gradient is summed further up.
         dim: the dim along which ``x`` is split (sequence parallelism), or None.
@@ -209,7 +263,10 @@ def share_input(
     Returns:
         ``x`` whole on every rank, then the weights, in order.
     """
-    return cast("tuple[Tensor, ...]", _SharedInput.apply(pending, group, dim, x, *weights))
+    parameters = {id(parameter): parameter for parameter, _ in weights}
+    places = {key: index for index, key in enumerate(parameters)}
+    uses = [(places[id(parameter)], operand) for parameter, operand in weights]
+    return cast("tuple[Tensor, ...]", _SharedInput.apply(pending, group, dim, uses, x, *parameters.values()))
 
 
 def sharded_product(
@@ -220,32 +277,34 @@ def sharded_product(
     index: int,
     put_off: PutOff | None = None,
     products: Products = SIXTEEN_BIT,
+    part: Operand = WHOLE,
 ) -> Tensor:
     """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group].
 
-    With ``put_off``, weight and bias come detached, and the factors of their gradients go there.
+    ``bias`` is the parameter; ``part`` tells which elements of it are added. With ``put_off``, weight and bias come
+    detached, and the factors of their gradients go there.
     """
-    return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, x, weight, bias))
+    return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, part, x, weight, bias))
 
 
 def row_product(
     x: Tensor,
-    weight: Tensor,
+    parameter: Tensor,
     group: dist.ProcessGroup,
     dim: int | None,
     put_off: PutOff | None = None,
     products: Products = SIXTEEN_BIT,
+    operand: Operand = WHOLE,
 ) -> Tensor:
-    """Sum of the ranks' products. x: [.., in / group], weight: [out, in / group] -> [.., out], split along ``dim``.
+    """Sum of the ranks' products. x: [.., in / group], operand: [out, in / group] -> [.., out], split along ``dim``.
 
-    With ``put_off``, the weight comes detached, and the factors of its gradient go there.
+    With ``put_off``, the parameter comes detached, and the factors of its gradient go there.
     """
-    return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, x, weight))
+    return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, operand, x, parameter))
 
 
-def autocast_input(x: Tensor) -> Tensor:
-    """The tensor in autocast's dtype where autocast is on for its device, as ``F.linear`` would take it."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+def whole_product(
+    x: Tensor, parameter: Tensor, bias: Tensor | None, products: Products, operand: Operand = WHOLE
+) -> Tensor:
+    """Output of a linear that no other rank has a part of. x: [.., in], operand: [out, in] -> [.., out]."""
+    return cast(Tensor, _WholeProduct.apply(products, operand, x, parameter, bias))

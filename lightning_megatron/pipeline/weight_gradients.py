@@ -7,6 +7,8 @@ them::
     I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
         └───▶ (g, x) put into the queue
 
+The product comes in the dtype of the gradient that it is added to, also where the factors have 16 bits.
+
 So autograd runs once per micro-batch, custom functions and recomputation included; a whole backward (``B``) is both
 halves in a row. Parameters of other modules get their gradients in ``I``. The method is that of zero
 bubble pipelining (arXiv 2401.10241); that one backward suffices follows from both factors being at hand in ``I``.
@@ -26,7 +28,8 @@ from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.float8 import FLOAT8, Float8Call
 from lightning_megatron.layers.heads import attend_heads
 from lightning_megatron.layers.linear import ColumnParallelLinear
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, of_its_own
+from lightning_megatron.layers.operand import autocast_input, gradient_dtype
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, bias_gradient, of_its_own
 
 
 class Factors(NamedTuple):
@@ -56,20 +59,20 @@ class Factors(NamedTuple):
         x = self.x.reshape(-1, self.x.shape[-1])
         weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
         if weight is None:
-            self.weight.grad = self._product(grad, x).to(self.weight.grad_dtype)
+            self.weight.grad = self._product(grad, x, gradient_dtype(self.weight))
         elif weight.dtype == x.dtype and self.products is SIXTEEN_BIT:
             weight.addmm_(*((x.t(), grad) if self.transposed else (grad.t(), x)))
         else:
-            weight.add_(self._product(grad, x))
+            weight.add_(self._product(grad, x, weight.dtype))
         if bias is not None:
-            bias.add_(grad.sum(0))
+            bias.add_(bias_gradient(grad, bias.dtype))
         elif self.bias is not None:
-            self.bias.grad = grad.sum(0).to(self.bias.grad_dtype)
+            self.bias.grad = bias_gradient(grad, gradient_dtype(self.bias))
 
-    def _product(self, grad: Tensor, x: Tensor) -> Tensor:
-        if self.products is SIXTEEN_BIT:
-            return x.t() @ grad if self.transposed else grad.t() @ x
-        found = self.products.weight_gradient(grad, x)
+    def _product(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.products is SIXTEEN_BIT and self.transposed:
+            return self.products.weight_gradient(x, grad, dtype)
+        found = self.products.weight_gradient(grad, x, dtype)
         return found.t() if self.transposed else found
 
 
@@ -78,7 +81,7 @@ def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tenso
     if parameter is None or (parameter.grad is None and rows is None):
         return None
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad if rows is None else parameter.grad[slice(*rows)]
 
 
@@ -312,8 +315,7 @@ class _LinearCall(_ForwardCall):
         module = self.module
         if not self._can_split(x, module.weight):
             return cast(Tensor, self.forward(x))
-        if torch.is_autocast_enabled(x.device.type):
-            x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+        x = autocast_input(x)
         anchor = None if x.requires_grad else self._owner.anchor(x.device)
         parameters = (module.weight, module.bias)
         products = FLOAT8 if isinstance(self.forward, Float8Call) else SIXTEEN_BIT

@@ -98,7 +98,7 @@ def test_the_scale_grows_backs_off_and_waits_as_it_is_told() -> None:
     assert other == scale
 
 
-FORMULAS = {"32-true": (4, 4, 8), "64-true": (8, 8, 16), "bf16-mixed": (2, 4, 12), "bf16-true": (2, 2, 4)}
+FORMULAS = {"32-true": (4, 4, 8), "64-true": (8, 8, 16), "bf16-mixed": (2, 4, 12), "bf16-true": (2, 4, 4)}
 
 
 @pytest.mark.parametrize(

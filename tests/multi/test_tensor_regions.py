@@ -153,9 +153,9 @@ def test_all_reduce_of_the_input_gradient_runs_while_the_weight_gradient_is_comp
         total, work = start(grad, group)
         return total, Watched(work)
 
-    def multiplying(pending, index):
+    def multiplying(pending, index, dtype):
         events.append("product")
-        return multiply(pending, index)
+        return multiply(pending, index, dtype)
 
     with (
         mock.patch.object(products, "start_all_reduce", starting),

@@ -1,0 +1,32 @@
+"""The trial that finds out what an optimizer updates by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.data_parallel.independence import Independence, independence_of
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda parameters: torch.optim.Adagrad(parameters, initial_accumulator_value=0.1), Independence.ELEMENT),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=0.0, foreach=True), Independence.ELEMENT),
+        (lambda parameters: torch.optim.Adafactor(parameters), Independence.PARAMETER),
+        (lambda parameters: torch.optim.LBFGS(parameters), Independence.NONE),
+    ],
+    ids=["adagrad", "adamw", "adafactor", "lbfgs"],
+)
+@pytest.mark.parametrize("first", [(), (1,), (3, 2)], ids=["scalar", "vector", "matrix"])
+def test_an_optimizer_is_known_whatever_its_first_parameter_looks_like(
+    make: Make, wanted: Independence, first: tuple[int, ...]
+) -> None:
+    parameters: Any = [nn.Parameter(torch.ones(first)), nn.Parameter(torch.ones(5, 3))]
+    assert independence_of(make(parameters), torch.device("cpu")) is wanted
