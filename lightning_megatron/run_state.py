@@ -75,6 +75,15 @@ def gather_to_first(value: Any, group: Any, mesh: ParallelMesh, members: int) ->
     return found if mesh.rank == 0 else []
 
 
+def gather_all_to_first(value: Any) -> list[Any]:
+    """``value`` of every rank, on global rank 0; empty elsewhere. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(value, found if dist.get_rank() == 0 else None, dst=0)
+    return found if dist.get_rank() == 0 else []
+
+
 def replica_state(trainer: pl.Trainer, loops: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """Random state and loaders of this replica, where the checkpoint holds the state of ``loops``."""
     state: dict[str, Any] = {"random": collect_rng_state(device)}

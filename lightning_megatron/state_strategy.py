@@ -32,21 +32,31 @@ from lightning_megatron.pipeline.standin import whole_view
 from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO, megatron_checkpoint_io
 from lightning_megatron.preemption import listen
 from lightning_megatron.rng import SegmentStreams
-from lightning_megatron.run_state import Resumption, about, gather_to_first, note_what_is_read_ahead, replica_state
+from lightning_megatron.run_state import (
+    Resumption,
+    about,
+    gather_all_to_first,
+    gather_to_first,
+    note_what_is_read_ahead,
+    replica_state,
+)
 from lightning_megatron.stored_state import (
     GroupNames,
     Kinds,
     Match,
     StatePlace,
     aliases,
+    joined_values,
     load_module,
     load_optimizer,
     match,
     optimizer_templates,
     parameter_names,
+    plain_values,
     state_places,
     stored_module,
     stored_optimizer,
+    values_here,
 )
 from lightning_megatron.tensor_state import TensorState
 
@@ -217,8 +227,11 @@ class StateStrategy(GridStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
         states = checkpoint["optimizer_states"]
+        about = checkpoint.get("lightning_megatron", {}).get("about", {})
+        assert self.lightning_module is not None
+        same = about.get("precision") == str(self.lightning_module.trainer.precision)
         for optimizer, names, state in zip(self.optimizers, self._optimizer_names, states, strict=True):
-            load_optimizer(optimizer, names, self._places(optimizer), state)
+            load_optimizer(optimizer, names, self._places(optimizer), state, keep_types=same)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -243,11 +256,13 @@ class StateStrategy(GridStrategy):
         tied = aliases(module)
         extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}
         stages = gather_to_first((tied, extra), mesh.group("pipeline_parallel"), mesh, layout.pipeline)
+        values = gather_all_to_first(plain_values(checkpoint.get("optimizer_states", [])))
         replica = replica_state(trainer, checkpoint.get("loops"), self.root_device)
         return {
             "local_aliases": tied,
             "aliases": {name: first for stage in stages for name, first in stage[0].items()},
             "extra": {name: value for stage in stages for name, value in stage[1].items()},
+            "optimizer_values": joined_values(values),
             "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
             "streams": self._streams.state_dict() if self._streams is not None else None,
             "about": about(trainer, mesh, self._layout_details()),
@@ -294,6 +309,9 @@ class StateStrategy(GridStrategy):
             states.append({"state": state, "param_groups": groups})
             if index < len(self.optimizers):
                 places = self._places(self.optimizers[index])
+                values = checkpoint.get("optimizer_values", [])[index:][:1]
+                for mine in values:
+                    state |= values_here(mine, places, own["aliases"], self._optimizer_names[index])
                 templates = optimizer_templates(kinds, index, places, own["aliases"], self._optimizer_names[index])
                 for stored, (name, key, pieces) in templates.items():
                     wanted[stored] = stored, pieces

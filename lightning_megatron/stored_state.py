@@ -100,10 +100,46 @@ def _pieces(value: Any, place: StatePlace) -> Any:
     return PiecedTensor(place.spec, value.detach().contiguous())
 
 
+def plain_values(states: Sequence[Mapping[str, Any]]) -> list[dict[Any, dict[str, Any]]]:
+    """What optimizers keep of parameters besides tensors (counts, lists), by optimizer, parameter and name."""
+    kinds = (Tensor, PiecedTensor)
+    values = [
+        {
+            name: {k: v for k, v in entries.items() if not isinstance(v, kinds)}
+            for name, entries in each["state"].items()
+        }
+        for each in states
+    ]
+    return [{name: entries for name, entries in each.items() if entries} for each in values]
+
+
+def joined_values(ranks: Sequence[Sequence[Mapping[Any, Any]]]) -> list[dict[Any, dict[str, Any]]]:
+    """Those of all ranks; replicas keep equal ones."""
+    optimizers = max((len(rank) for rank in ranks), default=0)
+    joined: list[dict[Any, dict[str, Any]]] = [{} for _ in range(optimizers)]
+    for rank in ranks:
+        for mine, values in zip(joined, rank, strict=False):
+            for name, entries in values.items():
+                mine.setdefault(name, entries)
+    return joined
+
+
 def load_optimizer(
-    optimizer: Optimizer, names: GroupNames, places: Sequence[StatePlace], saved: Mapping[str, Any]
+    optimizer: Optimizer,
+    names: GroupNames,
+    places: Sequence[StatePlace],
+    saved: Mapping[str, Any],
+    *,
+    keep_types: bool = False,
 ) -> None:
     """Load this rank's part of a state saved by name, or by index as plain torch does.
+
+    Args:
+        optimizer: holds this rank's parameters.
+        names: of its parameters by group.
+        places: of its state.
+        saved: what was saved.
+        keep_types: whether values stay of the type they were saved in; else they take the parameter's, as in torch.
 
     Raises:
         ValueError: the numbers of parameter groups differ.
@@ -126,20 +162,23 @@ def load_optimizer(
         if entries is not None:
             group = options.get(id(place.key if place.member is None else place.member), {})
             on_device = bool(group.get("capturable") or group.get("fused"))
-            optimizer.state[place.key] = {key: _local(key, value, place, on_device) for key, value in entries.items()}
+            optimizer.state[place.key] = {
+                key: _local(key, value, place, on_device, keep_types) for key, value in entries.items()
+            }
 
 
-def _local(key: str, value: Any, place: StatePlace, step_on_device: bool) -> Any:
-    """A loaded value as the optimizer keeps it: torch's own rules for type and device, on this rank's piece."""
-    if isinstance(value, PiecedTensor):
-        return value.local.to(place.key.device, place.key.dtype if value.dtype.is_floating_point else value.dtype)
-    if not isinstance(value, Tensor):
+def _local(key: str, value: Any, place: StatePlace, step_on_device: bool, keep_types: bool) -> Any:
+    """A loaded value as the optimizer keeps it: torch's own rules for device and type, on this rank's piece."""
+    if not isinstance(value, (PiecedTensor, Tensor)):
         return value
+    dtype = value.dtype if keep_types or not value.dtype.is_floating_point else place.key.dtype
+    if isinstance(value, PiecedTensor):
+        return value.local.to(place.key.device, dtype)
     if key == "step":
         return value.to(place.key.device, torch.float32) if step_on_device else value
     if tuple(value.shape) == place.spec.global_shape:
         value = place.spec.slice_full(value)
-    return value.to(place.key.device, place.key.dtype if value.is_floating_point() else value.dtype)
+    return value.to(place.key.device, dtype)
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], tensor: TensorState) -> None:
@@ -161,6 +200,20 @@ def optimizer_names(kinds: Kinds) -> Iterator[tuple[str, int, str, str]]:
         parts = stored.split(".")
         if parts[0] == "optimizer" and len(parts) >= 4 and parts[1].isdigit():
             yield stored, int(parts[1]), ".".join(parts[2:-1]), parts[-1]
+
+
+def values_here(
+    values: Mapping[Any, dict[str, Any]], places: Sequence[StatePlace], further: Mapping[str, str], names: GroupNames
+) -> dict[str, dict[str, Any]]:
+    """Those of :func:`plain_values` that belong to parameters of this rank, by their names here."""
+    order = [name for group in names for name in group]
+    found = {}
+    for name in dict.fromkeys(place.name for place in places):
+        number = f"#{order.index(name)}" if name in order else ""
+        entries = values.get(further.get(name, name)) or values.get(number)
+        if entries:
+            found[name] = dict(entries)
+    return found
 
 
 def optimizer_templates(

@@ -22,7 +22,7 @@ from lightning_megatron.stored_state import optimizer_names
 
 RUN_STATE = ("replicas", "streams")
 """What of this package's part of a checkpoint an exported file keeps: random numbers and dataloaders."""
-_OWN = ("lightning_megatron", "optimizer_groups", "state_dict_extra")
+_OWN = ("lightning_megatron", "optimizer_groups", "optimizer_values", "state_dict_extra")
 
 
 def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> None:
@@ -69,7 +69,8 @@ def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any
     for index, groups in enumerate(source.meta["optimizer_groups"]):
         members = [name for group in groups for name in group["params"]]
         numbers = {name: number for number, name in enumerate(members)}
-        state: dict[int, dict[str, Tensor]] = {}
+        values: dict[str, Any] = next(iter(source.meta.get("optimizer_values", [])[index:]), {})
+        state: dict[int, dict[str, Any]] = {numbers[name]: dict(own) for name, own in values.items() if name in numbers}
         for stored, number, parameter, key in optimizer_names(source.kinds):
             if number == index and parameter in numbers:
                 state.setdefault(numbers[parameter], {})[key] = fakes[stored]

@@ -32,7 +32,7 @@ from lightning_megatron.checkpoints.planner import PieceLoadPlanner, saved_kinds
 from lightning_megatron.checkpoints.storage import BoxReader, Place
 from lightning_megatron.pieces import PiecedTensor
 from lightning_megatron.sharding import ShardSpec
-from lightning_megatron.stored_state import optimizer_names
+from lightning_megatron.stored_state import optimizer_names, plain_values
 
 _SAFE_TYPES: list[Any] = [AttributeDict]
 _SAFETENSORS_TYPES = {
@@ -195,6 +195,10 @@ def _open_lightning(where: Folder, trust: bool) -> Source:
     meta = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
     meta["lightning_megatron"] = {**content.get("lightning_megatron", {}), "aliases": tied}
     meta["optimizer_groups"] = [state["param_groups"] for state in content.get("optimizer_states", [])]
+    meta["optimizer_values"] = [
+        {key if isinstance(key, str) else f"#{key}": own for key, own in values.items()}
+        for values in plain_values(content.get("optimizer_states", []))
+    ]
     _make_real(meta, path)
     return Source("lightning", where.parent, Metadata(tensors, storage_data=places), meta)
 

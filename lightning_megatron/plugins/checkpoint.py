@@ -47,6 +47,7 @@ from lightning_megatron.checkpoints.planner import PieceLoadPlanner, PieceSavePl
 from lightning_megatron.checkpoints.sources import load_plain
 from lightning_megatron.checkpoints.storage import BoxReader, BoxWriter
 from lightning_megatron.pieces import PiecedTensor, as_pieces
+from lightning_megatron.stored_state import plain_values
 
 Tensors = dict[str, Tensor | PiecedTensor]
 
@@ -293,6 +294,7 @@ def _separate(checkpoint: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     own = {key: value for key, value in checkpoint.get("lightning_megatron", {}).items() if key != "local_aliases"}
     meta["lightning_megatron"] = own
     meta["state_dict_extra"] = own.pop("extra", None) or {n: v for n, v in state.items() if not _is_stored(v)}
+    meta["optimizer_values"] = own.pop("optimizer_values", None) or plain_values(checkpoint.get("optimizer_states", []))
     groups = []
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         groups.append(optimizer["param_groups"])
