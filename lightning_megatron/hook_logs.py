@@ -1,18 +1,20 @@
-"""What hooks log about gradients, made equal on the ranks that each hold a part of the model.
+"""What hooks log about gradients and weights, made equal on the ranks that each hold a part of the model.
 
 ``self.log_dict(grad_norm(self, 2))`` in ``on_before_optimizer_step`` names the parameters that this rank holds: one
-stage's, and of split ones a slice. So what is logged while an optimizer steps is held back, put together over the ranks
-of one model, and logged on all of them::
+stage's, and of split ones a slice. So what hooks log is held back until they are done, put together over the ranks of
+one model, and logged on all of them::
 
     stage 0   grad_norm/layers.0 = 3   grad_norm_total = 5   ┐                         layers.0 = 3, layers.1 = 12,
     stage 1   grad_norm/layers.1 = 12  grad_norm_total = 12  ┘ ── exchanged, logged ──▶  total = sqrt(3² + ... + 12²)
 
-Names that one rank logs are logged everywhere; norms of slices are put together; the total is the norm of all. Of
-anything else that differs, the value of the last stage is kept.
+Names that one rank logs are logged everywhere; norms of slices are put together; the total is the norm of all. A value
+that depends on another stage's weights is that stage's. Of anything else that differs, the value of the last stage is
+kept.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +24,37 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.pipeline.absent import Absent
 from lightning_megatron.replay import LOG_SIGNATURE
 
 _NORM = re.compile(r"grad_([0-9.]+|inf)_norm(?!_total)")
 _TOTAL = re.compile(r"grad_([0-9.]+|inf)_norm_total")
+_HOOKS = (
+    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
+    *(
+        f"on_{verb}_{when}"
+        for verb in ("validation", "test")
+        for when in ("start", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Stands for a number that this rank cannot compute.
+
+    Attributes:
+        part: dotted name of what is elsewhere.
+    """
+
+    part: str
 
 
 @dataclass
@@ -39,7 +63,7 @@ class HookLog:
 
     Attributes:
         hook: name of the hook that made it.
-        value: the number.
+        value: the number, or the :class:`Missing` part of another stage that it depends on.
         options: the other arguments, with the name.
     """
 
@@ -84,6 +108,8 @@ class HookLogs:
         value = options.pop("value")
         if options.get("rank_zero_only") or isinstance(value, (Metric, dict)):
             return False
+        if isinstance(value, Absent):
+            value = Missing(value.__dict__["part"])
         value = value.detach().cpu() if isinstance(value, Tensor) else value
         self._held.append(HookLog(hook, value, options))
         return True
@@ -115,6 +141,8 @@ class HookLogs:
         for index in order:
             for entry in {entry.key: entry for entry in gathered[index]}.values():
                 found.setdefault(entry.key, []).append(entry)
+        if not slices:
+            found = {key: _known(entries) for key, entries in found.items()}
         merged = [self._merge(entries, slices=slices) for entries in found.values()]
         _put_totals_together(merged, differing={key for key, entries in found.items() if not _equal(entries)})
         return merged
@@ -137,6 +165,22 @@ class HookLogs:
         return entries[-1]
 
 
+def _known(entries: list[HookLog]) -> list[HookLog]:
+    """The entries whose values are numbers.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    known = [entry for entry in entries if not isinstance(entry.value, Missing)]
+    if not known:
+        raise RuntimeError(
+            f"the value `{entries[0].options['name']}` that `{entries[0].hook}` logs depends on parts of several "
+            f"pipeline stages, among them `{entries[0].value.part}`: no stage can compute it. Log a value per part, or "
+            "use `pipeline_parallel_size=1`."
+        )
+    return known
+
+
 def _equal(entries: list[HookLog]) -> bool:
     first = entries[0].value
     return all(bool(entry.value == first) for entry in entries)
@@ -157,6 +201,52 @@ def _put_totals_together(entries: list[HookLog], differing: set[tuple[str, str]]
         part = f"grad_{match.group(1)}_norm"
         norms = [e.value for e in entries if e.hook == entry.hook and e is not entry and part in e.options["name"]]
         entry.value = _norm(norms, match)
+
+
+class HeldHooks:
+    """Holds back what the hooks of a module and of callbacks log, each until it has returned on this rank.
+
+    Lightning's own callbacks and this package's log nothing that differs, and are left alone.
+
+    Args:
+        module: the user's module.
+        callbacks: of the Trainer.
+        logs: collects and exchanges.
+        log: ``self.log`` without holding back.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, callbacks: Iterable[Callback], logs: HookLogs, log: Callable[..., None]
+    ) -> None:
+        self._module, self._logs, self._log = module, logs, log
+        self._wrapped: list[tuple[Any, str]] = []
+        known = ("lightning_megatron.", "lightning.pytorch.")
+        others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
+        for owner, parent in ((module, None), *((callback, Callback) for callback in others)):
+            for hook in _HOOKS:
+                if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__:
+                    owner.__dict__[hook] = self._holding(getattr(owner, hook))
+                    self._wrapped.append((owner, hook))
+
+    def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._logs.hold()
+            try:
+                result = hook(*args, **kwargs)
+            except BaseException:
+                self._logs.release()
+                raise
+            self._logs.flush(self._module, self._log)
+            return result
+
+        return held
+
+    def remove(self) -> None:
+        """Give the hooks back."""
+        for owner, hook in self._wrapped:
+            owner.__dict__.pop(hook, None)
+        self._wrapped = []
 
 
 def _gather(entries: list[HookLog], group: dist.ProcessGroup, device: torch.device) -> list[list[HookLog]]:

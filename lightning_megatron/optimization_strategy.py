@@ -19,7 +19,7 @@ from lightning_megatron.data_parallel.loss_scale import LossScale
 from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.gradients import GradientOptions, has_narrow_weights
-from lightning_megatron.hook_logs import HookLogs
+from lightning_megatron.hook_logs import HeldHooks, HookLogs
 from lightning_megatron.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.state_strategy import StateStrategy
@@ -36,6 +36,8 @@ class OptimizationStrategy(StateStrategy):
     _nonfinite: NonFinite
     _guard: StepGuard | None
     _hook_logs: HookLogs | None = None
+    _other_logs: HookLogs | None = None
+    _held_hooks: HeldHooks | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -198,13 +200,25 @@ class OptimizationStrategy(StateStrategy):
             logs.flush(self.lightning_module, self._log)
         return result
 
+    def _hold_hooks(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
+        """Put together what hooks log outside of updates too, where no rank holds the whole model."""
+        self._release_hooks()
+        if self.mesh.layout.pipeline * self.mesh.layout.tensor > 1 and not self._engine.splits_itself:
+            self._other_logs = HookLogs(self.mesh, self.root_device)
+            self._held_hooks = HeldHooks(module, callbacks, self._other_logs, self._log)
+
+    def _release_hooks(self) -> None:
+        if self._held_hooks is not None:
+            self._held_hooks.remove()
+        self._held_hooks = self._other_logs = None
+
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
         module = self.lightning_module
         assert module is not None
         if self._assembled is not None and self._engine.recorder is not None:
             self._engine.recorder.log(*args, **kwargs)
-        elif self._hook_logs is None or not self._hook_logs.take(module, args, kwargs):
+        elif not any(logs.take(module, args, kwargs) for logs in (self._hook_logs, self._other_logs) if logs):
             replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
             log_everywhere(module, replicas, args, kwargs)
 

@@ -268,6 +268,7 @@ class MegatronStrategy(PlannedStrategy):
         if self._metrics is not None:
             self._metrics.attach(module)
         module.__dict__["log"] = self._log
+        self._hold_hooks(module, lightning_state.callbacks_of(trainer))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._prepare_gradients(trainer)
@@ -502,6 +503,7 @@ class MegatronStrategy(PlannedStrategy):
             self._watch.stop()
         if self._assembled is not None:
             self._engine.close()
+        self._release_hooks()
         if self._metrics is not None:
             self._metrics.detach()
         if self.lightning_module is not None:

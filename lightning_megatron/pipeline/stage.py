@@ -15,7 +15,7 @@ from torch import nn
 from lightning_megatron.pipeline.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.copies import install_views
-from lightning_megatron.pipeline.cursor import StageCursor, StageDone
+from lightning_megatron.pipeline.cursor import StageCursor, StageDone, in_backward
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.pipeline.partition import Partition, parts_outside
 from lightning_megatron.pipeline.provenance import Provenance
@@ -57,6 +57,9 @@ class StageModule:
         self.copies = partition.copies
         install_views(module, self.copies, self._shows_whole)
 
+    def _is_running(self) -> bool:
+        return self.cursor.running or in_backward()
+
     def _shows_whole(self, copy: str) -> bool:
         return self.cursor.running or not self.copies.covers(copy)
 
@@ -92,7 +95,7 @@ class StageModule:
                 call = (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called)
                 called.forward = call  # type: ignore[method-assign, assignment]
             if index not in owned:
-                self._note_hollow(HollowModule(layer, name, self._device, kept, shared))
+                self._note_hollow(HollowModule(layer, name, self._device, self._is_running, kept, shared))
 
     def _hollow_units(self, kept: frozenset[int], shared: frozenset[int]) -> None:
         for name, stages in self.partition.units.items():
@@ -104,7 +107,7 @@ class StageModule:
                 self._hide_direct(parent, leaf, name, kept)
                 continue
             unit = parent.get_submodule(leaf)
-            hollow = HollowModule(unit, name, self._device, kept, shared)
+            hollow = HollowModule(unit, name, self._device, self._is_running, kept, shared)
             unit.forward = PartCall(self.cursor, unit, hollow.sentinel)  # type: ignore[method-assign, assignment]
             self._note_hollow(hollow)
 
@@ -124,7 +127,7 @@ class StageModule:
         assert parameter is not None
         if id(parameter) in kept:
             return
-        hide_parameter(parent, leaf, Sentinel(name), self._device)
+        hide_parameter(parent, leaf, Sentinel(name), self._device, self._is_running)
         self.hidden.append((parent, leaf, meta_like(parameter)))
         self._emptied.append((parent, leaf, name))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.pipeline.absent import make_absent
 from lightning_megatron.pipeline.abstract import TensorShape, abstract_run
 from lightning_megatron.pipeline.micro_batches import signature
 from lightning_megatron.pipeline.provenance import remedy
@@ -61,6 +62,7 @@ class HollowModule:
         module: hollowed in place by the constructor.
         name: its dotted name.
         device: where its zeros live.
+        is_running: whether a step or a backward runs, in which its tensors are zeros; see :mod:`.absent`.
         keep: ids of parameters that this stage holds under another name (tied), which keep their entry.
         shared: ids of modules inside that parts of this stage use too, such as one rotary table for all layers.
     """
@@ -70,11 +72,13 @@ class HollowModule:
         module: nn.Module,
         name: str,
         device: torch.device,
+        is_running: Callable[[], bool],
         keep: frozenset[int] = frozenset(),
         shared: frozenset[int] = frozenset(),
     ) -> None:
         self.module = module
         self._device = device
+        self._is_running = is_running
         self.sentinel = Sentinel(name)
         self.hidden: list[Hidden] = []
         for child in module.modules():
@@ -88,7 +92,7 @@ class HollowModule:
         for name, parameter in list(module._parameters.items()):
             if parameter is None or id(parameter) in keep:
                 continue
-            hide_parameter(module, name, self.sentinel, self._device)
+            hide_parameter(module, name, self.sentinel, self._device, self._is_running)
             self.hidden.append((module, name, meta_like(parameter)))
 
     def _hide_buffers(self, module: nn.Module) -> None:
@@ -96,7 +100,7 @@ class HollowModule:
             if buffer is not None:
                 del module._buffers[name]
                 empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
-                module.__dict__[name] = empty
+                module.__dict__[name] = make_absent(empty, self.sentinel.name, self._is_running)
                 self.hidden.append((module, name, torch.empty_like(buffer, device="meta")))
 
 
@@ -119,11 +123,14 @@ def _hollow_class(original: Any) -> Any:
     return type(original.__name__, (_Elsewhere, original), {"__module__": original.__module__})
 
 
-def hide_parameter(module: nn.Module, name: str, sentinel: Sentinel, device: torch.device) -> None:
+def hide_parameter(
+    module: nn.Module, name: str, sentinel: Sentinel, device: torch.device, is_running: Callable[[], bool]
+) -> None:
     """Replace one parameter by a zero-stride plain attribute of the same name."""
     parameter = module._parameters.pop(name)
     assert parameter is not None
-    module.__dict__[name] = sentinel.zeros(parameter.shape, parameter.dtype, device)
+    zeros = sentinel.zeros(parameter.shape, parameter.dtype, device)
+    module.__dict__[name] = make_absent(zeros, sentinel.name, is_running)
 
 
 def meta_like(parameter: nn.Parameter) -> nn.Parameter:
