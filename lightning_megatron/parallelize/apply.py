@@ -160,9 +160,12 @@ class Builder:
             self.module.get_submodule(name).register_forward_hook(_summing_hook(holder.qk_rope_head_dim, self.group))
             self.rows.append(ModuleRow(name, style.value, None, None, "", "all-reduce"))
         elif style in (Style.REPLICATED_WITH_GRAD_ALLREDUCE, Style.SEQUENCE_PARALLEL):
+            summed = style is Style.REPLICATED_WITH_GRAD_ALLREDUCE
             for key, parameter in self.module.get_submodule(name).named_parameters(prefix=name):
-                self.table[key] = ParameterSharding(ShardSpec.whole(parameter.shape), True)
-            self.rows.append(ModuleRow(name, style.value, None, None, note="gradient summed"))
+                if key not in self.table and (summed or (self.sequence is not None and self.sequence.covers(key))):
+                    self.table[key] = ParameterSharding(ShardSpec.whole(parameter.shape), True)
+                    summed = True
+            self.rows.append(ModuleRow(name, style.value, None, None, note="gradient summed" if summed else ""))
 
     def _twin(self, name: str, base: Any) -> Any:
         module = self.module.get_submodule(name)

@@ -7,6 +7,7 @@ module could be run on a tiny input.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_megatron.parallelize.examples import run_examples
 from lightning_megatron.parallelize.heads import ColumnCut
 from lightning_megatron.parallelize.huggingface import output_embeddings, own_plan
 from lightning_megatron.parallelize.kinds import DROP_IN, behaves_like_linear, is_attention, is_linear, linear_sizes
+from lightning_megatron.parallelize.outside import regather_shared, seen_outside, used_directly, without_idle_sums
 from lightning_megatron.parallelize.patterns import expand, generalize
 from lightning_megatron.parallelize.probe import proposals, settle
 from lightning_megatron.parallelize.regions import Region, regions_from_styles, regions_from_trace
@@ -72,11 +74,29 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
         _apply_rules(module, blueprint, parts)
     else:
         _check_styles(module, styles)
+        _leave_whole_if_used_directly(module, blueprint)
         inner = {n: s for n, s in styles.items() if n not in blueprint.heads}
         blueprint.regions = _without_forks(blueprint, regions_from_styles(module, inner, trace))
     _settle_regions(module, blueprint, parts)
     _split_vocabulary(module, blueprint)
+    blueprint.styles = without_idle_sums(blueprint.styles, module, blueprint.regions, trace)
     return blueprint
+
+
+def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> None:
+    """Take layers out of a plan whose weights are used without calling them; an explicit plan is refused."""
+    exposed = used_directly(module, blueprint.trace)
+    for name, style in list(blueprint.styles.items()):
+        if not (style.is_column or style.is_row or style in (Style.EMBEDDING_ROWWISE, Style.HEADS)):
+            continue
+        if _holds(module, name, exposed):
+            if blueprint.source != "hugging face":
+                raise ValueError(
+                    f"{name!r} cannot be {style.value!r}: a parameter of it is used by code that does not call this "
+                    "layer and would see one rank's part of it. Call the layer, or leave it out of the plan."
+                )
+            del blueprint.styles[name]
+            blueprint.heads.discard(name)
 
 
 def _styles(module: nn.Module, plan: str | Mapping[str, str]) -> tuple[str, dict[str, Style]]:
@@ -155,7 +175,7 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
     }
     largest = max((m.num_embeddings for m in tables), default=0)
     named = {id(m) for m in output_embeddings(module)}
-    heads = set()
+    heads, exposed = set(), used_directly(module, trace)
     for name, part in module.named_modules():
         if not is_linear(part):
             continue
@@ -163,6 +183,8 @@ def _vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Tra
         if styles and not follows and not styles.get(name, Style.REPLICATE).is_column:
             continue
         if trace is not None and (name not in trace.sources or trace.readers(name)):
+            continue
+        if _holds(module, name, exposed):
             continue
         as_many = trace is not None and linear_sizes(part)[1] == largest
         if id(part) in named or id(part.get_parameter("weight")) in tied or as_many:
@@ -183,17 +205,29 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
         if isinstance(call.module, nn.MultiheadAttention):
             check_divisible(call.module.num_heads, parts, f"`num_heads` of {name!r}")
             blueprint.styles[name] = Style.HEADS
+    exposed = used_directly(module, trace)
     for region in regions_from_trace(module, trace, blueprint.heads):
         if region.sizes is None and linear_sizes(module.get_submodule(region.row))[0] % parts and not _repeated(region):
             continue
-        if all(behaves_like_linear(module.get_submodule(name)) for name in region.members):
+        if all(_can_be_split(module, name, exposed) for name in region.members):
             blueprint.regions.append(region)
             blueprint.styles |= dict.fromkeys(region.columns, Style.COLWISE) | {region.row: Style.ROWWISE}
     if not blueprint.regions and not blueprint.styles:
+        direct = [name for name in trace.sources if _holds(module, name, exposed)]
+        why = f" (weights of {', '.join(map(repr, direct[:3]))} are used without calling the layers)" if direct else ""
         raise ValueError(
-            f"No tensor-parallel plan: the rules found no column/row pair of linear layers in {type(module).__name__}; "
-            "pass `tensor_parallel_plan={pattern: style}` or use the layers of `lightning_megatron.layers`."
+            f"No tensor-parallel plan: the rules found no column/row pair of linear layers in {type(module).__name__}"
+            f"{why}; pass `tensor_parallel_plan={{pattern: style}}` or use the layers of `lightning_megatron.layers`."
         )
+
+
+def _can_be_split(module: nn.Module, name: str, exposed: set[int]) -> bool:
+    return behaves_like_linear(module.get_submodule(name)) and not _holds(module, name, exposed)
+
+
+def _holds(module: nn.Module, name: str, parameters: set[int]) -> bool:
+    """Whether a layer has one of these parameters, given by identity."""
+    return any(id(parameter) in parameters for parameter in module.get_submodule(name).parameters())
 
 
 def _without_forks(blueprint: Blueprint, regions: list[Region]) -> list[Region]:
@@ -229,14 +263,16 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
     decided: dict[Any, Region] = {}
     settled = []
     order = {name: index for index, (name, _) in enumerate(module.named_modules())}
+    seen = seen_outside(module, blueprint.regions, blueprint.trace)
     for region in sorted(blueprint.regions, key=lambda region: order[region.row]):
         _check_sizes(module, region, parts)
-        key = _shape_key(module, region)
+        key = (_shape_key(module, region), bool(seen.intersection(region.columns)))
         if key in decided:
             settled.append(_like(decided[key], region))
         else:
-            decided[key] = _settle_one(module, blueprint, region, parts)
+            decided[key] = _settle_one(module, blueprint, region, parts, seen)
             settled.append(decided[key])
+    settled = regather_shared(settled, blueprint.trace, functools.partial(_gathered_or_refused, module, blueprint))
     blueprint.regions = settled
     for region in settled:
         for name in region.columns:
@@ -247,12 +283,15 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
             blueprint.styles[region.row] = Style.ROWWISE_SPLIT_INPUT if region.gathered else Style.ROWWISE
 
 
-def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: int) -> Region:
+def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: int, seen: set[str]) -> Region:
     if region.gathered:
         return region
     others = [name for name in region.others if blueprint.styles.get(name) is not Style.MLA_KV_A_PROJ]
     if others:
         reason = f"it also reads {', '.join(others)}, which the plan does not split"
+        return _gathered_or_refused(module, blueprint, region, reason)
+    if left := [name for name in region.columns if name in seen]:
+        reason = f"the module computes something else from the output of {', '.join(map(repr, left))}"
         return _gathered_or_refused(module, blueprint, region, reason)
     packed: bool | None = None
     if blueprint.source == "argument":
@@ -274,7 +313,9 @@ def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region
             "and 'rowwise_split_input'."
         )
     gathered = {n: ColumnCut.blocks(linear_sizes(module.get_submodule(n))[1]) for n in region.columns}
-    return replace(region, gathered=True, cuts=gathered, note=f"gathered: {reason}")
+    return replace(
+        region, gathered=True, cuts=gathered, attributes={}, arguments={}, narrowed=None, note=f"gathered: {reason}"
+    )
 
 
 def _check_sizes(module: nn.Module, region: Region, parts: int) -> None:
@@ -311,12 +352,15 @@ def _split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
     """
     weights = {id(module.get_submodule(name).get_parameter("weight")) for name in blueprint.heads}
     sizes = {linear_sizes(module.get_submodule(name))[1] for name in blueprint.heads}
+    exposed = used_directly(module, blueprint.trace)
     if blueprint.source in ("argument", "drop-in layers"):
         sizes = set()
     for name in blueprint.heads:
         blueprint.styles[name] = Style.COLWISE_GATHER_OUTPUT
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding) or part.sparse or part.max_norm is not None:
+            continue
+        if id(part.weight) in exposed:
             continue
         tied = id(part.weight) in weights
         read = blueprint.trace is None or name in blueprint.trace.calls

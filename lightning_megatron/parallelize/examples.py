@@ -87,7 +87,7 @@ def _merge(module: nn.Module, examples: list[Example]) -> Trace:
     traces = []
     for example in examples:
         part = module.get_submodule(example.name)
-        found = trace(part, example.args, example.kwargs)
+        found = trace(part, example.args, example.kwargs, inner=bool(example.name))
         traces.append(_prefixed(found, example.name))
     return _join(traces)
 
@@ -106,16 +106,24 @@ def _prefixed(found: Trace, prefix: str) -> Trace:
         {full(n): c for n, c in found.counts.items()},
         {full(n): {full(s) for s in sources} for n, sources in found.sources.items()},
         {full(n): {full(p) for p in met} for n, met in found.between.items()},
+        {full(n) for n in found.results},
+        {full(p) for p in found.loose},
+        {full(n) for n in found.on_inputs},
+        [full(n) for n in found.roots],
     )
 
 
 def _join(traces: list[Trace]) -> Trace:
-    joined = Trace()
+    joined = Trace(roots=[])
     for found in traces:
         joined.calls |= found.calls
         joined.counts |= found.counts
         joined.sources |= found.sources
         joined.between |= found.between
+        joined.results |= found.results
+        joined.loose |= found.loose
+        joined.on_inputs |= found.on_inputs
+        joined.roots += found.roots
     return joined
 
 

@@ -97,5 +97,8 @@ def behaves_like_linear(module: nn.Module) -> bool:
     with torch.no_grad():
         x = torch.linspace(-1, 1, linear_sizes(module)[0], dtype=weight.dtype, device=weight.device).expand(2, 1, -1)
         want = F.linear(x, weight.t() if is_transposed(module) else weight, bias)
-        got = module(x)
+        try:
+            got = module(x)
+        except Exception:  # a forward of its own may ask for anything, a number of groups for one
+            return False
     return isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3)

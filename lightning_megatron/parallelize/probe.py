@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,13 @@ from lightning_megatron.parallelize.examples import BATCH
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes, local_attributes
 from lightning_megatron.parallelize.kinds import is_transposed, linear_sizes
 from lightning_megatron.parallelize.narrowing import Narrowing
+from lightning_megatron.parallelize.probe_training import (
+    compare,
+    reproducible,
+    term_and_gradients,
+    training,
+    watched_inputs,
+)
 from lightning_megatron.parallelize.regions import Region, holder_of, parent
 from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
 from lightning_megatron.sharding import block_range
@@ -53,15 +60,23 @@ def settle(
     Returns:
         The settled region, or None and the reason why the last proposal failed.
     """
-    reason = "no way to cut it divides evenly"
+    reason, closest = "no way to cut it divides evenly", None
+    if region.scope not in trace.calls or region.row not in trace.calls:
+        return None, "it did not run on the tiny input"
     with _Bench(module, region, trace) as bench:
-        whole = bench.output(None)
+        try:
+            whole = bench.output(None)
+        except Exception as error:  # code that remembers something between calls, a cache for one
+            return None, f"its code cannot be run again ({type(error).__name__}: {error})".splitlines()[0]
+        trained = bench.trained()
         for cuts in proposals(module, region, parts, packed):
             for candidate in _candidates(module, region, cuts, parts, trace):
                 worst = bench.deviation(candidate, parts, whole)
+                if worst is None and trained is not None:
+                    closest = worst = bench.training_deviation(candidate, parts, trained)
                 if worst is None:
                     return candidate, ""
-                reason = worst
+                reason = closest or worst
     return None, reason
 
 
@@ -159,6 +174,49 @@ class _Bench:
 
     def output(self, part: tuple[Region, int, int] | None) -> Tensor:
         """Product of the row-parallel layer, whole or one rank's term (candidate, parts, rank), without its bias."""
+        modes = {m: m.training for m in self._call.module.modules()}
+        try:
+            for m in modes:
+                m.training = False
+            return self._term(part, [])
+        finally:
+            for m, mode in modes.items():
+                m.training = mode
+
+    def trained(self) -> list[Tensor] | None:
+        """The same in training, with gradients (see `_with_gradients`); None where that cannot be compared."""
+        return reproducible(lambda seed: self._with_gradients(None, seed), self._tolerance)
+
+    def training_deviation(self, candidate: Region, parts: int, whole: list[Tensor]) -> str | None:
+        """None if terms and gradients of the ranks add up to ``whole`` in training, else what happened."""
+        total = [torch.zeros_like(x) for x in whole]
+        for rank in range(parts):
+            try:
+                terms = self._with_gradients((candidate, parts, rank), seed=1)
+                total = [sum_ + x for sum_, x in zip(total, terms, strict=True)]
+            except Exception as error:
+                return f"in training, {type(error).__name__}: {error}".splitlines()[0]
+        worst = compare(total, whole, self._tolerance)
+        if worst is None:
+            return None
+        return f"in training, {candidate.row!r} or its gradients deviate from the unsharded module by {worst:.1e}"
+
+    @property
+    def _tolerance(self) -> float:
+        return TOLERANCE.get(self._row.get_parameter("weight").dtype, 1e-4)
+
+    def _with_gradients(self, part: tuple[Region, int, int] | None, seed: int) -> list[Tensor]:
+        """The term, and gradients of what the columns read and of the parameters inside the region."""
+        columns = [self._module.get_submodule(name) for name in self._region.columns]
+        inner = [p for p in map(self._module.get_parameter, self._region.inner) if p.requires_grad]
+        with training(self._call.module, seed):
+            leaves: list[Tensor] = []
+            term = self._term(part, columns, leaves)
+            return term_and_gradients(term, [*leaves, *inner])
+
+    def _term(
+        self, part: tuple[Region, int, int] | None, watched: Sequence[nn.Module], leaves: list[Tensor] | None = None
+    ) -> Tensor:
         for parameter, values in self._random.items():
             parameter.data = values
         weight = self._random[self._row.get_parameter("weight")]  # type: ignore[index]
@@ -172,6 +230,7 @@ class _Bench:
                 stack.enter_context(self._local(region, parts, rank))
                 if region.sizes is not None:
                     args, kwargs = slice_arguments(args, kwargs, region.arguments, region.sizes.heads, parts, rank)
+            stack.enter_context(watched_inputs(watched, leaves if leaves is not None else []))
             return self._input_of_row(args, kwargs).matmul(weight.t())
 
     def deviation(self, candidate: Region, parts: int, whole: Tensor) -> str | None:
@@ -194,18 +253,13 @@ class _Bench:
         def stop(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             raise _Reached(inputs[0] if inputs else next(iter(named.values())))
 
-        modes = {m: m.training for m in self._call.module.modules()}
         handle = self._row.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            for m in modes:
-                m.training = False
             self._call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs))
         except _Reached as reached:
             return reached.x
         finally:
             handle.remove()
-            for m, mode in modes.items():
-                m.training = mode
         raise RuntimeError(f"replaying {self._region.scope!r} never called {self._region.row!r}")
 
     @contextlib.contextmanager

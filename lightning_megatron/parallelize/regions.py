@@ -125,6 +125,7 @@ def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | Non
         sizes = region.sizes
         region.tables = [s for s in sources if sizes is not None and _per_head(trace, s, sizes)]
         region.others = sorted(sources - {*columns, *region.tables})
+        region.others += ["the input of the module itself"] if row in trace.on_inputs else []
         own = {id(p) for name in [*region.members, *region.tables] for p in module.get_submodule(name).parameters()}
         region.inner = sorted(name for name in trace.between[row] if id(module.get_parameter(name)) not in own)
     return region

@@ -76,7 +76,7 @@ class ParallelReport:
         lines: list[tuple[str, ...]] = [("module", "style", "global", "local", "forward", "backward", "note")]
         seen: dict[tuple[str, ...], int] = {}
         for row in self.rows:
-            name = row.name if every_layer else generalize(row.name)
+            name = row.name if every_layer else _of_any_layer(row.name)
             line = (
                 name,
                 row.style,
@@ -100,6 +100,12 @@ def whole_table(module: nn.Module) -> ShardTable:
         name: ParameterSharding(ShardSpec.whole(parameter.shape))
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
+
+
+def _of_any_layer(name: str) -> str:
+    """The name with the layers' numbers replaced; a number of its own, as in a ``Sequential``, stays."""
+    holder, dot, last = name.rpartition(".")
+    return f"{generalize(holder)}{dot}{last}"
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.regions import Door, Region
@@ -142,6 +143,8 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
     """
     owners = (vars(part).get(key) for part in module.modules() for key in ("_trainer", "_fabric"))
     shared = {id(owner): owner for owner in owners if owner is not None}
+    kept = tree_leaves([list(vars(part).values()) for part in module.modules()])
+    shared |= {id(x): x.detach() for x in kept if isinstance(x, Tensor) and not x.is_leaf}  # these cannot be copied
     return copy.deepcopy(module, {**shared, **(replacements or {})})
 
 

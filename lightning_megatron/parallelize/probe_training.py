@@ -1,0 +1,118 @@
+"""The conditions of training, for trying a region: training mode, gradients, and no randomness.
+
+A region may be right in evaluation and wrong in training: code may normalise over the whole width in training only,
+or have a backward of its own that does. Dropout would hide that, so it is left out while a region is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = {
+    "dropout",
+    "dropout_",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "alpha_dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+}
+_ATTENTION = "scaled_dot_product_attention"
+_ATTENTION_DROPOUT = 4
+"""Position of ``dropout_p`` among the arguments of torch's attention."""
+
+
+class _NoDropout(TorchFunctionMode):
+    """Every dropout returns what it is given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == _ATTENTION:
+            if len(args) > _ATTENTION_DROPOUT:
+                args = (*args[:_ATTENTION_DROPOUT], 0.0, *args[_ATTENTION_DROPOUT + 1 :])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def training(module: nn.Module, seed: int) -> Iterator[None]:
+    """Training mode with gradients and without dropout; modes, buffers and the generator are as before afterwards."""
+    modes = {part: part.training for part in module.modules()}
+    buffers = [
+        (part, dict(part._buffers), {k: b.clone() for k, b in part._buffers.items() if b is not None}) for part in modes
+    ]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NoDropout():
+        torch.manual_seed(seed)
+        try:
+            for part in modes:
+                part.training = True
+            yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+            for part, tensors, values in buffers:
+                part._buffers.update(tensors)
+                with torch.no_grad():
+                    for key, value in values.items():
+                        tensors[key].copy_(value)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def watched_inputs(columns: Sequence[nn.Module], leaves: list[Tensor]) -> Iterator[None]:
+    """Collect the tensors that the layers are called with, in order, as leaves of a graph that begins there."""
+
+    def watch(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        leaves.append(args[0].detach().requires_grad_())
+        return (leaves[-1], *args[1:])
+
+    handles = [column.register_forward_pre_hook(watch) for column in columns]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def term_and_gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """One rank's term of the row-parallel sum, and the gradients of a fixed combination of its entries."""
+    weights = torch.linspace(-1, 1, term.numel(), dtype=term.dtype, device=term.device).mul(7).sin().view_as(term)
+    found = torch.autograd.grad((term * weights).sum(), list(leaves), allow_unused=True)
+    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return [term.detach(), *gradients]
+
+
+def compare(total: Sequence[Tensor], whole: Sequence[Tensor], tolerance: float) -> float | None:
+    """The largest deviation relative to a tensor's largest entry; None if all stay within ten times the tolerance."""
+    scale = max((float(x.abs().max()) for x in whole if x.numel()), default=0.0)
+    worst = 0.0
+    for got, want in zip(total, whole, strict=True):
+        if want.numel():
+            worst = max(worst, float((got - want).abs().max()) / max(float(want.abs().max()), 1e-3 * scale, 1e-30))
+    return worst if worst > 10 * tolerance else None
+
+
+Run = Callable[[int], list[Tensor]]
+
+
+def reproducible(run: Run, tolerance: float) -> list[Tensor] | None:
+    """What a run gives, or None if it cannot be run or gives something else with another seed."""
+    try:
+        first, second = run(1), run(2)
+    except Exception:  # code that cannot be differentiated here, or takes another way in training
+        return None
+    if len(first) != len(second) or any(a.shape != b.shape for a, b in zip(first, second, strict=True)):
+        return None
+    return first if compare(second, first, tolerance) is None else None
