@@ -93,6 +93,7 @@ class CompiledTask(GPTTask):
 
     def __init__(self, backend: str = "aot_eager", wrapped: bool = False, recomputed: bool = False) -> None:
         super().__init__(_gpt(4))
+        torch._dynamo.reset()  # workers are reused, and their rows would add up to torch's limit of compiled versions
         layers = self.net.transformer["h"]
         for index, layer in enumerate(layers):
             if recomputed:
