@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ class MegatronCheckpointIO(CheckpointIO):
             with _explained(path, writer), _no_dist_is_fine():
                 dcp.save(tensors, **options)
             return
+        if _is_first():
+            with suppress(OSError):  # the background save will tell; `save_last="link"` makes its link at once
+                target.parent.make()
         stager = _HostStager()
         with _no_dist_is_fine():
             pending = dcp.async_save(tensors, async_stager=stager, **options)
