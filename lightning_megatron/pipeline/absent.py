@@ -47,9 +47,11 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
+        first = _first(args, kwargs)
         if first.__dict__["is_running"]():
-            return func(*_plain(args), **_plain(kwargs))
+            with torch._C.DisableTorchFunctionSubclass():
+                output = func(*args, **kwargs)
+            return output.as_subclass(Tensor) if type(output) is Absent else output
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name in _KNOWN or (name == "__get__" and attribute not in _TENSOR_ATTRIBUTES):
@@ -97,6 +99,14 @@ def make_absent(zeros: Tensor, part: str, is_running: Callable[[], bool]) -> Abs
     absent = zeros.as_subclass(Absent)
     absent.__dict__["part"], absent.__dict__["is_running"] = part, is_running
     return absent
+
+
+def _first(args: Any, kwargs: Any) -> Absent:
+    """The first absent tensor; nests are looked into only where no argument is one, as steps pass here often."""
+    for value in (*args, *kwargs.values()):
+        if type(value) is Absent:
+            return value
+    return next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
 
 
 def _plain(value: Any) -> Any:
