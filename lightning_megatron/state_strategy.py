@@ -45,6 +45,8 @@ from lightning_megatron.stored_state import (
     Kinds,
     Match,
     StatePlace,
+    add_saved_groups,
+    added_groups,
     aliases,
     joined_values,
     load_module,
@@ -221,8 +223,13 @@ class StateStrategy(GridStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, candidate in enumerate(self.optimizers) if candidate is optimizer)
         assert self.lightning_module is not None
-        known = parameter_names(self.lightning_module)
-        return stored_optimizer(optimizer, self._optimizer_names[index], self._places(optimizer), known)
+        names = self._optimizer_names[index]
+        added = added_groups(optimizer, names, parameter_names(self.lightning_module))
+        if self.mesh.layout.pipeline > 1:
+            stages: list[Any] = [None] * self.mesh.layout.pipeline
+            dist.all_gather_object(stages, added, group=self.mesh.group("pipeline_parallel"))
+            added = [group for stage in stages for group in stage]
+        return stored_optimizer(optimizer, names, self._places(optimizer), added)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
@@ -308,6 +315,8 @@ class StateStrategy(GridStrategy):
             state: dict[str, Any] = {}
             states.append({"state": state, "param_groups": groups})
             if index < len(self.optimizers):
+                parameters = dict(module.named_parameters(remove_duplicate=False))
+                add_saved_groups(self.optimizers[index], self._optimizer_names[index], groups, parameters)
                 places = self._places(self.optimizers[index])
                 values = checkpoint.get("optimizer_values", [])[index:][:1]
                 for mine in values:

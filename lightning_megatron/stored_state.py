@@ -72,26 +72,57 @@ def state_places(optimizer: Optimizer, module: nn.Module, tensor: TensorState) -
 
 
 def stored_optimizer(
-    optimizer: Optimizer, names: GroupNames, places: Sequence[StatePlace], known: Mapping[int, str]
+    optimizer: Optimizer, names: GroupNames, places: Sequence[StatePlace], added: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """State of this rank's parameters by name, and the groups with the names of all stages' parameters.
 
     Args:
         optimizer: holds this rank's parameters.
-        names: by group; groups added later are named by ``known``.
+        names: by group.
         places: of its state.
-        known: parameter names by identity.
+        added: further groups, of all stages.
     """
     state = {}
     for place in places:
         entries = optimizer.state.get(place.key)
         if entries:
             state[place.name] = {key: _pieces(value, place) for key, value in entries.items()}
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        members = names[index] if index < len(names) else [known[id(p)] for p in group["params"]]
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
-    return {"state": state, "param_groups": groups}
+    groups = [{**group, "params": members} for group, members in zip(optimizer.param_groups, names, strict=False)]
+    return {"state": state, "param_groups": [*groups, *added]}
+
+
+def added_groups(optimizer: Optimizer, names: GroupNames, known: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Options, and names of this rank's parameters, of the groups that were added since the run began.
+
+    Args:
+        optimizer: holds this rank's parameters.
+        names: by group, of the groups at the beginning.
+        known: parameter names by identity.
+    """
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [known[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups[len(names) :]
+    ]
+
+
+def add_saved_groups(
+    optimizer: Optimizer, names: GroupNames, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Add the groups that a callback had added in the run that was saved, such as those of unfrozen layers.
+
+    Args:
+        optimizer: as ``configure_optimizers`` made it.
+        names: of the parameters in its groups; gets those of the new ones.
+        groups: saved, with the names of the parameters of all stages.
+        parameters: this rank's, by name.
+    """
+    held = {name for group in names for name in group}
+    for group in groups[len(optimizer.param_groups) :]:
+        if held & set(group["params"]):
+            return
+        members = [parameters[name] for name in group["params"] if name in parameters]
+        optimizer.add_param_group({**group, "params": members})
+        names.append(list(group["params"]))
 
 
 def _pieces(value: Any, place: StatePlace) -> Any:

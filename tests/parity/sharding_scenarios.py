@@ -88,14 +88,22 @@ class SharedTask(LightningModule):
         optimizer: key of `OPTIMIZERS`.
         unused: every second batch leaves a branch of the network without gradient.
         frozen: begin with the first layers frozen; a callback unfreezes them and adds their group.
+        named: freeze one parameter by its name for the first epoch, another one for the second.
     """
 
-    def __init__(self, optimizer: str = "adamw", unused: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, optimizer: str = "adamw", unused: bool = False, frozen: bool = False, named: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = NanoGPT(4)
         self.branch = nn.Linear(VOCABULARY, 1)
-        self.optimizer, self.unused, self.frozen = optimizer, unused, frozen
+        self.optimizer, self.unused, self.frozen, self.named = optimizer, unused, frozen, named
+
+    def on_train_epoch_start(self) -> None:
+        if self.named:
+            self.net.transformer.wpe.weight.requires_grad_(self.current_epoch != 0)
+            self.branch.bias.requires_grad_(self.current_epoch != 1)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
         return torch.stack([s["tokens"] for s in samples]), torch.stack([s["targets"] for s in samples])

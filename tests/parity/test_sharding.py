@@ -98,6 +98,12 @@ def test_parameters_without_a_gradient_are_left_alone(layout: tuple[int, int, in
     check(Setup(layout, SMALL, {}, {"unused": True}))
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2)])
+def test_parameters_are_frozen_by_name_wherever_they_are(layout: tuple[int, int, int]) -> None:
+    check(Setup(layout, SMALL, {}, {"named": True}))
+
+
 def test_layers_unfrozen_into_a_new_group_are_trained() -> None:
     check(Setup((1, 2, 1), SMALL, {}, {"frozen": True}))
 
