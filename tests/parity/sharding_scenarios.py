@@ -89,21 +89,33 @@ class SharedTask(LightningModule):
         unused: every second batch leaves a branch of the network without gradient.
         frozen: begin with the first layers frozen; a callback unfreezes them and adds their group.
         named: freeze one parameter by its name for the first epoch, another one for the second.
+        added: the first layer gets a group of its own when training starts.
     """
 
     def __init__(
-        self, optimizer: str = "adamw", unused: bool = False, frozen: bool = False, named: bool = False
+        self,
+        optimizer: str = "adamw",
+        unused: bool = False,
+        frozen: bool = False,
+        named: bool = False,
+        added: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = NanoGPT(4)
         self.branch = nn.Linear(VOCABULARY, 1)
-        self.optimizer, self.unused, self.frozen, self.named = optimizer, unused, frozen, named
+        self.optimizer, self.unused, self.frozen, self.named, self.added = optimizer, unused, frozen, named, added
 
     def on_train_epoch_start(self) -> None:
         if self.named:
             self.net.transformer.wpe.weight.requires_grad_(self.current_epoch != 0)
             self.branch.bias.requires_grad_(self.current_epoch != 1)
+        if self.added:
+            groups = self.trainer.optimizers[0].param_groups
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            first = [p.requires_grad_() for p in self.net.transformer.h[0].parameters()]
+            if first and id(first[0]) not in held:
+                self.trainer.optimizers[0].add_param_group({"params": first, "lr": 2e-3})
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
         return torch.stack([s["tokens"] for s in samples]), torch.stack([s["targets"] for s in samples])
@@ -122,13 +134,13 @@ class SharedTask(LightningModule):
         return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
 
     def configure_optimizers(self) -> Any:
-        if self.frozen:
-            BaseFinetuning.freeze(self.net.transformer.h[:2], train_bn=False)
+        if self.frozen or self.added:
+            BaseFinetuning.freeze(self.net.transformer.h[: 1 if self.added else 2], train_bn=False)
         matrices = [p for _, p in self.trained() if p.dim() >= 2]
         vectors = [p for _, p in self.trained() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-3}]
         optimizer = OPTIMIZERS[self.optimizer](groups)
-        if self.frozen:  # torch's schedules do not follow a group that is added later
+        if self.frozen or self.added:  # torch's schedules do not follow a group that is added later
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

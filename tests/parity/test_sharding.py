@@ -139,6 +139,9 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
         (Setup((1, 2, 1), {"optimizer_sharding": False}), Setup((2, 2, 1), SMALL)),
         (Setup((1, 2, 1), SMALL, {}, {"optimizer": "adagrad"}), Setup((1, 1, 1), {}, {}, {"optimizer": "adagrad"})),
         (Setup((1, 2, 2), SMALL, {}, {"optimizer": "muon"}), Setup((1, 1, 2), {}, {}, {"optimizer": "muon"})),
+        pytest.param(*(Setup((2, size, 1), SMALL, {}, {"added": True}) for size in (1, 2)), marks=pytest.mark.wide),
+        pytest.param(*(Setup((size, 1, 1), SMALL, {}, {"added": True}) for size in (4, 1)), marks=pytest.mark.wide),
+        pytest.param(*(Setup((size, 2, 1), SMALL, {}, {"added": True}) for size in (1, 3)), marks=pytest.mark.wide),
     ],
     ids=[
         "dp2 to dp3",
@@ -147,6 +150,9 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
         "dp2 unshared to pp2xdp2",
         "adagrad, dp2 to one",
         "muon, dp2xtp2 to tp2",
+        "group added, pp2 to pp2xdp2",
+        "group added, pp4 to one",
+        "group added, dp2 to pp3xdp2",
     ],
 )
 def test_a_run_goes_on_at_another_layout(first: Setup, second: Setup, tmp_path: Any) -> None:
