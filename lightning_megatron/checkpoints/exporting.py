@@ -69,6 +69,7 @@ def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any
     for index, groups in enumerate(source.meta["optimizer_groups"]):
         members = [name for group in groups for name in group["params"]]
         numbers = {name: number for number, name in enumerate(members)}
+        numbers |= {f"#{number}": number for number in range(len(members))}  # imported: nobody knows the names
         values: dict[str, Any] = next(iter(source.meta.get("optimizer_values", [])[index:]), {})
         state: dict[int, dict[str, Any]] = {numbers[name]: dict(own) for name, own in values.items() if name in numbers}
         for stored, number, parameter, key in optimizer_names(source.kinds):

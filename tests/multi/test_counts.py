@@ -53,6 +53,12 @@ def test_counts_go_through_an_exported_file(tmp_path: Path) -> None:
     plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     states = plain["optimizer_states"][0]["state"]
     assert len(states) > 10 and all(state == {"count": SAVED, "last": [1, 2, 3]} for state in states.values())
+    result = CliRunner().invoke(
+        app, ["checkpoint", "export", str(tmp_path / "back.ckpt"), str(tmp_path / "again.ckpt")]
+    )
+    assert result.exit_code == 0, result.output
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert again["optimizer_states"] == plain["optimizer_states"]
     for name in ("plain.ckpt", "back.ckpt"):
         rest = run_trainers(losses_of, "counting", grid, str(tmp_path / name), True, devices=2)[0].value
         assert rest == pytest.approx(whole[SAVED:], rel=1e-9), name
