@@ -48,6 +48,10 @@ class RemoteFailure(RuntimeError):
     """Raised on a rank that had to stop because another one failed; the message carries the other's traceback."""
 
 
+class AgreedFailure(RuntimeError):
+    """Raised by all ranks alike, which have agreed on it: nobody has to be told of another's."""
+
+
 class FailureWatch:
     """Reports this rank's failure to the others, and theirs to this one.
 

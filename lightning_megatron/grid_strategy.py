@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import lightning_state
-from lightning_megatron.failure import FailureWatch, RemoteFailure
+from lightning_megatron.failure import AgreedFailure, FailureWatch, RemoteFailure
 from lightning_megatron.layout import Layout, resolve_layout
 from lightning_megatron.log_replay import ALREADY_REDUCED
 from lightning_megatron.mesh import ParallelMesh, build_mesh
@@ -209,7 +209,7 @@ class GridStrategy(ParallelStrategy):
             remote = (
                 self._watch.remote(wait_s=3.0 if _looks_remote(error) else 0.0) if self._watch is not None else None
             )
-            if remote is not None and not isinstance(error, RemoteFailure):
+            if remote is not None and not isinstance(error, (RemoteFailure, AgreedFailure)):
                 assert self._watch is not None
                 self._watch.stop()
                 raise RemoteFailure(str(remote)) from error
@@ -229,7 +229,7 @@ class GridStrategy(ParallelStrategy):
             return
         remote = self._watch.remote(wait_s=2.0 if _looks_remote(exception) else 0.0)
         self._report(exception)
-        if remote is not None and not isinstance(exception, RemoteFailure):
+        if remote is not None and not isinstance(exception, (RemoteFailure, AgreedFailure)):
             exception.add_note(str(remote))
         self._watch.stop()
         first = self._watch.reported and remote is None

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.failure import AgreedFailure
 
-class NonFiniteError(RuntimeError):
+
+class NonFiniteError(AgreedFailure):
     """A loss or a gradient is NaN or infinite."""
 
 
