@@ -33,6 +33,7 @@ from torchmetrics import Metric
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.absent import Absent
 from lightning_megatron.replay import LOG_SIGNATURE
+from lightning_megatron.watching import may_log
 
 _NORM = re.compile(r"grad_([0-9.]+|inf)_norm(?!_total)")
 _TOTAL = re.compile(r"grad_([0-9.]+|inf)_norm_total")
@@ -109,7 +110,7 @@ class HookLogs:
         if options.get("rank_zero_only") or isinstance(value, (Metric, dict)):
             return False
         if isinstance(value, Absent):
-            value = Missing(value.__dict__["part"])
+            value = Missing(value.part)
         value = value.detach().cpu() if isinstance(value, Tensor) else value
         self._held.append(HookLog(hook, value, options))
         return True
@@ -206,7 +207,8 @@ def _put_totals_together(entries: list[HookLog], differing: set[tuple[str, str]]
 class HeldHooks:
     """Holds back what the hooks of a module and of callbacks log, each until it has returned on this rank.
 
-    Lightning's own callbacks and this package's log nothing that differs, and are left alone.
+    Lightning's own callbacks and this package's log nothing that differs, and are left alone; so are hooks whose code
+    does not log.
 
     Args:
         module: the user's module.
@@ -224,7 +226,7 @@ class HeldHooks:
         others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
         for owner, parent in ((module, None), *((callback, Callback) for callback in others)):
             for hook in _HOOKS:
-                if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__:
+                if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__ and may_log(owner, hook):
                     owner.__dict__[hook] = self._holding(getattr(owner, hook))
                     self._wrapped.append((owner, hook))
 

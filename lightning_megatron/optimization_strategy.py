@@ -19,8 +19,10 @@ from lightning_megatron.data_parallel.loss_scale import LossScale
 from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.gradients import GradientOptions, has_narrow_weights
+from lightning_megatron.hand_clipping import HandClipping
 from lightning_megatron.hook_logs import HeldHooks, HookLogs
 from lightning_megatron.log_replay import ALREADY_REDUCED, log_everywhere
+from lightning_megatron.pipeline.stage import stage_of
 from lightning_megatron.plugins.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.state_strategy import StateStrategy
 from lightning_megatron.step_guard import NonFinite, StepGuard
@@ -38,6 +40,7 @@ class OptimizationStrategy(StateStrategy):
     _hook_logs: HookLogs | None = None
     _other_logs: HookLogs | None = None
     _held_hooks: HeldHooks | None = None
+    _clipping: HandClipping | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -206,11 +209,15 @@ class OptimizationStrategy(StateStrategy):
         if self.mesh.layout.pipeline * self.mesh.layout.tensor > 1 and not self._engine.splits_itself:
             self._other_logs = HookLogs(self.mesh, self.root_device)
             self._held_hooks = HeldHooks(module, callbacks, self._other_logs, self._log)
+            self._clipping = HandClipping(module, stage_of(module), self._tensor_state, self.gradient_norm)
+            self._clipping.start()
 
     def _release_hooks(self) -> None:
         if self._held_hooks is not None:
             self._held_hooks.remove()
-        self._held_hooks = self._other_logs = None
+        if self._clipping is not None:
+            self._clipping.stop()
+        self._held_hooks = self._other_logs = self._clipping = None
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""

@@ -7,6 +7,11 @@ then gradients are all-reduced. Which hooks there are is known when training sta
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -52,3 +57,31 @@ def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bo
     others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
     hooks = [hook for hook in dir(Callback) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)
+
+
+def may_log(owner: Any, hook: str) -> bool:
+    """Whether a hook of a module or callback may call ``log``, by its code and that of the methods that it names."""
+    seen: set[types.CodeType] = set()
+    waiting = [getattr(owner, hook)]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return True  # a partial, or compiled: it cannot be read
+        if code in seen:
+            continue
+        seen.add(code)
+        for name in _names(code):
+            if name in ("log", "log_dict"):
+                return True
+            attribute = inspect.getattr_static(owner, name, None)
+            if isinstance(attribute, types.FunctionType):
+                waiting.append(attribute)
+    return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

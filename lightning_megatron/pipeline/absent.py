@@ -38,26 +38,34 @@ class Absent(Tensor):
 
     Attributes:
         part: dotted name of what it belongs to.
+        plain: the zeros.
         is_running: whether a step or a backward runs, in which it is just zeros.
     """
 
     part: str
+    plain: Tensor
     is_running: Callable[[], bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        direct = nested = None
+        for argument in args:  # the usual case in a step first: ``x + self.positions``
+            if argument.__class__ is Absent:
+                direct = argument
+            elif argument.__class__ is list or argument.__class__ is tuple:
+                nested = argument
+        if direct is not None and nested is None and not kwargs and direct.is_running():
+            return func(*[argument.plain if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
-        first = _first(args, kwargs)
-        if first.__dict__["is_running"]():
-            with torch._C.DisableTorchFunctionSubclass():
-                output = func(*args, **kwargs)
-            return output.as_subclass(Tensor) if type(output) is Absent else output
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
+        if first.is_running():
+            return func(*_plain(args), **_plain(kwargs))
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name in _KNOWN or (name == "__get__" and attribute not in _TENSOR_ATTRIBUTES):
             return func(*_plain(args), **_plain(kwargs))
         if name in ("__repr__", "__str__"):
-            return f"<tensor of `{first.__dict__['part']}` on another pipeline stage>"
+            return f"<tensor of `{first.part}` on another pipeline stage>"
         if name == "__deepcopy__":
             return first
         if name == "__set__" or name in _WRITES or (name.endswith("_") and not name.endswith("__")):
@@ -77,8 +85,7 @@ class Absent(Tensor):
         leaves = pytree.tree_leaves(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             self.refuse(f"read by `{name}`")
-        part, is_running = self.__dict__["part"], self.__dict__["is_running"]
-        return pytree.tree_map(lambda tensor: make_absent(tensor, part, is_running), output)
+        return pytree.tree_map(lambda tensor: make_absent(tensor, self.part, self.is_running), output)
 
     def refuse(self, what: str) -> Any:
         """Raise the error that says why there is no number.
@@ -86,7 +93,7 @@ class Absent(Tensor):
         Raises:
             RuntimeError: always.
         """
-        part = self.__dict__["part"]
+        part = self.part
         raise RuntimeError(
             f"a value that depends on `{part}` was {what} outside of a step, but `{part}` is on another pipeline "
             "stage. Go over `self.named_parameters()`, which gives what this rank holds; get the whole model's "
@@ -97,17 +104,9 @@ class Absent(Tensor):
 def make_absent(zeros: Tensor, part: str, is_running: Callable[[], bool]) -> Absent:
     """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph."""
     absent = zeros.as_subclass(Absent)
-    absent.__dict__["part"], absent.__dict__["is_running"] = part, is_running
+    absent.part, absent.plain, absent.is_running = part, zeros, is_running
     return absent
 
 
-def _first(args: Any, kwargs: Any) -> Absent:
-    """The first absent tensor; nests are looked into only where no argument is one, as steps pass here often."""
-    for value in (*args, *kwargs.values()):
-        if type(value) is Absent:
-            return value
-    return next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
-
-
 def _plain(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.as_subclass(Tensor) if isinstance(leaf, Absent) else leaf, value)
+    return pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, Absent) else leaf, value)

@@ -72,6 +72,7 @@ class GuardedNames:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(self._module).named_parameters(self._module, *args, **kwargs)
+        self._cursor.parameters_read = True
         if self._cursor.running:
             raise RuntimeError(
                 f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "

@@ -52,6 +52,7 @@ class StageCursor:
         self.shapes = OutputShapes()
         self.stage_module: Any = None
         self.running = False
+        self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
         self._next = 0
 
     def isolate_parts(self, parts: list[nn.Module]) -> None:
@@ -87,7 +88,7 @@ class StageCursor:
         self._aliases: dict[int, tuple[Any, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self._next = 0
-        self.running = True
+        self.running, self.parameters_read = True, False
         self._enter_stream(0)
 
     def end(self) -> None:

@@ -83,3 +83,38 @@ class Reader(Gardener):
 def read(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
     torch.manual_seed(7)
     trainer_for(info, layout, arguments, max_epochs=1).fit(Reader(kind))
+
+
+class Clipper(TokenTask):
+    """Clips with torch's function, in a hook.
+
+    Args:
+        kind: what it gives the function.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Walker())
+        self.kind = kind
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip = torch.nn.utils.clip_grad_norm_
+        if self.kind == "all":
+            self.log("norm", clip(self.parameters(), 0.1))
+        elif self.kind == "those of the network":
+            clip([parameter for parameter in self.net.parameters() if parameter.requires_grad], 0.1)
+        elif self.kind == "each layer":
+            for part in (self.net.embed, *self.net.blocks, self.net.head):
+                clip(list(part.parameters()), 0.02)
+        elif self.kind == "each":
+            for parameter in self.parameters():
+                clip(parameter, 0.02)
+        else:
+            clip(self.net.blocks.parameters(), 0.1)
+
+
+def clipped(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, float]:
+    """What was logged in the end."""
+    torch.manual_seed(7)
+    trainer = trainer_for(info, layout, arguments, max_epochs=2)
+    trainer.fit(Clipper(kind))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
