@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_megatron.pipeline.inner_gradients import check_inner_gradient
+
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
 _TESTS = ("isnan", "isinf", "isfinite")
@@ -46,11 +48,15 @@ class Provenance(TorchFunctionMode):
         made: ids of tensors here that not every stage has.
         away: id -> name of the part, for tensors that only stand in for another stage's.
         layers: names of the trunk's layers.
+        received: what the stage before sent.
     """
 
-    def __init__(self, made: frozenset[int], away: Mapping[int, str], layers: frozenset[str]) -> None:
+    def __init__(
+        self, made: frozenset[int], away: Mapping[int, str], layers: frozenset[str], received: list[Tensor]
+    ) -> None:
         super().__init__()
         self._layers = layers
+        self._received = received
         self._own = made
         self._foreign = dict(away)
         self._made: dict[int, Tensor] = {}
@@ -59,6 +65,7 @@ class Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        check_inner_gradient(func, args, kwargs, self._received, self._own)
         output = func(*args, **kwargs)
         if self._paused or func in _BLIND:
             return output

@@ -135,12 +135,12 @@ class StageModule:
         self.hidden += hollow.hidden
         self._emptied += [(module, name, hollow.sentinel.name) for module, name, _ in hollow.hidden]
 
-    def _new_watch(self) -> Provenance:
+    def _new_watch(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""
         named = self.module.named_parameters(remove_duplicate=False)
         made = frozenset(id(parameter) for name, parameter in named if not self.partition.is_everywhere(name))
         away = {id(module.__dict__[name]): part for module, name, part in self._emptied}
-        return Provenance(made, away, frozenset(self.partition.trunk.layer_names))
+        return Provenance(made, away, frozenset(self.partition.trunk.layer_names), received.tensors)
 
     def run(
         self,
@@ -162,7 +162,7 @@ class StageModule:
             where: name of the step; a backward follows ``"training_step"``.
         """
         bounds = self.partition.bounds[virtual_stage]
-        watch = None if self.cursor.has_watched(bounds, where) else self._new_watch()
+        watch = None if self.cursor.has_watched(bounds, where) else self._new_watch(received)
         self.cursor.begin(bounds, micro_batch, received, where, watch)
         try:
             with watch or _NOTHING, self._keeping_early_buffers(virtual_stage):

@@ -14,7 +14,7 @@ from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
 from tests.parity.train import make_trainer
 from tests.parity.zoo.blocks import HIDDEN, Block
-from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.data import BATCH, VOCABULARY
 from tests.parity.zoo.language import LearnedPositions
 from tests.parity.zoo.tasks import TokenTask
 
@@ -99,6 +99,43 @@ class SharedLayer(nn.Module):
         return self.head(x)
 
 
+class InputGradient(TokenTask):
+    """Penalises the gradient with respect to what goes into the layers, or what comes out of them.
+
+    Args:
+        network: its layers are listed as ``layers``.
+        late: whether to take the gradient with respect to what the layers gave.
+    """
+
+    def __init__(self, network: nn.Module, late: bool = False) -> None:
+        super().__init__(network)
+        self.late = late
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = x = self.net.token_embedding(batch[0])
+        for layer in self.net.layers:
+            x = layer(x)
+        logits = self.net.head(self.net.final_norm(x))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        (gradient,) = torch.autograd.grad(loss, x if self.late else first, create_graph=True, allow_unused=True)
+        return loss if gradient is None else loss + gradient.square().sum()
+
+
+class OwnBackward(TokenTask):
+    """Runs a backward in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        (0.1 * loss).backward(retain_graph=True)
+        return loss
+
+
+def _input_gradient(late: bool) -> InputGradient:
+    network = LearnedPositions()
+    network.head = nn.Linear(HIDDEN, VOCABULARY)
+    return InputGradient(network, late)
+
+
 MODULES: dict[str, Callable[[], Any]] = {
     "manual": Manual,
     "two_optimizers": TwoOptimizers,
@@ -108,6 +145,8 @@ MODULES: dict[str, Callable[[], Any]] = {
     "half": lambda: TokenTask(HalfTrunk()),
     "shared": lambda: TokenTask(SharedLayer()),
     "short": lambda: TokenTask(LearnedPositions(layers=2)),
+    "input_gradient": lambda: _input_gradient(late=False),
+    "own_backward": lambda: OwnBackward(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
 }
 
@@ -117,6 +156,15 @@ def fit(info: RankInfo, layout: tuple[int, int], arguments: dict[str, Any], modu
     callbacks = {"swa": [StochasticWeightAveraging(1e-3)], "": []}[options]
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=callbacks)
     trainer.fit(MODULES[module]())
+
+
+def late_gradient(info: RankInfo, layout: tuple[int, int] | None, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Fits a module whose own gradients lie behind the layers; the weights of this rank."""
+    torch.manual_seed(7)
+    trainer_for(info, layout, {**arguments, "micro_batch_size": BATCH}, max_epochs=1).fit(
+        module := _input_gradient(True)
+    )
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def strategy_with(info: RankInfo, arguments: dict[str, Any]) -> None:

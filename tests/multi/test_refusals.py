@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import run_trainers
 from tests.multi import refusal_scenarios as refusals
@@ -30,6 +31,8 @@ def _refused(outcomes: list[Any], *patterns: str) -> None:
         ("half", ["layers", "not called|never|skip|order|expected|was not"]),
         ("trunkless", ["trunk", "activations", "pipeline_layers"]),
         ("shared", ["layers", "more than once|same"]),
+        pytest.param("own_backward", ["backward of its own", "pipeline_parallel_size"], marks=pytest.mark.wide),
+        pytest.param("input_gradient", ["from before the layers", "pipeline_parallel_size"], marks=pytest.mark.wide),
     ],
 )
 def test_a_module_that_cannot_be_cut_is_refused_on_every_rank(module: str, patterns: list[str]) -> None:
@@ -82,3 +85,12 @@ def test_callbacks_of_the_other_lightning_namespace_are_refused_by_name() -> Non
 @pytest.mark.parametrize("module", ["manual", "two_optimizers", "twice", "never", "trunkless", "shared"])
 def test_without_a_pipeline_nothing_of_this_is_refused(module: str) -> None:
     run_trainers(refusals.fit, (1, 2), {}, module, devices=2)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stages", [2, 3])
+def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> None:
+    expected = run_trainers(refusals.late_gradient, None, {}, devices=1)[0].value
+    for outcome in run_trainers(refusals.late_gradient, (stages, 1), {}, devices=stages):
+        for name, weight in outcome.value.items():
+            assert torch.allclose(weight, expected[name], rtol=1e-9, atol=1e-9), name

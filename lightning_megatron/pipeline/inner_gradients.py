@@ -1,0 +1,75 @@
+"""Gradients that a step takes itself: right where their whole path lies on the stage that takes them, else refused.
+
+A penalty on ``torch.autograd.grad(output, x)`` needs the path from ``x`` to the output. Under a pipeline the autograd
+graph of a stage begins at what the stage before sent, so of an ``x`` from before the layers the path, or most of it, is
+elsewhere::
+
+    x ──embed──layers 0-1──▶ │ ──layers 2-3──▶ h ──head──▶ output      grad(output, h): here
+    └── elsewhere ──────────┘ └── this stage ─────────────────────     grad(output, x): refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BACKWARDS = (torch.autograd.backward, Tensor.backward)
+
+
+def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[Tensor], own: Iterable[int]) -> None:
+    """Complain about a gradient whose path leaves this stage.
+
+    Args:
+        func: what the step called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        received: what the stage before sent; empty on the first.
+        own: ids of parameters that other stages do not compute with.
+
+    Raises:
+        RuntimeError: with what to change.
+    """
+    if func in _BACKWARDS:
+        raise RuntimeError(
+            "the step runs a backward of its own (`.backward()`), but under a pipeline the schedule runs it, over all "
+            "stages. Return the loss, or use `pipeline_parallel_size=1`."
+        )
+    if func is not torch.autograd.grad or not received:
+        return
+    outputs, inputs = _tensors(args, kwargs, 0, "outputs"), _tensors(args, kwargs, 1, "inputs")
+    if not any(_begins_elsewhere(output, received) for output in outputs):
+        return
+    for tensor in inputs:
+        alone = isinstance(tensor, nn.Parameter) and id(tensor) in own
+        if not alone and not _begins_elsewhere(tensor, received):
+            raise RuntimeError(
+                "the step takes a gradient (`torch.autograd.grad`) with respect to a tensor of shape "
+                f"{tuple(tensor.shape)} from before the layers, but the layers between are on other pipeline stages. "
+                "Take gradients only with respect to what the last layers gave, or use `pipeline_parallel_size=1`."
+            )
+
+
+def _tensors(args: Any, kwargs: Any, place: int, name: str) -> list[Tensor]:
+    value = args[place] if len(args) > place else kwargs.get(name, ())
+    return [value] if isinstance(value, Tensor) else [item for item in value if isinstance(item, Tensor)]
+
+
+def _begins_elsewhere(tensor: Tensor, received: Sequence[Tensor]) -> bool:
+    """Whether the autograd graph of ``tensor`` reaches back to what the stage before sent."""
+    if any(tensor is other for other in received):
+        return True
+    starts = {id(other.grad_fn) for other in received if other.grad_fn is not None}
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if id(node) in starts or any(variable is other for other in received):
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
