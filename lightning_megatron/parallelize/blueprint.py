@@ -272,6 +272,7 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
         else:
             decided[key] = _settle_one(module, blueprint, region, parts, seen)
             settled.append(decided[key])
+    settled = [region for region in settled if _can_be_gathered(module, blueprint, region, parts)]
     settled = regather_shared(settled, blueprint.trace, functools.partial(_gathered_or_refused, module, blueprint))
     blueprint.regions = settled
     for region in settled:
@@ -316,6 +317,16 @@ def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region
     return replace(
         region, gathered=True, cuts=gathered, attributes={}, arguments={}, narrowed=None, note=f"gathered: {reason}"
     )
+
+
+def _can_be_gathered(module: nn.Module, blueprint: Blueprint, region: Region, parts: int) -> bool:
+    """Whether the outputs divide, where they are gathered by rule; else the region's layers are left whole."""
+    fits = all(linear_sizes(module.get_submodule(name))[1] % parts == 0 for name in region.columns)
+    if fits or not region.note.startswith("gathered"):
+        return True
+    for name in region.members:
+        blueprint.styles.pop(name, None)
+    return False
 
 
 def _check_sizes(module: nn.Module, region: Region, parts: int) -> None:

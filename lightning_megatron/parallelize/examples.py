@@ -152,21 +152,32 @@ def _hugging_face_inputs(model: Any) -> dict[str, Any]:
 
 def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
     """Random images or sounds of the size that the configuration names, with ids for a decoder beside them."""
-    config = getattr(model.config, "vision_config", model.config)
-    size = getattr(config, "image_size", 64)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    frames = 2 * getattr(config, "max_source_positions", 50)
-    shapes = {
-        "pixel_values": (BATCH, getattr(config, "num_channels", 3), height, width),
-        "input_features": (BATCH, getattr(config, "num_mel_bins", 80), frames),
-        "input_values": (BATCH, 40 * frames),
-    }
-    if model.main_input_name not in shapes:
+    name, device_and_dtype = model.main_input_name, _device_and_dtype(model)
+    shape = _signal_shape(name, model.config)
+    if shape is None:
         return dict(model.dummy_inputs)
-    device, dtype = _device_and_dtype(model)
-    values = torch.randn(shapes[model.main_input_name], generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(*device_and_dtype)
     decoder = {"decoder_input_ids": ids, "use_cache": False} if model.config.is_encoder_decoder else {}
-    return {model.main_input_name: values, **decoder}
+    return {name: values, **decoder}
+
+
+def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
+    """Images [batch, channels, height, width]; sounds as samples, or as features over time in either order."""
+    if name == "pixel_values":
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", 64)
+        return (BATCH, getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
+    frames = 2 * getattr(config, "max_source_positions", 50)
+    bins = getattr(config, "num_mel_bins", 80)
+    if name == "input_values":
+        patched = hasattr(config, "time_stride")  # a spectrogram, cut into patches as an image is
+        return (BATCH, config.max_length, bins) if patched else (BATCH, 40 * frames)
+    if name == "input_features":
+        for key in ("input_feat_per_channel", "feature_projection_input_dim"):
+            if hasattr(config, key):
+                return BATCH, 40, getattr(config, key)
+        return BATCH, bins, frames
+    return None
 
 
 def _guesses(module: nn.Module) -> Iterator[Example]:

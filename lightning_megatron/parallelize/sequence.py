@@ -29,7 +29,8 @@ from lightning_megatron.parallelize.examples import LENGTH
 from lightning_megatron.parallelize.huggingface import hugging_face_models
 from lightning_megatron.parallelize.regions import Door, Region, holder_of
 from lightning_megatron.parallelize.report import ModuleRow
-from lightning_megatron.parallelize.sequence_check import check_layers
+from lightning_megatron.parallelize.sequence_check import check_between, check_layers
+from lightning_megatron.parallelize.sequence_gradients import check_gradients
 from lightning_megatron.parallelize.styles import Style
 from lightning_megatron.parallelize.trace import Call, Trace
 
@@ -111,6 +112,8 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
         if any(region.row.startswith(f"{layer}.") for layer in layers):
             plan.doors[region.row] = _door(trace, region, layers)
     check_layers(module, blueprint, trace, layers, plan.doors, dim)
+    check_between(module, trace, layers, dim)
+    check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
     return plan
 
 
@@ -193,8 +196,8 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
     inputs = {id(trace.input_of(name)) for name in region.columns}
     if len(inputs) > 1:
         raise ValueError(
-            f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors (cross-attention)"
-            "; turn sequence parallelism off."
+            f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors "
+            "(cross-attention, or low-rank projections of their own); turn sequence parallelism off."
         )
     door = holder_of(trace, region)
     if door is None or door[0] in layers:

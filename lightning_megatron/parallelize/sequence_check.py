@@ -64,6 +64,62 @@ def check_layers(
         check.layer(layer, answers)
 
 
+def check_between(module: nn.Module, trace: Trace, layers: list[str], dim: int) -> None:
+    """Run the code between the layers on part of the sequence: each layer answers what it did, cut to the last tokens.
+
+    Args:
+        module: the traced module.
+        trace: its trace.
+        layers: names of the trunk's layers.
+        dim: the sequence's dim in the hidden state.
+
+    Raises:
+        ValueError: the input of a layer is not the last tokens of what it was, for one because a residual connection
+            around the layers adds what was there before they were split.
+    """
+    root = next(
+        (name for name in trace.roots if all(f"{layer}.".startswith(f"{name}." if name else "") for layer in layers)),
+        None,
+    )
+    if root is None or root in layers or any(trace.counts[name] > 1 for name in layers):
+        return
+    check = _Check(module, trace, dim, _hidden(trace.calls[layers[0]]))
+    answers = {name: check.part(trace.calls[name].output) for name in layers[:-1]}
+    answers[layers[-1]] = trace.calls[layers[-1]].output
+    found: list[str] = []
+
+    def compare(name: str, want: Tensor) -> Any:
+        def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            got = args[0] if args else kwargs["hidden_states"]
+            if got.shape != want.shape or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
+                found.append(name)
+
+        return hook
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(
+            compare(name, check.part(_hidden(trace.calls[name]))), with_kwargs=True
+        )
+        for name in layers[1:]
+    ]
+    call, problem = trace.calls[root], ""
+    try:
+        with _answering(module, answers), torch.no_grad():
+            call.module(*tree_map(_fresh, call.args), **tree_map(_fresh, call.kwargs))
+    except Exception as error:  # the module's own code may fail in any way on parts of different lengths
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    if problem or found:
+        trunk, why = layers[0].rpartition(".")[0], problem or f"the input of {found[0]!r} deviates"
+        raise ValueError(
+            f"`sequence_parallel=True`: the code between the layers of {trunk!r} does not work on a part of the tokens "
+            f"({why}), as where a residual connection goes around them; move it into the layers, or turn sequence "
+            "parallelism off."
+        )
+
+
 class _Check:
     """Replays parts of a traced module as the last rank of a sequence-parallel group would run them."""
 

@@ -96,9 +96,9 @@ class ScaledAttention(CausalSelfAttention):
         self.shared = Scale()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        batch, length = x.shape[:2]
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        packed = self.c_attn(self.shared(x))
+        batch, length = packed.shape[:2]
+        q, k, v = packed.split(self.n_embd, dim=2)
         q, k, v = (y.view(batch, length, self.n_head, -1).transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(self.shared(q), k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -133,6 +133,34 @@ class GatedByInput(nn.Module):
 class _Gate(Autoencoder):
     def forward(self, x: Tensor) -> Any:
         return self.dec(F.gelu(self.enc(x)) * torch.sigmoid(x.mean(-1, keepdim=True)))
+
+
+class Flattening(Autoencoder):
+    """Pairs up hidden units of flattened tokens before they are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix, self.down = nn.Linear(WIDTH, 8), nn.Bilinear(8, 8, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.up(x).reshape(-1, 8)
+        return self.down(torch.tanh(self.mix(hidden, hidden))).view_as(x)
+
+
+class Stack(nn.Module):
+    """Layers of one kind under an embedding, with a residual connection inside the layers' own code or around it."""
+
+    def __init__(self, kind: Any, around: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList([kind() for _ in range(2)])
+        self.around = around
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x) if self.around else layer(x)
+        return x
 
 
 LEAKY = (Autoencoder, KeepsHidden, CountsActive, ProbesHidden, TrainingNorm, CentredGradient, ScaledAttention)

@@ -17,14 +17,17 @@ from tests.multi.tensor_helpers import (
     reduce_partial_gradients,
     tensor_group,
 )
+from tests.multi.tensor_models import Block, CausalSelfAttention
 from tests.multi.tensor_models_leaky import (
     LEAKY,
     WIDTH,
     Autoencoder,
     CentredGradient,
+    Flattening,
     GatedByInput,
     Penalised,
     ScaledAttention,
+    Stack,
     TrainingNorm,
 )
 
@@ -84,6 +87,23 @@ def test_gradients_are_summed_only_where_heads_are_local_or_the_sequence_is_spli
     plan = {"norm": "sequence_parallel", "inner": "replicated_with_grad_allreduce"}
     plan |= {"up": "colwise_gather_output", "down": "rowwise_split_input"}
     assert explain(Normed(), 2, plan).partial_gradients == []
+
+
+REFUSED_WITH_SHARDS = {
+    "shared": (lambda: Stack(lambda: ScaledAttention()), r"'layers\.0\.shared\.scale' acts on a part of the tokens"),
+    "flattened": (lambda: Stack(Flattening), r"tokens are flattened between 'layers\.0\.up', which reads 3 dims"),
+    "residual around the layers": (
+        lambda: Stack(lambda: Block(WIDTH, 4, CausalSelfAttention), around=True),
+        r"code between the layers of 'layers' does not work",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_WITH_SHARDS)
+def test_what_would_be_wrong_on_sequence_shards_is_refused(case):
+    build, said = REFUSED_WITH_SHARDS[case]
+    with pytest.raises(ValueError, match=said):
+        explain(build().double(), 2, sequence_parallel=True)
 
 
 @pytest.mark.wide
