@@ -139,7 +139,8 @@ def _check_steps(module: pl.LightningModule) -> None:
             "the override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        function = getattr(module, step)
+        if callable(function) and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
             raise MisconfigurationException(
                 f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
                 "take a `batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."

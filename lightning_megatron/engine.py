@@ -32,6 +32,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor, Step, loss_of
 from lightning_megatron.pipeline.micro_batches import (
     auto_micro_batch_size,
     batch_size_of,
+    check_alike,
     checksum,
     map_tensors,
     merge_outputs,
@@ -118,6 +119,7 @@ class StepEngine:
         self._state = ModuleState(module, stage.partition, mesh, device) if stage is not None else None
         self._copies = CopyExchange(module, stage, mesh, device) if _has_copies(stage) else None
         self._copies_may_differ = False
+        self._uncut: dict[int, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor: PipelineExecutor | None = None
         self._links: StageLinks | None = None
@@ -188,6 +190,8 @@ class StepEngine:
         self.share_copies()
         self._copies_may_differ = self._copies is not None
         parts = self._split(batch, self._options.micro_batch_size)
+        if len(parts) > 1:
+            check_alike(batch, batch_size_of(batch), self._uncut)
         weights, total = self._weights(parts, across_replicas=True)
         scales = [weight / (total * accumulate) * scale for weight in weights]
         self.gradients.begin(fresh=fresh, reduce=reduce, scale=scale)

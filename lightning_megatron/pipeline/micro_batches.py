@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,42 @@ def split_batch(batch: Any, micro_batch_size: int) -> list[Any]:
         return [batch]
     starts = range(0, size, micro_batch_size)
     return [_slice(batch, size, start, min(start + micro_batch_size, size)) for start in starts]
+
+
+def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
+    """Complain about a batch of which other tensors would be cut than of those before it.
+
+    Two loaders combined into one batch may run out at different times. Then the tensors of one no longer have the batch
+    size of the other, and would go whole to every micro-batch. Likewise class weights, say, of a length that is the
+    batch size by chance.
+
+    Args:
+        batch: the user's batch.
+        size: its number of samples.
+        known: number of tensors in a batch -> how many of them are not cut; filled here.
+
+    Raises:
+        ValueError: with the sizes.
+    """
+    lengths = [tensor.shape[0] for tensor in _tensors_of(batch) if tensor.dim()]
+    uncut = sum(length != size for length in lengths)
+    before = known.setdefault(len(lengths), uncut)
+    if uncut != before:
+        raise ValueError(
+            f"dimension 0 of the tensors in this batch is {', '.join(map(str, lengths))}. A batch is cut into micro-"
+            f"batches along the tensors as long as its first one, {size}, and in the first batch "
+            f"{len(lengths) - before} of {len(lengths)} were, now {len(lengths) - uncut}. Let all parts of a batch "
+            "have one length (`drop_last=True`, `CombinedLoader(..., 'min_size')`), or set `micro_batch_size` to at "
+            "least the batch size."
+        )
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif not _is_ragged(batch):
+        for child in _children(batch):
+            yield from _tensors_of(child)
 
 
 def _slice(value: Any, size: int, start: int, stop: int) -> Any:
