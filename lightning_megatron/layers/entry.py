@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
-from lightning_megatron.layers.operand import Operand, autocast_input
+from lightning_megatron.layers.operand import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.layers.products import PendingProducts, Products, sharded_product, share_input
 from lightning_megatron.layers.streams import RankStream
 
@@ -35,7 +35,10 @@ class Member(Splitting, Protocol):
 
 def operand_of(layer: Splitting) -> Operand:
     """Which part of its weight a layer multiplies by."""
-    return Operand(getattr(layer._sharding, "rows", None), layer.transposed)
+    rows = getattr(layer._sharding, "rows", None)
+    if rows is None:
+        return TRANSPOSED if layer.transposed else WHOLE
+    return Operand(rows, layer.transposed)
 
 
 def may_put_off(layer: Splitting, x: Tensor) -> bool:
@@ -90,7 +93,7 @@ class ColumnEntry:
         """Local output of ``member``. x: [.., in] -> [.., out / group]."""
         index, bias = self.members.index(member), member.bias
         weight_part = operand_of(member)
-        part = Operand(weight_part.rows)
+        part = WHOLE if weight_part.rows is None else Operand(weight_part.rows)
         if not torch.is_grad_enabled():
             gathered = autocast_input(self._gathered(x))
             self._open_stream(member, gathered)
