@@ -203,7 +203,10 @@ class _Bench:
 
     @property
     def _tolerance(self) -> float:
-        return TOLERANCE.get(self._row.get_parameter("weight").dtype, 1e-4)
+        weight = self._row.get_parameter("weight")
+        kind = weight.device.type
+        lower = torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
+        return TOLERANCE.get(torch.get_autocast_dtype(kind) if lower else weight.dtype, 1e-4)
 
     def _with_gradients(self, part: tuple[Region, int, int] | None, seed: int) -> list[Tensor]:
         """The term, and gradients of what the columns read and of the parameters inside the region."""
