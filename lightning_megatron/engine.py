@@ -189,9 +189,7 @@ class StepEngine:
         assert self.gradients is not None
         self.share_copies()
         self._copies_may_differ = self._copies is not None
-        parts = self._split(batch, self._options.micro_batch_size)
-        if len(parts) > 1:
-            check_alike(batch, batch_size_of(batch), self._uncut)
+        parts = self._split(batch, self._options.micro_batch_size, alike=True)
         weights, total = self._weights(parts, across_replicas=True)
         scales = [weight / (total * accumulate) * scale for weight in weights]
         self.gradients.begin(fresh=fresh, reduce=reduce, scale=scale)
@@ -253,10 +251,12 @@ class StepEngine:
         elif self._replicas is not None and self._reduces:
             self._replicas.average()
 
-    def _split(self, batch: Any, chosen: int | str) -> list[Any]:
+    def _split(self, batch: Any, chosen: int | str, *, alike: bool = False) -> list[Any]:
         size = batch_size_of(batch)
-        stages = self._mesh.layout.pipeline
-        return split_batch(batch, auto_micro_batch_size(size, stages) if chosen == "auto" else int(chosen))
+        part = auto_micro_batch_size(size, self._mesh.layout.pipeline) if chosen == "auto" else int(chosen)
+        if alike and part < size:
+            check_alike(batch, size, self._uncut)
+        return split_batch(batch, part)
 
     def _weights(self, parts: list[Any], *, across_replicas: bool) -> tuple[list[float], float]:
         """Weight of each micro-batch, and their total; the total covers all replicas so that losses divided by it

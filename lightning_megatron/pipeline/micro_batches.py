@@ -128,8 +128,12 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
     Raises:
         ValueError: with the sizes.
     """
-    lengths = [tensor.shape[0] for tensor in _tensors_of(batch) if tensor.dim()]
-    uncut = sum(length != size for length in lengths)
+    lengths: list[int] = []
+    _add_lengths(batch, lengths)
+    uncut = 0
+    if lengths.count(size) != len(lengths):
+        lengths = [tensor.shape[0] for tensor in _tensors_of(batch) if tensor.ndim]
+        uncut = len(lengths) - lengths.count(size)
     before = known.setdefault(len(lengths), uncut)
     if uncut != before:
         raise ValueError(
@@ -139,6 +143,16 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
             "have one length (`drop_last=True`, `CombinedLoader(..., 'min_size')`), or set `micro_batch_size` to at "
             "least the batch size."
         )
+
+
+def _add_lengths(batch: Any, found: list[int]) -> None:
+    """Dimension 0 of every tensor, those of ragged lists too: all that most batches need."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            found.append(batch.shape[0])
+        return
+    for child in _children(batch):
+        _add_lengths(child, found)
 
 
 def _tensors_of(batch: Any) -> Iterator[Tensor]:
