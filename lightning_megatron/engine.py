@@ -316,6 +316,8 @@ class StepEngine:
     def _result(self, outputs: list[Any], weights: list[float], sizes: list[int], name: str) -> StepResult:
         assert self.recorder is not None
         keys, rows = self.recorder.collect(self._device)
+        if self._stage is not None:
+            self._stage.cursor.watch_plan.note_logged(name, [key.name for key in keys])
         loss = None
         if name == "training_step":
             losses = [loss_of(output).detach() for output in outputs]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.boundary import Boundary, Leaf, StageRun
-from lightning_megatron.pipeline.provenance import Provenance
+from lightning_megatron.pipeline.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.standin import OutputShapes, become
 from lightning_megatron.rng import PartHooks, SegmentStreams
 
@@ -46,7 +46,7 @@ class StageCursor:
         self._trunk = trunk
         self._streams = streams
         self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._watched: set[tuple[tuple[int, int], str]] = set()
+        self.watch_plan = WatchPlan()
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self.shapes = OutputShapes()
@@ -99,7 +99,7 @@ class StageCursor:
         self.received = self.sent = Boundary()
         self._aliases, self._made = {}, {}
         if self._watch is not None:
-            self._watched.add(((self.first, self.stop), self.where))
+            self.watch_plan.note_run((self.first, self.stop), self.where)
             self._watch = None
 
     def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
@@ -107,10 +107,6 @@ class StageCursor:
         self.first, self.stop = bounds
         self.micro_batch = run.micro_batch
         self.received = run.received
-
-    def has_watched(self, bounds: tuple[int, int], where: str) -> bool:
-        """Whether a run of this kind has been followed already."""
-        return (bounds, where) in self._watched
 
     @property
     def sends(self) -> bool:

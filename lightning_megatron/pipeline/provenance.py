@@ -27,6 +27,7 @@ from lightning_megatron.pipeline.inner_gradients import check_inner_gradient
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
+_WATCHED_AGAIN = 200
 _TESTS = ("isnan", "isinf", "isfinite")
 # Only the shape or the type of their tensors goes into what these return.
 _BLIND = frozenset(
@@ -39,6 +40,47 @@ _FIRST_ONLY = frozenset(
 _READS = frozenset(
     getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
 ) | {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, torch.is_nonzero}
+
+
+class WatchPlan:
+    """Which runs of steps are watched: the first of each kind, and more of them once a step has logged something new.
+
+    A number that is logged now and then, ``if self.global_step % 50 == 0``, is not in the first run. After its first
+    time the steps of that name are watched until it comes again.
+    """
+
+    def __init__(self) -> None:
+        self._done: set[tuple[tuple[int, int], str]] = set()
+        self._logged: dict[str, set[str]] = {}
+        self._awaited: dict[str, set[str]] = {}
+        self._left: dict[str, int] = {}
+        self._watching = False
+
+    def is_done(self, bounds: tuple[int, int], where: str) -> bool:
+        """Whether the next run of the layers ``bounds`` in the step ``where`` need not be watched."""
+        return (bounds, where) in self._done and not self._awaited.get(where)
+
+    def note_run(self, bounds: tuple[int, int], where: str) -> None:
+        """Say that such a run was watched."""
+        self._done.add((bounds, where))
+        self._watching = True
+
+    def note_logged(self, where: str, names: list[str]) -> None:
+        """Say what a whole step has logged, in all its runs."""
+        logged = self._logged.setdefault(where, set())
+        if not self._watching and logged.issuperset(names):
+            return
+        awaited = self._awaited.setdefault(where, set())
+        if self._watching:
+            logged.update(names)
+            awaited.difference_update(names)
+            self._left[where] = self._left.get(where, _WATCHED_AGAIN) - 1
+        else:
+            awaited.update(set(names) - logged)
+        self._watching = False
+        if self._left.get(where, _WATCHED_AGAIN) <= 0:  # logged once, it seems: watching has its price
+            logged.update(awaited)
+            awaited.clear()
 
 
 class Provenance(TorchFunctionMode):

@@ -162,7 +162,7 @@ class StageModule:
             where: name of the step; a backward follows ``"training_step"``.
         """
         bounds = self.partition.bounds[virtual_stage]
-        watch = None if self.cursor.has_watched(bounds, where) else self._new_watch(received)
+        watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
         self.cursor.begin(bounds, micro_batch, received, where, watch)
         try:
             with watch or _NOTHING, self._keeping_early_buffers(virtual_stage):

@@ -130,6 +130,19 @@ class OwnBackward(TokenTask):
         return loss
 
 
+class NowAndThen(TokenTask):
+    """Logs, in some steps only, a number of the first layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.token_embedding(batch[0])
+        states = []
+        for layer in self.net.layers:
+            states.append(x := layer(x))
+        if batch_idx:
+            self.log("first", states[0].detach().norm())
+        return torch.nn.functional.linear(self.net.final_norm(x), self.net.token_embedding.weight).square().mean()
+
+
 def _input_gradient(late: bool) -> InputGradient:
     network = LearnedPositions()
     network.head = nn.Linear(HIDDEN, VOCABULARY)
@@ -147,6 +160,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "short": lambda: TokenTask(LearnedPositions(layers=2)),
     "input_gradient": lambda: _input_gradient(late=False),
     "own_backward": lambda: OwnBackward(LearnedPositions()),
+    "now_and_then": lambda: NowAndThen(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
 }
 

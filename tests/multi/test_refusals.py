@@ -32,6 +32,7 @@ def _refused(outcomes: list[Any], *patterns: str) -> None:
         ("trunkless", ["trunk", "activations", "pipeline_layers"]),
         ("shared", ["layers", "more than once|same"]),
         pytest.param("own_backward", ["backward of its own", "pipeline_parallel_size"], marks=pytest.mark.wide),
+        pytest.param("now_and_then", ["logged value `first` depends on `net.layers.0`"], marks=pytest.mark.wide),
         pytest.param("input_gradient", ["from before the layers", "pipeline_parallel_size"], marks=pytest.mark.wide),
     ],
 )

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.pipeline.copies import find_copies
 from lightning_megatron.pipeline.partition import Partition, make_partition
+from lightning_megatron.pipeline.provenance import WatchPlan
 from lightning_megatron.pipeline.schedule import make_schedule
 from lightning_megatron.pipeline.trunk import find_trunk
 from tests.parity.zoo import strangers
@@ -108,3 +109,20 @@ def test_a_trained_list_is_the_trunk_before_its_frozen_copy() -> None:
     module = nn.Module()
     module.teacher, module.student = Walker().requires_grad_(False), Walker()
     assert find_trunk(module).name == "student.blocks"
+
+
+def test_steps_are_watched_again_until_what_they_logged_anew_comes_back() -> None:
+    plan, bounds = WatchPlan(), (0, 2)
+
+    def step(*names: str) -> bool:
+        watched = not plan.is_done(bounds, "training_step")
+        if watched:
+            plan.note_run(bounds, "training_step")
+        plan.note_logged("training_step", list(names))
+        return watched
+
+    assert [step("loss"), step("loss"), step("loss", "norm")] == [True, False, False]
+    assert [step("loss"), step("loss"), step("loss", "norm"), step("loss")] == [True, True, True, False]
+    assert not step("once")
+    assert sum(step("loss") for _ in range(300)) < 250
+    assert not step("loss")
