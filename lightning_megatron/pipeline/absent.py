@@ -55,6 +55,8 @@ class Absent(Tensor):
             elif argument.__class__ is list or argument.__class__ is tuple:
                 nested = argument
         if direct is not None and nested is None and not kwargs and direct.is_running():
+            if args[0].__class__ is Absent and _writes(func.__name__):  # the owning stage runs the same line
+                return args[0]
             return func(*[argument.plain if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
@@ -68,7 +70,7 @@ class Absent(Tensor):
             return f"<tensor of `{first.part}` on another pipeline stage>"
         if name == "__deepcopy__":
             return first
-        if name == "__set__" or name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        if name == "__set__" or _writes(name):
             target = args[0] if args else next(iter(kwargs.values()))
             absent = all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target))
             return target if absent else first.refuse(f"written into another tensor by `{name}`")
@@ -99,6 +101,11 @@ class Absent(Tensor):
             "stage. Go over `self.named_parameters()`, which gives what this rank holds; get the whole model's "
             "weights by `strategy.full_state_dict()`; or use `pipeline_parallel_size=1`."
         )
+
+
+def _writes(name: str) -> bool:
+    """Whether an operation of this name writes into its first argument."""
+    return name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def make_absent(zeros: Tensor, part: str, is_running: Callable[[], bool]) -> Absent:

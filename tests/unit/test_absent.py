@@ -1,0 +1,17 @@
+"""Weights of other stages, as a step of the module's own code meets them."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatron.pipeline.absent import make_absent
+
+
+def test_writing_into_a_weight_of_another_stage_does_nothing_in_a_step_either():
+    zeros = torch.zeros(()).expand(2, 3)
+    absent = make_absent(zeros, "layers.1.weight", lambda: True)
+    assert absent.div_(2) is absent
+    absent[0] = 1
+    absent += 1
+    assert not zeros.any()
+    assert torch.equal(torch.ones(2, 3) + absent, torch.ones(2, 3))
