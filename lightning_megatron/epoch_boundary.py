@@ -78,13 +78,13 @@ def go_on(trainer: pl.Trainer, place: Place) -> None:
     """Do what is outstanding, or let the loops do it; called once they are ready for their first epoch."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if place is Place.INSIDE:
+        _validate_first(fit, epoch)
         return
     if place is not Place.OVER:
         assert fit._data_fetcher is not None
         if epoch._should_check_val_fx(fit._data_fetcher):
             if place is Place.LAST_BATCH:
-                epoch.val_loop.restarting = False
-                epoch.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+                _begin_with_validation(epoch)
             return
         epoch._batches_that_stepped += 1  # as the loop does after the batch, and before the epoch's end
         fit.on_advance_end()
@@ -92,3 +92,16 @@ def go_on(trainer: pl.Trainer, place: Place) -> None:
     for loop in (fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop):
         loop._restarting = False
         loop.reset_restart_stage()
+
+
+def _validate_first(fit: Any, epoch: Any) -> None:
+    """Make up for a validation in the middle of an epoch that was to follow the batch after which was saved."""
+    batches = epoch.batch_progress.current
+    if batches.completed < batches.processed and epoch._should_check_val_fx(fit._data_fetcher):
+        _begin_with_validation(epoch)
+        epoch._batches_that_stepped -= 1  # the loop counts the batch when it restarts, and after validation again
+
+
+def _begin_with_validation(epoch: Any) -> None:
+    epoch.val_loop.restarting = False
+    epoch.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION

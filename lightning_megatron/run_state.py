@@ -171,6 +171,8 @@ class Resumption:
             self._continuation.is_over = True
             for loader in self._loaders:
                 walk_of(loader).restore(loader)
+        elif place is Place.INSIDE:
+            self._continuation.begin()
         go_on(self._trainer, place)
 
     def continue_loader(self, loader: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ class Continuation:
         self._device = device
         self.waiting: list[_ResumableIterator] = []
         self.is_over = False
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Batches that come next find the generators where they are from now on: a validation may come before them."""
+        self.rewind()
+        self.has_begun = True
 
     def rewind(self) -> None:
         """Set the global generators to where the checkpoint was saved."""
@@ -144,23 +151,26 @@ class _NotedSampler:
 
     def __init__(self, sampler: Any, loader: ResumableLoader, passed: int) -> None:
         self._sampler = sampler
-        self._loader = loader
+        self._walk = walk_of(loader)
+        # Not the loader itself: it keeps the iterator of persistent workers, which keeps this sampler.
+        names = ("dataset", "collate_fn", "generator", "sampler", "batch_sampler", "num_workers")
+        self._parts = SimpleNamespace(**{name: getattr(loader, name, None) for name in names})
         self._passed = passed
 
     def __iter__(self) -> Iterator[Any]:
-        walk, loader = walk_of(self._loader), self._loader
+        walk = self._walk
         count, self._passed = self._passed, 0  # persistent workers keep the sampler
         if count:
             walk.passed = 0
             yield from self._after(count, walk)
             return
-        walk.drawn = order_state(loader)
+        walk.drawn = order_state(self._parts)
         yield from self._noted(iter(self._sampler), walk)
 
     def _after(self, count: int, walk: Walk) -> Iterator[Any]:
         now = collect_rng_state(_CPU)
         if walk.drawn is not None:
-            restore_order(self._loader, walk.drawn)
+            restore_order(self._parts, walk.drawn)
         entries = iter(self._sampler)
         for _ in range(count):
             next(entries, None)
@@ -172,12 +182,12 @@ class _NotedSampler:
         yield from self._noted(entries, walk)
 
     def _noted(self, entries: Iterator[Any], walk: Walk) -> Iterator[Any]:
-        if self._loader.num_workers:
+        if self._parts.num_workers:
             yield from entries
             return
         while True:
             if walk.is_read_ahead:
-                walk.before_fetch = fetch_state(self._loader)
+                walk.before_fetch = fetch_state(self._parts)
             entry = next(entries, _END)
             if entry is _END:
                 return
@@ -247,7 +257,7 @@ class _ResumableIterator(_LateIterator):
 
     def _go_on(self) -> None:
         walk = walk_of(self.loader)
-        now = collect_rng_state(_CPU) if self._at.is_over else None
+        now = collect_rng_state(_CPU) if self._at.is_over or self._at.has_begun else None
         if walk.skip and _streams(self.loader):
             if walk.drawn is not None:
                 restore_order(self.loader, walk.drawn)
@@ -257,10 +267,10 @@ class _ResumableIterator(_LateIterator):
             walk.restore(self.loader)
         if now is not None:
             restore_rng_state(now, _CPU)
-            return
-        if walk.skip:
+        elif walk.skip:
             self._at.rewind()
-        self._at.reach()
+        if not self._at.is_over:
+            self._at.reach()
 
 
 _END = object()

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_megatron.data.generators import generators_in, restore_states, states_of
 from lightning_megatron.data.workers import NotingIterator
@@ -121,11 +120,11 @@ def walk_of(loader: Any) -> Walk:
     return walk
 
 
-def _of_data(loader: DataLoader[Any]) -> dict[str, Any]:
+def _of_data(loader: Any) -> dict[str, Any]:
     return generators_in({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
 
 
-def _of_order(loader: DataLoader[Any]) -> dict[str, Any]:
+def _of_order(loader: Any) -> dict[str, Any]:
     """Without what a sampler reaches through the data set that it holds."""
     found = generators_in({name: getattr(loader, name, None) for name in ("generator", "sampler", "batch_sampler")})
     of_data = {id(generator) for generator in _of_data(loader).values()}

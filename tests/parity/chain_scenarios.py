@@ -29,6 +29,7 @@ class Chain:
         hook: where checkpoints are saved.
         stops: optimizer steps to save at; each run but the first goes on from the one before.
         accumulate: batches per optimizer step.
+        interval: batches between validations; after the epoch's last one if ``None``.
         limit: whether ``max_steps`` ends runs right after they have saved, and not ``max_epochs``.
     """
 
@@ -41,6 +42,7 @@ class Chain:
     accumulate: int = 1
     limit: bool = False
     validates: bool = True
+    interval: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -139,6 +141,7 @@ def _fit(info: RankInfo, chain: Chain, story: Story, resumed_at: int | None, end
         limit_val_batches=1.0 if chain.validates else 0,
         use_distributed_sampler=chain.data > 1,
         accumulate_grad_batches=chain.accumulate,
+        val_check_interval=chain.interval,
     )
     seed = 6 if resumed_at is None else 9 + resumed_at
     random.seed(seed)

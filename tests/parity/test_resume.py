@@ -44,6 +44,8 @@ def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_lo
         pytest.param(Chain("persistent", stops=(2, 3, 5, 8, 11)), marks=WIDE),
         pytest.param(Chain("own generators in workers", stops=(2, 3, 5, 8, 11)), marks=WIDE),
         pytest.param(Chain("generator, workers", stops=(5, 8, 10), limit=True, validates=False), marks=WIDE),
+        pytest.param(Chain("persistent", stops=(2, 3, 4, 7), interval=2), marks=WIDE),
+        pytest.param(Chain(pipeline=2, stops=(2, 4, 6), interval=2), marks=WIDE),
         pytest.param(Chain("uncounted, workers", stops=(2, 3, 5, 8, 11)), marks=WIDE),
         pytest.param(Chain("uncounted", hook="on_validation_end", stops=(5, 10)), marks=WIDE),
         pytest.param(Chain(tensor=2), marks=WIDE),
