@@ -34,17 +34,17 @@ class Numbered(Dataset[Tensor]):
 
 
 class OwnGenerators(Numbered):
-    """Draws from generators that it keeps."""
+    """Draws from generators that it keeps; torch's cannot be sent to a worker that is not forked."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_torch: bool = True) -> None:
         super().__init__(True)
         self.sources: dict[str, Any] = {"numpy": numpy.random.default_rng(3), "old": numpy.random.RandomState(4)}
         self.inner = [random.Random(5)]
-        self.torch = torch.Generator().manual_seed(6)
+        self.torch = torch.Generator().manual_seed(6) if with_torch else None
 
     def __getitem__(self, index: int) -> Tensor:
         drawn = self.sources["numpy"].random() + self.sources["old"].rand() + self.inner[0].random()
-        value = drawn + torch.rand((), generator=self.torch).item()
+        value = drawn + (torch.rand((), generator=self.torch).item() if self.torch is not None else 0.0)
         return torch.tensor([index, value], dtype=torch.float64)
 
 
@@ -104,7 +104,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "persistent": lambda: _loader(**_PERSISTENT),
     "own seeds": lambda: _loader(worker_init_fn=_seed_by_hand, collate_fn=_collate, **_WORKERS),
     "own generators": lambda: _loader(OwnGenerators()),
-    "own generators in workers": lambda: _loader(OwnGenerators(), **_PERSISTENT),
+    "own generators in workers": lambda: _loader(OwnGenerators(False), **_PERSISTENT),
     "generator": lambda: _loader(generator=torch.Generator().manual_seed(42)),
     "generator, workers": lambda: _loader(generator=torch.Generator().manual_seed(42), **_WORKERS),
     "lengths": _of_lengths,
