@@ -41,8 +41,8 @@ def check_tensor_options(tensor: int, plan: Any, sequence_parallel: Any) -> None
     Raises:
         ValueError: with the option's name and value.
     """
-    if plan != "auto" and not isinstance(plan, Mapping):
-        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a dict of pattern -> style.")
+    if plan != "auto" and (not isinstance(plan, Mapping) or not plan):
+        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a dict of pattern -> style, not empty.")
     if tensor == 1 and plan != "auto":
         raise ValueError("`tensor_parallel_plan` is given, but `tensor_parallel_size=1`; set `tensor_parallel_size`.")
     if tensor == 1 and sequence_parallel:
