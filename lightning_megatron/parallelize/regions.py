@@ -94,14 +94,15 @@ def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: T
     Raises:
         ValueError: a column's split output reaches no row.
     """
-    rows = [name for name, style in styles.items() if style.is_row]
-    columns = [name for name, style in styles.items() if style.is_column]
+    named = [name for name, _ in module.named_modules() if name in styles]
+    rows = [name for name in named if styles[name].is_row]
+    columns = [name for name in named if styles[name].is_column]
     regions, matched = [], set()
     for row in rows:
         if trace is not None and row in trace.sources:
             members = [c for c in trace.sources if c in trace.sources[row] and c in columns]
         else:
-            members = _nearest_columns(row, rows, columns)
+            members = _nearest_columns(row, rows, columns, named)
         if not members:
             continue
         matched.update(members)
@@ -164,8 +165,11 @@ def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set
                 )
 
 
-def _nearest_columns(row: str, rows: list[str], columns: list[str]) -> list[str]:
-    """Without a trace: the columns under the closest common parent that has any."""
+def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[str]) -> list[str]:
+    """Without a trace: the columns under the closest common parent that has any.
+
+    Where several rows are as close, each has those registered between the row before and itself.
+    """
     scope = parent(row)
     while True:
         inside = [c for c in columns if c.startswith(f"{scope}.") or not scope]
@@ -174,7 +178,9 @@ def _nearest_columns(row: str, rows: list[str], columns: list[str]) -> list[str]
             return inside
         if inside or not scope:
             before = columns_between(inside, others)
-            return before
+            own = order.index(row)
+            after = max((order.index(other) for other in others if order.index(other) < own), default=-1)
+            return [c for c in before if after < order.index(c) < own] or before
         scope = parent(scope)
 
 

@@ -13,6 +13,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli import app
 from lightning_megatron.layers import vocab_parallel_cross_entropy
 from lightning_megatron.parallelize import explain
+from lightning_megatron.parallelize.blueprint import draw_up
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
 from lightning_megatron.parallelize.patterns import generalize, matches
 from tests.multi.tensor_models import LLAMA, VOCABULARY, NanoGPT, hugging_face
@@ -117,6 +118,13 @@ def test_module_that_cannot_be_run_says_what_to_give():
 
     with pytest.raises(ValueError, match=r"example_input_array.*tensor_parallel_plan"):
         explain(Closed(), 2)
+
+
+def test_pairs_of_a_plan_for_a_module_that_cannot_be_run_follow_the_order_of_its_layers():
+    chain = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    plan = {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"}
+    found = [(region.columns, region.row) for region in draw_up(chain, 2, plan).regions]
+    assert found == [(["0"], "1"), (["2"], "3")]
 
 
 def test_module_without_pairs_says_so():
