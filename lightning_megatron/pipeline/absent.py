@@ -27,6 +27,7 @@ _KNOWN = frozenset(
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
         *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_contiguous", "is_pinned", "is_shared"),
         *("__len__", "__hash__", "is_same_size", "is_conj", "is_neg", "is_set_to", "data_ptr", "result_type"),
+        "untyped_storage",
     )
 )
 _TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))

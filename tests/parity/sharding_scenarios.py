@@ -88,34 +88,17 @@ class SharedTask(LightningModule):
         optimizer: key of `OPTIMIZERS`.
         unused: every second batch leaves a branch of the network without gradient.
         frozen: begin with the first layers frozen; a callback unfreezes them and adds their group.
-        named: freeze one parameter by its name for the first epoch, another one for the second.
-        added: the first layer gets a group of its own when training starts.
+        added: the first layer is frozen, to get a group of its own when training starts.
     """
 
     def __init__(
-        self,
-        optimizer: str = "adamw",
-        unused: bool = False,
-        frozen: bool = False,
-        named: bool = False,
-        added: bool = False,
+        self, optimizer: str = "adamw", unused: bool = False, frozen: bool = False, added: bool = False
     ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = NanoGPT(4)
         self.branch = nn.Linear(VOCABULARY, 1)
-        self.optimizer, self.unused, self.frozen, self.named, self.added = optimizer, unused, frozen, named, added
-
-    def on_train_epoch_start(self) -> None:
-        if self.named:
-            self.net.transformer.wpe.weight.requires_grad_(self.current_epoch != 0)
-            self.branch.bias.requires_grad_(self.current_epoch != 1)
-        if self.added:
-            groups = self.trainer.optimizers[0].param_groups
-            held = {id(parameter) for group in groups for parameter in group["params"]}
-            first = [p.requires_grad_() for p in self.net.transformer.h[0].parameters()]
-            if first and id(first[0]) not in held:
-                self.trainer.optimizers[0].add_param_group({"params": first, "lr": 2e-3})
+        self.optimizer, self.unused, self.frozen, self.added = optimizer, unused, frozen, added
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Any:
         return torch.stack([s["tokens"] for s in samples]), torch.stack([s["targets"] for s in samples])
@@ -144,6 +127,30 @@ class SharedTask(LightningModule):
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class RegroupedTask(SharedTask):
+    """Changes what is trained, and in which group, in a hook.
+
+    Args:
+        named: freeze one parameter by its name for the first epoch, another one for the second.
+        **others: of `SharedTask`.
+    """
+
+    def __init__(self, named: bool = False, **others: Any) -> None:
+        super().__init__(**others)
+        self.named = named
+
+    def on_train_epoch_start(self) -> None:
+        if self.named:
+            self.net.transformer.wpe.weight.requires_grad_(self.current_epoch != 0)
+            self.branch.bias.requires_grad_(self.current_epoch != 1)
+        if self.added:
+            groups = self.trainer.optimizers[0].param_groups
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            first = [p.requires_grad_() for p in self.net.transformer.h[0].parameters()]
+            if first and id(first[0]) not in held:
+                self.trainer.optimizers[0].add_param_group({"params": first, "lr": 2e-3})
 
 
 class Unfreeze(BaseFinetuning):
@@ -187,7 +194,8 @@ def train(info: RankInfo, setup: Setup, resume: str | None = None, save: str | N
     callbacks: list[Callback] = [watch, Unfreeze()] if setup.module.get("frozen") else [watch]
     options = {"max_epochs": 2, "limit_val_batches": 0, **setup.trainer}
     trainer = make_trainer(info, strategy, callbacks=callbacks, **options)
-    module = SharedTask(**setup.module)
+    task = RegroupedTask if {"named", "added"} & setup.module.keys() else SharedTask
+    module = task(**setup.module)
     if options.get("precision") not in (None, "64-true"):
         module = module.float()
     trainer.fit(module, ckpt_path=resume)
