@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy
@@ -100,6 +101,7 @@ def _fit(info: RankInfo, loader: str, sizes: tuple[int, int], path: str | None, 
 def stopped_and_resumed(info: RankInfo, loader: str, pipeline: int, data: int) -> list[str]:
     """What differs between an undisturbed run and those that were resumed; nothing should."""
     whole = Diary(info.directory)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than this machine has cores
     _fit(info, loader, (pipeline, data), None, whole)
     steps = 18 if "stream in" in loader else STEPS  # each worker has half a batch left over
     found = [] if len(whole.entries) == steps else [f"{len(whole.entries)} steps"]
