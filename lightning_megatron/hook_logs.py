@@ -33,7 +33,7 @@ from torchmetrics import Metric
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.absent import Absent
 from lightning_megatron.replay import LOG_SIGNATURE
-from lightning_megatron.watching import may_log
+from lightning_megatron.watching import foreign_callbacks, may_log
 
 _NORM = re.compile(r"grad_([0-9.]+|inf)_norm(?!_total)")
 _TOTAL = re.compile(r"grad_([0-9.]+|inf)_norm_total")
@@ -222,9 +222,8 @@ class HeldHooks:
     ) -> None:
         self._module, self._logs, self._log = module, logs, log
         self._wrapped: list[tuple[Any, str]] = []
-        known = ("lightning_megatron.", "lightning.pytorch.")
-        others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
-        for owner, parent in ((module, None), *((callback, Callback) for callback in others)):
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
+        for owner, parent in ((module, None), *others):
             for hook in _HOOKS:
                 if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__ and may_log(owner, hook):
                     owner.__dict__[hook] = self._holding(getattr(owner, hook))

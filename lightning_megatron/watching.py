@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,10 +53,15 @@ def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bo
     more = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device")
     if any(is_overridden(hook, module) for hook in (*own, *more)):
         return True
-    known = ("lightning_megatron.", "lightning.pytorch.")
-    others = [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
     hooks = [hook for hook in dir(Callback) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
+    others = foreign_callbacks(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)
+
+
+def foreign_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Those that are neither Lightning's nor this package's."""
+    known = ("lightning_megatron.", "lightning.pytorch.")
+    return [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
 
 
 def may_log(owner: Any, hook: str) -> bool:

@@ -162,8 +162,7 @@ class Bucket:
     def _point_pieces(self) -> None:
         gradients = self.own_gradients
         for piece in self.pieces.values():
-            part = piece.part
-            piece.grad = gradients[part.at : part.at + part.stop - part.start].view(piece.update.shape)
+            piece.grad = piece.part.of(gradients).view(piece.update.shape)
 
     def resume(self, factor: float, replicas: int) -> None:
         """Go on adding to sums: bring them to the scale of what is added, and count what each rank holds once.
@@ -243,8 +242,7 @@ class Bucket:
             if piece.update.grad is not None:
                 piece.update.grad = None
                 piece.update.grad_dtype = gradients.dtype
-                part = piece.part
-                piece.update.grad = gradients[part.at : part.at + part.stop - part.start].view(piece.update.shape)
+                piece.update.grad = piece.part.of(gradients).view(piece.update.shape)
 
     def release_parameters(self) -> None:
         """Let gradients of the parameters have the parameters' dtype again."""
@@ -336,7 +334,7 @@ def _take_weights(bucket: Bucket, dtype: torch.dtype, master: torch.dtype) -> No
     bucket.master = bucket.own_weights if dtype == master else bucket.own_weights.to(master)
     for part in placement.parts(sharing.rank):
         source = bucket.parameters[part.member].data.reshape(-1)[part.start : part.stop]
-        bucket.master[part.at : part.at + part.stop - part.start].copy_(source)
+        part.of(bucket.master).copy_(source)
     for parameter, offset in zip(bucket.parameters, placement.offsets, strict=True):
         view = bucket.weights[offset : offset + parameter.numel()].view(parameter.shape)
         view.copy_(parameter.data)
@@ -350,7 +348,7 @@ def _take_weights(bucket: Bucket, dtype: torch.dtype, master: torch.dtype) -> No
 def _cut_pieces(bucket: Bucket, *, keep_shapes: bool) -> None:
     assert bucket.master is not None
     for part in bucket.placement.parts(bucket.sharing.rank):
-        value, shape = bucket.master[part.at : part.at + part.stop - part.start], bucket.parameters[part.member].shape
+        value, shape = part.of(bucket.master), bucket.parameters[part.member].shape
         if keep_shapes or not shape:  # a number is never cut, and what optimizers keep for it has its shape
             value = value.view(shape)
         update = nn.Parameter(value)

@@ -137,9 +137,8 @@ def _make_first_state(optimizer: Optimizer, trial: Any) -> None:
     """Give the copy what the optimizer's constructor makes for every parameter (Adagrad's sums)."""
     known = [[p for p in group["params"] if p in optimizer.state] for group in optimizer.param_groups]
     everywhere = [p for group in known for p in group]
-    for group, new in zip(
-        known, trial.param_groups, strict=True
-    ):  # of a scalar, shapes do not tell what is per element
+    for group, new in zip(known, trial.param_groups, strict=True):
+        # Of a scalar, shapes do not tell what is per element.
         first = max([*group, *everywhere], key=lambda p: p.dim() > 0, default=None)
         if first is not None:
             for parameter in new["params"]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Part(NamedTuple):
     """Elements [start, stop) of the flattened parameter ``member``, lying at ``at`` in the shard."""
@@ -22,6 +24,10 @@ class Part(NamedTuple):
     start: int
     stop: int
     at: int
+
+    def of(self, shard: Tensor) -> Tensor:
+        """These elements of a shard, as a view."""
+        return shard[self.at : self.at + self.stop - self.start]
 
 
 @dataclass(frozen=True)

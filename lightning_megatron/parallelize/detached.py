@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.parallelize.probe import TOLERANCE
 from lightning_megatron.parallelize.regions import Region
-from lightning_megatron.parallelize.trace import Trace, prepared, tensors_left
+from lightning_megatron.parallelize.trace import Trace, fresh, prepared, tensors_left
 
 
 def read_elsewhere(module: nn.Module, trace: Trace, groups: Sequence[Sequence[Region]]) -> set[str]:
@@ -72,7 +72,7 @@ class _Run:
         with prepared(self._root), torch.no_grad(), hooks():
             torch.manual_seed(0)
             try:
-                output = self._root(*tree_map(_fresh, self._call.args), **tree_map(_fresh, self._call.kwargs))
+                output = self._root(*tree_map(fresh, self._call.args), **tree_map(fresh, self._call.kwargs))
             except Exception:  # disturbed values may be refused anywhere; nothing is known then
                 return None
             return [x.clone() for x in tensors_left(self._root, output)]
@@ -131,7 +131,3 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     finite = torch.isfinite(other)
     scale = other[finite].abs().amax() if bool(finite.any()) else 0.0
     return bool(((one - other)[finite].abs() > tolerance * scale).any())
-
-
-def _fresh(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

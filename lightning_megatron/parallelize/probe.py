@@ -31,7 +31,7 @@ from lightning_megatron.parallelize.probe_training import (
     watched_inputs,
 )
 from lightning_megatron.parallelize.regions import Region, holder_of, parent
-from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
+from lightning_megatron.parallelize.trace import Call, Trace, fresh, quiet_fast_paths
 from lightning_megatron.sharding import block_range
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -258,7 +258,7 @@ class _Bench:
 
         handle = self._row.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self._call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs))
+            self._call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
         except _Reached as reached:
             return reached.x
         finally:
@@ -342,7 +342,3 @@ def slice_arguments(
 
 def _take(tensor: Tensor, dim: int, ranges: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-
-def _fresh(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

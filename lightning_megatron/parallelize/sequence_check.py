@@ -23,7 +23,7 @@ from lightning_megatron.parallelize.patterns import generalize
 from lightning_megatron.parallelize.probe import TOLERANCE
 from lightning_megatron.parallelize.regions import Door, Region
 from lightning_megatron.parallelize.styles import Style
-from lightning_megatron.parallelize.trace import Call, Trace, quiet_fast_paths
+from lightning_megatron.parallelize.trace import Call, Trace, fresh, quiet_fast_paths
 
 
 def check_layers(
@@ -105,7 +105,7 @@ def check_between(module: nn.Module, trace: Trace, layers: list[str], dim: int) 
     call, problem = trace.calls[root], ""
     try:
         with _answering(module, answers), torch.no_grad():
-            call.module(*tree_map(_fresh, call.args), **tree_map(_fresh, call.kwargs))
+            call.module(*tree_map(fresh, call.args), **tree_map(fresh, call.kwargs))
     except Exception as error:  # the module's own code may fail in any way on parts of different lengths
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
@@ -185,7 +185,7 @@ class _Check:
         try:
             kept = self._kept_by(call)
             with _answering(self._module, answers), torch.no_grad():
-                output = call.module(*tree_map(_fresh, args), **tree_map(_fresh, kwargs))
+                output = call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
                 now = _attributes(call.module)
             got = _first_tensor(output)
         except Exception as error:  # the module's own code may fail in any way on a shorter sequence
@@ -205,7 +205,7 @@ class _Check:
         """Tensors with a gradient that the module leaves on itself when it sees all tokens: auxiliary losses."""
         before = _attributes(call.module)
         with _answering(self._module, {}), torch.enable_grad():
-            call.module(*tree_map(_fresh, call.args), **tree_map(_fresh, call.kwargs))
+            call.module(*tree_map(fresh, call.args), **tree_map(fresh, call.kwargs))
             after = _attributes(call.module)
         return {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
 
@@ -232,10 +232,6 @@ def _attributes(module: nn.Module) -> dict[str, Tensor]:
     for name, part in module.named_modules():
         found |= {f"{name}.{key}".lstrip("."): x for key, x in vars(part).items() if isinstance(x, Tensor)}
     return found
-
-
-def _fresh(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _last_tokens(x: Any, dim: int, length: int, kept: int) -> Any:
@@ -287,4 +283,4 @@ class _Answer:
         self._value = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return tree_map(_fresh, self._value)
+        return tree_map(fresh, self._value)

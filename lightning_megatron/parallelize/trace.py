@@ -136,6 +136,11 @@ def tensors_left(module: nn.Module, output: Any) -> list[Tensor]:
     return [x for x in [*leaves, *tree_leaves(inner)] if isinstance(x, Tensor)]
 
 
+def fresh(value: Any) -> Any:
+    """A copy of an argument that a call may write into."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _has_data(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value)
 

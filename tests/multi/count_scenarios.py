@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tests.harness import RankInfo
 from tests.parity.reshard_scenarios import END, Grid, Losses, Tied
+from tests.parity.sharding_scenarios import evaluated
 from tests.parity.train import make_trainer
 
 
@@ -21,10 +22,7 @@ class Counting(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]

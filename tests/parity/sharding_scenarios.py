@@ -21,6 +21,14 @@ from tests.parity.zoo.language import NanoGPT
 BATCH = 12  # divisible by 2, 3 and 4 replicas
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What an optimizer's closure gives, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Lion(torch.optim.Optimizer):
     """A third party's optimizer: signs of an interpolated momentum (arXiv 2302.06675)."""
 
@@ -29,10 +37,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
