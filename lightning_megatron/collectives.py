@@ -72,6 +72,12 @@ def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, ma
     return total
 
 
+def world_maximum(x: Tensor) -> Tensor:
+    """Largest of all ranks' values, element by element; ``x`` itself, which may be overwritten, where there is one."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return x if world is None else raw_all_reduce(x, world, keep=False, maximum=True)
+
+
 def start_all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False
 ) -> tuple[Tensor, Started | None]:
@@ -173,6 +179,16 @@ def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Star
         return exchange.ScatteredSum(out, x, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     return cast("Started", scatter(out, x, group=group, async_op=True))
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> Started:
+    """Start sending the contiguous ``x`` of rank ``source`` of the group into the others' ``x``.
+
+    The rank that sends may go on, and wait whenever it likes, but must leave ``x`` as it is until then.
+    """
+    if exchange.exchanges(x, group):
+        return exchange.Broadcast(x, source, group)
+    return cast("Started", dist.broadcast(x, group=group, group_src=source, async_op=True))
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -298,4 +314,5 @@ __all__ = [
     "split_to_group",
     "start_all_reduce",
     "start_reduce_scatter",
+    "world_maximum",
 ]

@@ -208,12 +208,20 @@ class StepEngine:
         chosen = self._options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self._split(batch, chosen)
         weights, _ = self._weights(parts, across_replicas=False)
-        return self._run(call, batch, parts, None, weights, name)
+        result = self._run(call, batch, parts, None, weights, name)
+        self.settle()
+        return result
 
     def remember_copies(self, trained: Iterable[nn.Parameter] = ()) -> None:
         """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
         if self._copies is not None:
             self._copies.note_trained(trained)
+
+    def settle(self) -> None:
+        """Wait until the other stages have the result of the last training step, which they fetch when they get there:
+        the stage that computes the loss updates its weights meanwhile.
+        """
+        self._exchange.settle()
 
     def share_copies(self) -> None:
         """Make them equal on all stages again, after hooks have run; collective over the pipeline."""
@@ -306,8 +314,9 @@ class StepEngine:
                 self._state.apply(result.state)
                 return result
             outputs = [step.outputs[index] for index in range(len(parts))]
-            self._appended.merge(weights, _sizes(parts))
-            return self._exchange.share(self._result(outputs, weights, _sizes(parts), name))
+            sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
+            self._appended.merge(weights, sizes)
+            return self._exchange.share(self._result(outputs, weights, sizes, name))
 
     @property
     def _has_loss(self) -> bool:
@@ -446,10 +455,6 @@ class _Recorded:
     def __call__(self, part: Any, index: int) -> Any:
         self._recorder.begin_micro_batch(self._weights[index])
         return self._call(part)
-
-
-def _sizes(parts: list[Any]) -> list[int]:
-    return [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
 
 
 def _without_loss(output: Any) -> Any:

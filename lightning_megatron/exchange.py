@@ -6,6 +6,7 @@ the same bits::
     gather     rank r sends its block to all                                  bytes sent: (n - 1) blocks
     scatter    rank r sends block q to rank q, and adds up the blocks r       (n - 1) blocks
     sum        two ranks send each other all of it, and add                   one tensor, as in gloo's two halves
+    broadcast  one rank sends its tensor to all others                        (n - 1) tensors
 
 A message is handed over by the thread that sends it, where gloo's collectives go through a thread of their own.
 Processor time per rank, two ranks, torch 2.13, gloo's and these: sum of 4 kB 0.27 and 0.07 ms; gather into 6.6 MB 2.5
@@ -111,3 +112,37 @@ class PairReduction:
         """Wait for the other rank's tensor and combine it with this rank's."""
         self._exchange.wait()
         self._combine(self.result, self._own, out=self.result)
+
+
+class Broadcast:
+    """One rank's tensor on its way to all others.
+
+    Unlike with gloo's collective, the rank that sends need not wait until the others come for it.
+
+    Args:
+        x: what is sent, or overwritten by what arrives; contiguous.
+        source: the rank, in the group, whose tensor it is.
+        group: its ranks call this in the same order.
+    """
+
+    def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        own = group.rank()
+        self._group, self._source, self._tensor = group, source, x.detach()
+        if own == source:
+            others = (rank for rank in range(group.size()) if rank != own)
+            self._works = [dist.isend(self._tensor, group=group, group_dst=rank) for rank in others]
+        else:
+            self._works = [dist.irecv(self._tensor, group=group, group_src=source)]
+
+    def wait(self) -> None:
+        """Wait until it has arrived; where it is sent, until all others have it."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = []
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What :meth:`wait` is about."""
+        source, own = dist.get_global_rank(self._group, self._source), self._group.rank() == self._source
+        route = f"to {members(self._group)}" if own else f"from rank {source}"
+        return Waiting(f"message of {numbers(self._tensor)} {route}", ranks_of(self._group) if own else (source,))

@@ -171,6 +171,7 @@ class OptimizationStrategy(StateStrategy):
     def on_train_end(self) -> None:
         """Hand round what the last hooks wrote."""
         super().on_train_end()
+        self._engine.settle()
         self._engine.share_copies()
 
     def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +194,7 @@ class OptimizationStrategy(StateStrategy):
             if logs is not None:
                 logs.hold()
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._engine.settle()
         except BaseException:
             self._engine.model_gradients.restore()
             if logs is not None:

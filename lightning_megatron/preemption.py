@@ -20,11 +20,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_megatron.collectives import world_maximum
 
 _NAME = "preempted.ckpt"
 
@@ -86,9 +87,7 @@ class Preemption:
         if batches == 0 or batches % self._trainer.accumulate_grad_batches:
             return
         notes = torch.tensor([int(self._stop), int(self._requeue)], device=self._device)
-        if dist.is_initialized():
-            dist.all_reduce(notes, dist.ReduceOp.MAX)
-        stop, requeue = notes.tolist()
+        stop, requeue = world_maximum(notes).tolist()
         if requeue:
             self._requeue = False
             if self._requeue_now is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.batch_metrics import BatchValue, MetricCalls
+from lightning_megatron.collectives import Started, start_broadcast
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.waiting import Waiting, members, ranks_of
@@ -170,7 +171,7 @@ class LogRecorder:
         for row, record in zip(rows, self._records.values(), strict=True):
             whole = record.whole()
             found = record.values if whole is None else [self._as_tensor(whole)] * len(record.values)
-            values = torch.stack([value.to(device=device, dtype=torch.float64) for value in found])
+            values = torch.stack([value.to(device) for value in found]).to(torch.float64)
             weights = torch.tensor(record.weights, dtype=torch.float64, device=device)
             row[0] = _combine(record.key.operation if whole is None else "max", values, weights)
             row[1] = weights.sum()
@@ -229,6 +230,7 @@ class StepExchange:
         self._replicas = mesh.layout.data
         self._data_group = mesh.group("data_parallel") if mesh.layout.data > 1 else None
         self._pipeline_group = mesh.group("pipeline_parallel") if mesh.layout.pipeline > 1 else None
+        self._sent: list[Started] = []
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
         self._keys: list[LogKey] = []
@@ -243,6 +245,12 @@ class StepExchange:
                 self._broadcast(result)
             return result
         return self._receive()
+
+    def settle(self) -> None:
+        """Wait until the other stages have fetched what was sent to them: at the latest when the next step is sent."""
+        sent, self._sent = self._sent, []
+        for work in sent:
+            work.wait()
 
     def _reduce_over_replicas(self, result: StepResult) -> None:
         self.start(result)
@@ -281,6 +289,7 @@ class StepExchange:
             result.rows[index, 0] = _combine(key.operation, values, weights)
 
     def _broadcast(self, result: StepResult) -> None:
+        self.settle()
         assert result.rows is not None
         rows = result.rows.reshape(-1)
         loss = result.loss
@@ -328,4 +337,9 @@ class StepExchange:
         return StepResult(loss, output, self._keys, values[1:].view(-1, 3), state)
 
     def _send(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._loss_rank, group=self._pipeline_group)
+        assert self._pipeline_group is not None
+        work = start_broadcast(tensor, dist.get_group_rank(self._pipeline_group, self._loss_rank), self._pipeline_group)
+        if self._has_loss:
+            self._sent.append(work)
+        else:
+            work.wait()

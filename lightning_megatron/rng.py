@@ -19,7 +19,7 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,12 +58,11 @@ class SegmentStreams:
     """
 
     def __init__(self, device: torch.device, replica: int, seed: int) -> None:
-        self._device = device
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._replica = replica
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
-        self._micro_batch_states: dict[int, int] = {}
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and how many steps were run; equal on all ranks."""
@@ -83,7 +82,6 @@ class SegmentStreams:
         self._steps[training] += 1
         step_seed = mix(self._seed, self._steps[training], training)
         self.step_state = absorb(_START, step_seed, self._replica)
-        self._micro_batch_states = {}
         state = _current_rng_state(self._device)
         try:
             yield
@@ -91,24 +89,43 @@ class SegmentStreams:
             restore_rng_state(state, self._device)
 
     def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
-        """Start a stream.
+        """Start one of torch's streams.
 
         Args:
             micro_batch: which micro-batch of the step.
             segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
             call: how often this segment of this micro-batch has been entered before.
         """
-        state = self._micro_batch_states.get(micro_batch)
-        if state is None:
-            state = self._micro_batch_states[micro_batch] = absorb(self.step_state, micro_batch)
-        seed = absorb(state, (segment << _CALL_BITS) + call) & _MASK
+        self.enter_known(self._seed_of(absorb(self.step_state, micro_batch), segment, call))
+
+    def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = ()) -> dict[int, int]:
+        """Enter segment 0 of a micro-batch, with Python's and NumPy's generators too.
+
+        Args:
+            micro_batch: which micro-batch of the step.
+            segments: those that are going to be entered for the first time.
+
+        Returns:
+            What :meth:`enter_known` takes for each of them; between layers, working a seed out takes three times as
+            long as here, where it is done for all of them in a row.
+        """
+        state = absorb(self.step_state, micro_batch)
+        seed = self._seed_of(state, 0)
+        self.enter_known(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        return {segment: self._seed_of(state, segment) for segment in segments}
+
+    def enter_known(self, seed: int) -> None:
+        """Start the stream of a seed."""
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
-        if segment == 0:
-            random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+    @staticmethod
+    def _seed_of(state: int, segment: int, call: int = 0) -> int:
+        return absorb(state, (segment << _CALL_BITS) + call) & _MASK
 
     def position(self) -> tuple[Tensor, Tensor | None]:
         """Where torch's generators are now."""
@@ -147,7 +164,7 @@ class SegmentHooks:
         """Start the segment before the trunk."""
         self._micro_batch = micro_batch
         self._calls = {}
-        self._streams.enter(micro_batch, 0)
+        self._streams.enter_micro_batch(micro_batch)
 
     def end(self) -> None:
         """Leave the generators alone until the next :meth:`begin`."""

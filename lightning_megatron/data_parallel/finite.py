@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.collectives import world_maximum
 from lightning_megatron.failure import AgreedFailure
 
 
@@ -56,9 +57,7 @@ def largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 def agree_on_overflow(value: Tensor) -> bool:
     """Whether ``value`` is infinite or NaN on any rank of the world."""
     bad = torch.isfinite(value).logical_not().to(torch.float32)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-    return bool(bad.item())
+    return bool(world_maximum(bad).item())
 
 
 def worst(finding: Finding) -> Finding:

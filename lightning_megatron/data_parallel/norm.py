@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from lightning_megatron.collectives import raw_all_reduce
 
 
 def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.device) -> Tensor:
@@ -28,7 +29,7 @@ def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.
     """
     total = squared_sum(counted, device)
     for group in groups:
-        dist.all_reduce(total, group=group)
+        total = raw_all_reduce(total, group, keep=False)
     return total.sqrt()
 
 

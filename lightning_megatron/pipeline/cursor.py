@@ -89,7 +89,7 @@ class StageCursor:
         self._made: dict[int, Tensor] = {}
         self._next = 0
         self.running, self.parameters_read = True, False
-        self._enter_stream(0)
+        self._seeds = self._streams.enter_micro_batch(micro_batch, range(1 + self.first, 2 + self.stop))
 
     def end(self) -> None:
         """Finish a run: nothing of the micro-batch stays referenced here."""
@@ -165,12 +165,12 @@ class StageCursor:
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
-        self._enter_stream(1 + index)
+        self._streams.enter_known(self._seeds[1 + index])
         output = self._compute(call, args, kwargs)
         if type(output) is not Tensor or self._made:
             self._note_made(args, kwargs, output)
         if index == self._layers - 1:
-            self._enter_stream(1 + self._layers)
+            self._streams.enter_known(self._seeds[1 + self._layers])
         return output
 
     def is_inside(self, index: int) -> bool:
@@ -342,11 +342,8 @@ class StageCursor:
             for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
                 leaves[leaf.index] = tensor
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        self._enter_stream(1 + index)
+        self._streams.enter(self.micro_batch, 1 + index)
         return call.forward(*args, **kwargs)
-
-    def _enter_stream(self, segment: int) -> None:
-        self._streams.enter(self.micro_batch, segment)
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

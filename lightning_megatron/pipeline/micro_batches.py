@@ -247,7 +247,8 @@ def checksum(batch: Any, samples: int = 1024) -> float:
         flat = flat[:: max(1, flat.numel() // samples)]
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
-        total += (index + 1) * float(flat.double().nan_to_num().sum()) + tensor.numel()
+        found = flat.double().nan_to_num().sum() if flat.is_floating_point() else flat.sum(dtype=torch.float64)
+        total += (index + 1) * float(found) + tensor.numel()
     return total
 
 
