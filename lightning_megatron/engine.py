@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_megatron.appended import AppendedLists
 from lightning_megatron.batch_metrics import MetricCalls
 from lightning_megatron.copy_exchange import CopyExchange
+from lightning_megatron.data_parallel.bucket import NARROW
 from lightning_megatron.data_parallel.buckets import GradientBuckets
 from lightning_megatron.data_parallel.local import LocalGradients
 from lightning_megatron.data_parallel.own_split import ReplicaAverage, splits_itself
@@ -42,7 +43,15 @@ from lightning_megatron.pipeline.micro_batches import (
 from lightning_megatron.pipeline.p2p import StageLinks
 from lightning_megatron.pipeline.partition import parts_outside
 from lightning_megatron.pipeline.recorder import StepRecorder, gather_timeline
-from lightning_megatron.pipeline.schedule import Schedule, ScheduleShape, lower, make_schedule, schedule_shape
+from lightning_megatron.pipeline.schedule import (
+    Schedule,
+    ScheduleShape,
+    halve_backwards,
+    join_halves,
+    lower,
+    make_schedule,
+    schedule_shape,
+)
 from lightning_megatron.pipeline.stage import StageModule
 from lightning_megatron.pipeline.timeline import Timeline
 from lightning_megatron.pipeline.trunk import find_trunk
@@ -394,8 +403,13 @@ class StepEngine:
         key = (micro_batches, forward_only)
         if key not in self._schedules:
             schedule = self._options.make_schedule(self._mesh.layout.pipeline, micro_batches, forward_only=forward_only)
-            self._schedules[key] = lower(schedule)
+            self._schedules[key] = (halve_backwards if self._rounds() else join_halves)(lower(schedule))
         return self._schedules[key]
+
+    def _rounds(self) -> bool:
+        """Whether layers compute in 16 bits."""
+        narrow = any(parameter.dtype in NARROW for parameter in self._module.parameters())
+        return narrow or torch.is_autocast_enabled(self._device.type)
 
     def measured_timeline(self) -> Timeline | None:
         """When each computation of the latest training step ran, on all stages; collective over the pipeline."""

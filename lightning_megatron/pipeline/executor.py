@@ -94,7 +94,10 @@ class PipelineExecutor:
         self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._trained = (-1.0, -1.0)
-        self._programs: dict[int, tuple[bool, Program, Schedule]] = {}  # by id; the schedule is kept alive with it
+        self._split: frozenset[Place] = frozenset()
+        self._programs: dict[
+            int, tuple[frozenset[Place], Program, Schedule]
+        ] = {}  # by id; the schedule is kept alive with it
         self._weights: WeightGradients | None = None
         self.runs: dict[Place, StageRun] = {}
 
@@ -115,12 +118,12 @@ class PipelineExecutor:
 
     def run(self, step: Step) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
-        split, program = self._program(step.schedule)
+        self._split, program = self._program(step.schedule)
         self._begin(step)
         with ExitStack() as stack:
             stack.callback(self._forget)
-            if split:
-                stack.enter_context(self._weight_gradients().installed())
+            if self._split:
+                stack.callback(self._weight_gradients().switch, False)
             if self._recorder is not None and step.training:
                 self._recorder.run(step.schedule, program)
             else:
@@ -152,8 +155,8 @@ class PipelineExecutor:
             self._weights = WeightGradients(stage.module.get_submodule(trunk.layer_names[index]) for index in owned)
         return self._weights
 
-    def _program(self, schedule: Schedule) -> tuple[bool, Program]:
-        """Whether backwards are split, and the actions of this stage; worked out once per schedule."""
+    def _program(self, schedule: Schedule) -> tuple[frozenset[Place], Program]:
+        """Whose backwards are split, and the actions of this stage; worked out once per schedule."""
         known = self._programs.get(id(schedule))
         if known is not None:
             return known[:2]
@@ -161,12 +164,11 @@ class PipelineExecutor:
             action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
         }
         early = self._links is not None and self._links.posts_ahead and not self._variable_shapes
-        split = any(step.kind is Kind.BACKWARD_WEIGHT for step in schedule.instructions[self._stage.stage])
-        if split:
-            actions[Action.BACKWARD] = self._backward_in_halves
+        steps = schedule.instructions[self._stage.stage]
+        split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
         program: Program = []
-        finals = self._final_parameters(schedule, split)
+        finals = self._final_parameters(schedule, bool(split))
         for slot in slots:
             final = finals.get(slot.position)
             computes = final is not None and slot.action.name.startswith("BACKWARD")
@@ -184,8 +186,14 @@ class PipelineExecutor:
         stage = self._stage
         return dict(final_parameters(stage.module, stage.partition, schedule, stage.stage, put_off))
 
+    def _switch_linears(self, place: Place) -> None:
+        """Let them be split if the backward of ``place`` is."""
+        if self._split:
+            self._weight_gradients().switch(place in self._split)
+
     def _forward(self, slot: Slot) -> None:
         step, place = self._step, slot.place
+        self._switch_linears(place)
         received = self._inputs.pop(place, None) or Boundary()
         batch, training = step.micro_batches[slot.micro_batch], step.training
         run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
@@ -211,6 +219,7 @@ class PipelineExecutor:
 
     def _backward(self, slot: Slot) -> None:
         place = slot.place
+        self._switch_linears(place)  # for layers that are recomputed
         run = self.runs.pop(place)
         cursor = self._stage.cursor
         cursor.resume(self._stage.partition.bounds[slot.virtual], run)
@@ -242,10 +251,6 @@ class PipelineExecutor:
         with self._weight_gradients().putting_off(queue):
             self._backward(slot)
         self._factors[slot.place] = queue
-
-    def _backward_in_halves(self, slot: Slot) -> None:
-        self._backward_input(slot)
-        self._backward_weight(slot)
 
     def _backward_weight(self, slot: Slot) -> None:
         add_up(self._factors.pop(slot.place))

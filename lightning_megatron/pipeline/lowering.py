@@ -85,3 +85,59 @@ def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:
     waits = [f"stage {rank} waits in {schedule.instructions[rank][at]}" for rank, at in sorted(stuck.items())[:4]]
     more = f" and {len(stuck) - 4} others" if len(stuck) > 4 else ""
     return ", ".join(waits) + more
+
+
+def join_halves(schedule: Schedule) -> Schedule:
+    """Make one backward of two halves where nobody waits for the first: nothing but receives lies between them.
+
+    A split backward costs more than a whole one, so it had better be paid for where it lets another stage go on::
+
+        stage 0   F1 I0 W0 F2 I1 W1 ..      becomes   F1 B0 F2 B1 ..
+        stage 1   F0 I0 SB0>0 W0 F1 ..      stays as it is
+
+    Args:
+        schedule: a lowered one; transfers keep their order.
+    """
+    return replace(schedule, instructions=tuple(_joined(steps) for steps in schedule.instructions))
+
+
+def _joined(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    joined: list[Instruction] = []
+    half: int | None = None
+    for step in steps:
+        if half is not None and not step.kind.is_receive:
+            first = joined[half]
+            if step == replace(first, kind=Kind.BACKWARD_WEIGHT):
+                del joined[half]
+                step = replace(first, kind=Kind.BACKWARD)
+            half = None
+        if step.kind is Kind.BACKWARD_INPUT:
+            half = len(joined)
+        joined.append(step)
+    return tuple(joined)
+
+
+def halve_backwards(schedule: Schedule) -> Schedule:
+    """Split the whole backwards of a schedule that splits others: weights' gradients then all come of products of their
+    own, which need not be rounded to 16 bits before they are added up.
+
+    Args:
+        schedule: a lowered one; what it sends goes after the first half.
+    """
+    if not any(step.kind is Kind.BACKWARD_WEIGHT for steps in schedule.instructions for step in steps):
+        return schedule
+    return replace(schedule, instructions=tuple(_halved(steps) for steps in schedule.instructions))
+
+
+def _halved(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    halved: list[Instruction] = []
+    second: Instruction | None = None
+    for step in steps:
+        if second is not None and not step.kind.is_transfer:
+            halved.append(second)
+            second = None
+        if step.kind is Kind.BACKWARD:
+            second = replace(step, kind=Kind.BACKWARD_WEIGHT)
+            step = replace(step, kind=Kind.BACKWARD_INPUT)
+        halved.append(step)
+    return tuple(halved) if second is None else (*halved, second)

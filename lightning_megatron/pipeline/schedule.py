@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from lightning_megatron.pipeline.custom import UserSchedule, from_function
 from lightning_megatron.pipeline.instructions import Instruction, Kind, Placement, Schedule
-from lightning_megatron.pipeline.lowering import lower
+from lightning_megatron.pipeline.lowering import halve_backwards, join_halves, lower
 from lightning_megatron.pipeline.schedules import interleaved, plain, vee, zero_bubble
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "Schedule",
     "ScheduleShape",
     "UserSchedule",
+    "halve_backwards",
+    "join_halves",
     "lower",
     "make_schedule",
     "schedule_shape",

@@ -1,17 +1,17 @@
 """Splitting a backward: the weight's half of every linear is put off until the schedule asks for it.
 
-A linear's backward is two products, and only one of them is waited for by the previous stage. While a split schedule is
-active, linears run through an autograd function that keeps the factors of the other product instead of multiplying
-them::
+A linear's backward is two products, and only one of them is waited for by the previous stage. In micro-batches whose
+backward the schedule splits, linears run through an autograd function that keeps the factors of the other product
+instead of multiplying them::
 
     I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
         └───▶ (g, x) put into the queue
 
 The product comes in the dtype of the gradient that it is added to, also where the factors have 16 bits.
 
-So autograd runs once per micro-batch, custom functions and recomputation included; a whole backward (``B``) is both
-halves in a row. Parameters of other modules get their gradients in ``I``. The method is that of zero
-bubble pipelining (arXiv 2401.10241); that one backward suffices follows from both factors being at hand in ``I``.
+So autograd runs once per micro-batch, custom functions and recomputation included. Parameters of other modules get
+their gradients in ``I``. The method is that of zero bubble pipelining (arXiv 2401.10241); that one backward suffices
+follows from both factors being at hand in ``I``.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class WeightGradients:
         self._calls += [_ShardedCall(self, m) for m in modules if is_sharded_linear(m)]
         self._calls += [_AttentionCall(self, m) for m in modules if _is_packed_attention(m)]
         self._queue: list[Factors] | None = None
+        self._splits = False
         self._anchors: dict[torch.device, Tensor] = {}
 
     @property
@@ -112,12 +113,21 @@ class WeightGradients:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Run the linears through the splitting function; outside, they are what they were."""
-        for call in self._calls:
-            call.install()
+        self.switch(True)
         try:
             yield
         finally:
-            for call in self._calls:
+            self.switch(False)
+
+    def switch(self, splits: bool) -> None:
+        """Run the linears through the splitting function from now on, or no longer."""
+        if splits == self._splits:
+            return
+        self._splits = splits
+        for call in self._calls:
+            if splits:
+                call.install()
+            else:
                 call.remove()
 
     @contextmanager

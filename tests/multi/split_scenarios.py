@@ -89,16 +89,19 @@ def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: A
     module, queues, early = build(model), [], set()
     original = PipelineExecutor._backward_input
 
+    def gradients(self: PipelineExecutor, virtual: int) -> dict[str, float | None]:
+        """A number that changes with the gradient, per linear of a virtual stage."""
+        start, stop = self._stage.partition.bounds[virtual]
+        layers = {n: self._stage.module.get_submodule(n) for n in self._stage.partition.trunk.layer_names[start:stop]}
+        linears = {f"{n}.{i}": c for n, layer in layers.items() for i, c in layer.named_modules() if is_linear(c)}
+        return {n: None if c.weight.grad is None else float(c.weight.grad.norm()) for n, c in linears.items()}
+
     def watched(self: PipelineExecutor, slot: Any) -> None:
+        before = gradients(self, slot.virtual)
         original(self, slot)
-        queue = self._factors[slot.place]
-        queues.append((slot.virtual, len(queue)))
-        if len(queues) == 1:
-            start, stop = self._stage.partition.bounds[slot.virtual]
-            for name in self._stage.partition.trunk.layer_names[start:stop]:
-                for inner, child in self._stage.module.get_submodule(name).named_modules():
-                    if is_linear(child) and child.weight.grad is not None:
-                        early.add(f"{name}.{inner}")
+        queues.append((slot.virtual, len(self._factors[slot.place])))
+        after = gradients(self, slot.virtual)
+        early.update(name for name in after if after[name] != before[name])
 
     Counted.backwards = 0
     with mock.patch.object(PipelineExecutor, "_backward_input", watched):
@@ -106,7 +109,7 @@ def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: A
     layers = [stop - start for start, stop in trainer.strategy.partition.bounds]  # type: ignore[attr-defined]
     return {
         "per_layer": sorted({count / layers[virtual] for virtual, count in queues}),
-        "queues": len(queues),
+        "stage": trainer.strategy.mesh.stage,  # type: ignore[attr-defined]
         "early": sorted(early),
         "forwards": counters.forwards,
         "backwards": Counted.backwards,

@@ -88,7 +88,8 @@ def test_every_linear_of_a_trunk_is_put_off_and_user_code_runs_once(
     outcomes = run_trainers(counted, model, tensor, schedule, recompute, devices=2 * tensor)
     for outcome in outcomes:
         found = outcome.value
-        assert found["per_layer"] == [LINEARS[model][tensor - 1]], found
+        waited_for = found["stage"] > 0 or schedule.endswith("-v")  # a whole backward where nobody waits for its half
+        assert found["per_layer"] == ([LINEARS[model][tensor - 1]] if waited_for else []), found
         assert found["early"] == [], "no linear has a weight gradient after the first half"
         layers = len(found["forwards"])
         assert found["backwards"] == layers * MICRO_BATCHES, found

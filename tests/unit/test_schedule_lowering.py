@@ -7,8 +7,17 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_megatron.pipeline.schedule import SCHEDULES, Kind, Placement, Schedule, lower, make_schedule
-from lightning_megatron.pipeline.timeline import check
+from lightning_megatron.pipeline.schedule import (
+    SCHEDULES,
+    Kind,
+    Placement,
+    Schedule,
+    halve_backwards,
+    join_halves,
+    lower,
+    make_schedule,
+)
+from lightning_megatron.pipeline.timeline import Costs, check, simulate
 
 PAIRS = {
     Kind.SEND_FORWARD: Kind.RECV_FORWARD,
@@ -114,3 +123,34 @@ def test_an_order_that_never_finishes_cannot_be_lowered() -> None:
     # Stage 0 waits for the gradient of micro-batch 0, stage 1 for its activation of micro-batch 1.
     with pytest.raises(ValueError, match=r"'mine' never finishes: stage 0 waits in B0.0, stage 1 waits in F1.0"):
         lower(bad)
+
+
+def test_halves_for_which_nobody_waits_become_one_backward() -> None:
+    lists = [
+        " ".join(map(str, s)) for s in join_halves(lower(make_schedule("zb-h1", 2, 3))).computations().instructions
+    ]
+    assert lists == ["F0.0 F1.0 B0.0 F2.0 B1.0 B2.0", "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0"]
+
+
+def test_joined_schedules_are_whole_keep_their_transfers_and_are_as_fast() -> None:
+    for schedule in EVERYTHING:
+        lowered = lower(schedule)
+        joined = join_halves(lowered)
+        for before, after in zip(lowered.instructions, joined.instructions, strict=True):
+            assert [s for s in before if s.kind.is_transfer] == [s for s in after if s.kind.is_transfer]
+        check(joined)
+        costs = Costs.uniform(schedule.virtual_stages)
+        assert simulate(joined, costs).makespan == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_whole_backwards_of_a_split_schedule_can_be_halved() -> None:
+    def kinds(schedule: Schedule) -> set[Kind]:
+        return {step.kind for steps in schedule.computations().instructions for step in steps}
+
+    for schedule in EVERYTHING:
+        halved = halve_backwards(lower(schedule))
+        check(halved)
+        splits = Kind.BACKWARD_WEIGHT in kinds(schedule)
+        assert Kind.BACKWARD not in kinds(halved) if splits else halved == lower(schedule)
+    one = halve_backwards(lower(make_schedule("dualpipe-v", 2, 4))).instructions[1]
+    assert "I1.0 SB1.0>0 W1.0" in " ".join(map(str, one))
