@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_megatron.layout import Coordinates, Layout
@@ -112,5 +113,28 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
     sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
     if device_type == "cuda":
         torch.cuda.current_device()
-    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    if device_type != "cpu":
+        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+        return ParallelMesh(layout, dist.get_rank(), device_mesh)
+    ranks = torch.arange(layout.world_size).view(sizes)
+    device_mesh = DeviceMesh.from_group(_groups_of(ranks), device_type, ranks, mesh_dim_names=MESH_AXES)
     return ParallelMesh(layout, dist.get_rank(), device_mesh)
+
+
+def _groups_of(ranks: Tensor) -> list[dist.ProcessGroup]:
+    """This rank's group along each axis of the grid. Axes of size one share a group: every group over gloo has a thread
+    that wakes up a hundred times a second.
+    """
+    alone: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = []
+    for axis, size in enumerate(ranks.shape):
+        if size == ranks.numel() > 1:
+            group = dist.group.WORLD
+        elif size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(axis, -1).reshape(-1, size).tolist())
+        else:
+            alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            group = alone
+        assert group is not None
+        groups.append(group)
+    return groups

@@ -288,8 +288,9 @@ class PipelineExecutor:
         self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
 
     def _post_forward_early(self, slot: Slot) -> None:
-        if self._key(slot, slot.virtual) in self._received_leaves:
-            self._post(slot, 0, self._received_leaves[self._key(slot, slot.virtual)], scatter=True)
+        known = self._received_leaves.get(self._key(slot, slot.virtual))
+        if known is not None:
+            self._post(slot, 0, known, scatter=True)
 
     def _post_backward_early(self, slot: Slot) -> None:
         if slot.place in self.runs:

@@ -136,10 +136,16 @@ class StageLinks:
             assert self._replicas is not None
             whole, dtype = shapes[0]
             shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
-        with torch.inference_mode(False):
-            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                tensors = self._buffers(shapes)
+        else:
+            tensors = self._buffers(shapes)
         works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
         return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
+
+    def _buffers(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""
