@@ -181,13 +181,15 @@ def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Star
     return cast("Started", scatter(out, x, group=group, async_op=True))
 
 
-def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> Started:
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Started:
     """Start sending the contiguous ``x`` of rank ``source`` of the group into the others' ``x``.
 
-    The rank that sends may go on, and wait whenever it likes, but must leave ``x`` as it is until then.
+    The rank that sends may go on, and wait whenever it likes, but must leave ``x`` as it is until then. Where
+    :func:`~lightning_megatron.exchange.exchanges` says that this is a message, others may start long before: what goes
+    by another ``tag`` may overtake it.
     """
     if exchange.exchanges(x, group):
-        return exchange.Broadcast(x, source, group)
+        return exchange.Broadcast(x, source, group, tag)
     return cast("Started", dist.broadcast(x, group=group, group_src=source, async_op=True))
 
 

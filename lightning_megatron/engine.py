@@ -314,6 +314,7 @@ class StepEngine:
             else:
                 executor = self._pipeline()
                 self._check_equal_batches(batch, len(parts))
+                self._exchange.expect()
                 executor.run(step)
                 if step.training and self._state is not None:
                     self._state.share_early_buffers()

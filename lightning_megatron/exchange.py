@@ -122,17 +122,18 @@ class Broadcast:
     Args:
         x: what is sent, or overwritten by what arrives; contiguous.
         source: the rank, in the group, whose tensor it is.
-        group: its ranks call this in the same order.
+        group: its ranks call this in the same order, among messages of one tag.
+        tag: of the messages.
     """
 
-    def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> None:
         own = group.rank()
         self._group, self._source, self._tensor = group, source, x.detach()
         if own == source:
             others = (rank for rank in range(group.size()) if rank != own)
-            self._works = [dist.isend(self._tensor, group=group, group_dst=rank) for rank in others]
+            self._works = [dist.isend(self._tensor, group=group, tag=tag, group_dst=rank) for rank in others]
         else:
-            self._works = [dist.irecv(self._tensor, group=group, group_src=source)]
+            self._works = [dist.irecv(self._tensor, group=group, tag=tag, group_src=source)]
 
     def wait(self) -> None:
         """Wait until it has arrived; where it is sent, until all others have it."""

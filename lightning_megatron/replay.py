@@ -27,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.batch_metrics import BatchValue, MetricCalls
 from lightning_megatron.collectives import Started, start_broadcast
+from lightning_megatron.exchange import exchanges
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.micro_batches import map_tensors
 from lightning_megatron.waiting import Waiting, members, ranks_of
@@ -38,6 +39,7 @@ _LOG_DEFAULTS = {
 }
 _NOT_REPLAYED = ("sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
 _HEADER = 3
+_RESULTS = (1 << 20) + 1  # tag of messages that bring a step's result
 _INLINE_VALUES = 61
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -231,6 +233,7 @@ class StepExchange:
         self._data_group = mesh.group("data_parallel") if mesh.layout.data > 1 else None
         self._pipeline_group = mesh.group("pipeline_parallel") if mesh.layout.pipeline > 1 else None
         self._sent: list[Started] = []
+        self._expected: tuple[Tensor, Started] | None = None
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
         self._keys: list[LogKey] = []
@@ -245,6 +248,15 @@ class StepExchange:
                 self._broadcast(result)
             return result
         return self._receive()
+
+    def expect(self) -> None:
+        """Be ready for the result of the step that is about to run, so that it arrives while this rank is busy."""
+        self._expected = None
+        if self._has_loss or self._pipeline_group is None:
+            return
+        header = self._new_header()
+        if exchanges(header, self._pipeline_group):
+            self._expected = header, self._start(header)
 
     def settle(self) -> None:
         """Wait until the other stages have fetched what was sent to them: at the latest when the next step is sent."""
@@ -302,7 +314,7 @@ class StepExchange:
         if result.state:
             extra["state"] = map_tensors(result.state, lambda tensor: tensor.detach().cpu())
         blob = pickle.dumps(extra) if extra else b""
-        header = torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)
+        header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
         header[:_HEADER] = torch.tensor([len(blob), rows.numel(), dtype], dtype=torch.float64)
         values = torch.cat([(loss if loss is not None else rows.new_tensor(float("nan"))).reshape(1).double(), rows])
@@ -315,8 +327,13 @@ class StepExchange:
             self._send(torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(self._device))
 
     def _receive(self) -> StepResult:
-        header = torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)
-        self._send(header)
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            header, under_way = expected
+            under_way.wait()
+        else:
+            header = self._new_header()
+            self._send(header)
         size, count, dtype = (int(entry) for entry in header[:_HEADER].tolist())
         count += 1
         values = header[_HEADER : _HEADER + min(count, _INLINE_VALUES)]
@@ -336,9 +353,16 @@ class StepExchange:
         loss = values[0].to(_LOSS_DTYPES[dtype]) if dtype >= 0 else None
         return StepResult(loss, output, self._keys, values[1:].view(-1, 3), state)
 
-    def _send(self, tensor: Tensor) -> None:
+    def _new_header(self) -> Tensor:
+        return torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)
+
+    def _start(self, tensor: Tensor) -> Started:
         assert self._pipeline_group is not None
-        work = start_broadcast(tensor, dist.get_group_rank(self._pipeline_group, self._loss_rank), self._pipeline_group)
+        source = dist.get_group_rank(self._pipeline_group, self._loss_rank)
+        return start_broadcast(tensor, source, self._pipeline_group, _RESULTS)
+
+    def _send(self, tensor: Tensor) -> None:
+        work = self._start(tensor)
         if self._has_loss:
             self._sent.append(work)
         else:
