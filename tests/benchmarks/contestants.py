@@ -77,14 +77,17 @@ def trainer_round(
     sequences: int,
     task: Callable[[Size], LightningModule] = Task,
     callbacks: list[Callback] | None = None,
+    devices: int | None = None,
 ) -> Round:
-    """A whole Trainer with ``strategy``; ``sequences`` per step in this process's loader."""
+    """A whole Trainer with ``strategy``; ``sequences`` per step in this process's loader. With ``devices=1`` it knows
+    of this process alone.
+    """
     watch = Stopwatch(steps)
     trainer = Trainer(
         accelerator="cpu",
-        devices=info.world_size,
+        devices=devices or info.world_size,
         strategy=strategy,
-        plugins=[ReusedProcesses(info)],
+        plugins=[ReusedProcesses(info)] if devices is None else [],
         max_steps=WARM_UP + steps,
         logger=False,
         callbacks=[watch, *(callbacks or [])],

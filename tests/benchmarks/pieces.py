@@ -1,10 +1,14 @@
-"""A small GPT through any schedule: by this package in a whole Trainer, and by torch's class in a bare loop."""
+"""A small GPT through any schedule: by this package in a whole Trainer, and by torch's class in a bare loop, or in a
+Trainer too, as a module that optimizes by hand.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -58,36 +62,78 @@ def ours(info: RankInfo, name: str, size: Size, steps: int) -> Round:
     return trainer_round(info, size, steps, strategy, size.batch)
 
 
+class HandCut:
+    """torch's class for a schedule, over this rank's hand-cut stages."""
+
+    def __init__(self, info: RankInfo, name: str, size: Size) -> None:
+        ensure_group(info)
+        torch.manual_seed(0)
+        whole, plan = GPT(size), make_schedule(name, info.world_size, size.micro_batches)
+        count, indices = plan.virtual_stages, [plan.virtual_stage(info.rank, chunk) for chunk in range(plan.chunks)]
+        self.pieces = nn.ModuleList([Piece(whole, index, count) for index in indices])
+        stages = [
+            pipelining.PipelineStage(piece, index, count, torch.device("cpu"))
+            for piece, index in zip(self.pieces, indices, strict=True)
+        ]
+        make: Any = getattr(pipelining, PEERS[name])
+        self._runner = make(stages[0] if name in SINGLE else stages, size.micro_batches, loss_fn=token_loss)
+        self._first, self._last = 0 in indices, count - 1 in indices
+
+    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Forward and backward of a batch; the losses of its micro-batches, on the rank that has them."""
+        losses: list[Tensor] = []
+        inputs = (tokens,) if self._first else ()
+        loss = {"target": targets, "losses": losses} if self._last else {}
+        self._runner.step(*inputs, **loss, return_outputs=False)
+        return losses
+
+
 def theirs(info: RankInfo, name: str, size: Size, steps: int) -> Round:
     """torch's class in a bare loop."""
-    ensure_group(info)
-    torch.manual_seed(0)
-    whole, plan = GPT(size), make_schedule(name, info.world_size, size.micro_batches)
-    indices = [plan.virtual_stage(info.rank, chunk) for chunk in range(plan.chunks)]
-    stages = [
-        pipelining.PipelineStage(
-            Piece(whole, index, plan.virtual_stages), index, plan.virtual_stages, torch.device("cpu")
-        )
-        for index in indices
-    ]
-    make: Any = getattr(pipelining, PEERS[name])
-    runner = make(stages[0] if name in SINGLE else stages, size.micro_batches, loss_fn=token_loss)
-    optimizer = optimizer_of(nn.ModuleList([stage.submod for stage in stages]))
+    cut = HandCut(info, name, size)
+    optimizer = optimizer_of(cut.pieces)
     losses: list[Tensor] = []
     clock = Clock()
     for index, (tokens, targets) in enumerate(make_batches(size, WARM_UP + steps, size.batch)):
         if index == WARM_UP:
             clock = Clock()
         optimizer.zero_grad()
-        losses = []
-        inputs = (tokens,) if 0 in indices else ()
-        loss = {"target": targets, "losses": losses} if plan.virtual_stages - 1 in indices else {}
-        runner.step(*inputs, **loss, return_outputs=False)
+        losses = cut.step(tokens, targets)
         optimizer.step()
     times = clock.per_step(steps)
     return Round(*times, float(torch.stack(losses).detach().mean()) if losses else float("nan"))
 
 
-def duel(info: RankInfo, name: str, size: Size, steps: int, rounds: int) -> list[tuple[Round, Round]]:
+class HandCutTask(LightningModule):
+    """A Lightning module around torch's class; rank by rank, as Lightning knows of one process only."""
+
+    def __init__(self, cut: HandCut) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pieces, self._cut = cut.pieces, cut
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses = self._cut.step(*batch)
+        self.log("train_loss", torch.stack(losses).detach().mean() if losses else float("nan"))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self)
+
+
+def theirs_in_trainer(info: RankInfo, name: str, size: Size, steps: int) -> Round:
+    """torch's class in a Trainer that logs the loss, as ours does."""
+    cut = HandCut(info, name, size)
+    return trainer_round(
+        info, size, steps, SingleDeviceStrategy("cpu"), size.batch, lambda _: HandCutTask(cut), devices=1
+    )
+
+
+def duel(
+    info: RankInfo, name: str, size: Size, steps: int, rounds: int, *, trainer: bool = False
+) -> list[tuple[Round, Round]]:
     """Alternates the two contestants."""
-    return alternate(lambda: ours(info, name, size, steps), lambda: theirs(info, name, size, steps), rounds)
+    other = theirs_in_trainer if trainer else theirs
+    return alternate(lambda: ours(info, name, size, steps), lambda: other(info, name, size, steps), rounds)

@@ -81,6 +81,9 @@ def cpu_duels() -> dict[str, Duel]:
         if name != "1f1b":
             duels[f"pp2-{name}"] = Duel(f"torch {peer}", 2, _by_name(pieces.duel, name), config=name)
             duels[f"pp2-{name}-wide"] = replace(duels[f"pp2-{name}"], size=WIDE)
+    for name, peer in pieces.PEERS.items():
+        both = _by_name(partial(pieces.duel, trainer=True), name)
+        duels[f"pp2-{name}-trainer"] = Duel(f"torch {peer} in a Trainer", 2, both, config=f"{name}, by hand")
     for name in split_contestants.DUELS:
         peer = "loss_parallel" if name == "loss" else "ModelParallelStrategy, DTensor"
         duels[f"tp2-{name}"] = Duel(peer, 2, _by_name(split_contestants.duel, name), TENSOR_SIZE)
