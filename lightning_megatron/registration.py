@@ -1,7 +1,8 @@
 """Making ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
 
 If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
-What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
+Likewise for the flag ``precision="fp8-mixed"``, and the module of Lightning that reads flags. What is registered is a
+factory, so that torch and the strategy load only when a Trainer asks for it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_megatron.precision_flag import accept_flag
+
 _STRATEGIES = "lightning.pytorch.strategies"
+_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
 _SAVING = "lightning.pytorch.core.saving"
 _NAME = "megatron"
 
 
 def register_when_lightning_is_imported() -> None:
-    """Register the strategy's name now, or right after Lightning's strategies are imported."""
-    if _STRATEGIES in sys.modules:
-        _register(sys.modules[_STRATEGIES])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    """Register the strategy's name and the flag now, or right after the modules of Lightning that know of them are
+    imported.
+    """
+    for name, act in ((_STRATEGIES, _register), (_CONNECTOR, accept_flag)):
+        if name in sys.modules:
+            act(sys.modules[name])
+        elif not any(isinstance(finder, _AfterImport) and finder.awaited == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(name, act))
 
 
 def _register(strategies: ModuleType) -> None:
@@ -58,34 +65,39 @@ def _build(**options: Any) -> Any:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds Lightning's strategies as Python would, and registers ours once they have run."""
+    """Finds one of Lightning's modules as Python would, and acts on it once it has run."""
+
+    def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
+        self.awaited = awaited
+        self._act = act
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Wrap the loader of the one module waited for; everything else is left to the other finders."""
-        if name != _STRATEGIES:
+        if name != self.awaited:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _ActingLoader(spec.loader, self._act)
         return spec
 
 
-class _RegisteringLoader(Loader):
-    """A loader that registers the strategy after running the module."""
+class _ActingLoader(Loader):
+    """A loader that acts on a module after running it."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
         self._loader = loader
+        self._act = act
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Create the module as the wrapped loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then register."""
+        """Run the module, then act."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        self._act(module)

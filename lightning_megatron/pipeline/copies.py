@@ -47,6 +47,10 @@ class Copies:
         """Whether the part or parameter ``name`` belongs to a copy."""
         return any(name == copy or name.startswith(f"{copy}.") for copy, *_ in self.sources)
 
+    def lie_in(self, part: str) -> bool:
+        """Whether ``part`` belongs to a copy, or has one inside."""
+        return self.covers(part) or any(copy.startswith(f"{part}.") for copy, *_ in self.sources)
+
     def without_trained(self, module: nn.Module, trained: Set[int]) -> Copies:
         """Those that no optimizer updates: a part may be called like a copy and be none.
 

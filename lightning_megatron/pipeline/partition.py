@@ -163,7 +163,7 @@ def _place_units(
     places: dict[str, frozenset[str]] = {}
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
-        if not phases or Phase.DURING in phases or copies.covers(name):
+        if not phases or Phase.DURING in phases or copies.lie_in(name):
             places[name] = frozenset({"all"})
         else:
             ends = {Phase.BEFORE: "first", Phase.AFTER: "last"}

@@ -58,7 +58,7 @@ class MegatronMixedPrecision(_GlobalClip, Precision):  # type: ignore[misc]
     """``precision="bf16-mixed"`` and ``"16-mixed"``: layers compute in 16 bits, the optimizer keeps float32.
 
     Linears, convolutions and embeddings hold 16-bit weights; gradients are accumulated, summed and applied in float32.
-    ``"fp8-mixed"``, which has to be passed as this plugin, is ``"bf16-mixed"`` but for the products of the linears in
+    ``"fp8-mixed"`` is ``"bf16-mixed"`` but for the products of the linears in
     the trunk's layers, which are of 8-bit numbers; see `lightning_megatron.layers.float8`.
 
     Args:
@@ -121,6 +121,5 @@ def megatron_precision(plugin: Precision | None) -> Precision:
         return _of_mixed(plugin)
     raise ValueError(
         f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; "
-        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed' or '16-mixed', or pass the plugin "
-        "`MegatronMixedPrecision('fp8-mixed', 'cuda')` for products of 8-bit numbers."
+        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed', '16-mixed' or 'fp8-mixed'."
     )

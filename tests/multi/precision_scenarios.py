@@ -170,15 +170,13 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
     """
     from lightning_megatron import MegatronStrategy
     from lightning_megatron.pipeline import float8
-    from lightning_megatron.plugins.precision import MegatronMixedPrecision
 
     losses, original = Losses(), float8._lack
     torch.manual_seed(5)
     rows = torch.randint(0, 53, (4, 17), generator=torch.Generator().manual_seed(2)).repeat(16, 1, 1)
     batches: Any = torch.utils.data.DataLoader(list(rows), batch_size=None)  # type: ignore[arg-type]
-    plugins = [ReusedProcesses(info), MegatronMixedPrecision(precision, "cpu")]
-    options: dict[str, Any] = {"precision": None, "plugins": plugins, "limit_val_batches": 0}
-    trainer = make_trainer(info, MegatronStrategy(**sizes), max_epochs=1, callbacks=[losses], **options)
+    strategy = MegatronStrategy(**sizes)
+    trainer = make_trainer(info, strategy, precision=precision, max_epochs=1, callbacks=[losses], limit_val_batches=0)
     config = DecoderConfig(vocabulary=53, hidden=32, layers=2, heads=2, intermediate=64, norm="layer")
     module = CausalLanguageModel(config, lr=1e-2)
     try:

@@ -66,7 +66,8 @@ def everyday() -> list[Row]:
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
-    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama"))]
+    teacher = Row("distilled", "pp2", "dualpipe-v", "none", 2, 1)  # both ends of the model are on one stage
+    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama")), teacher]
 
 
 def further(modules: Iterable[str]) -> Iterator[Row]:

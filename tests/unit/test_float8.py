@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_megatron.layers.float8 import BACKWARD, FLOAT8, FORWARD, fits, float8_linear, scaled
@@ -177,3 +178,14 @@ def test_the_plugin_takes_the_name_and_no_loss_scale() -> None:
     assert plugin.layer_dtype == torch.bfloat16 and plugin.loss_scale is None
     with pytest.raises(ValueError, match="'fp8-mixed'"):
         MegatronMixedPrecision("fp8", "cuda")
+
+
+def test_the_flag_is_taken_with_this_strategy_and_refused_with_others() -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, strategy="megatron", precision="fp8-mixed", logger=False)  # type: ignore[arg-type]
+    assert trainer.precision == "fp8-mixed" and isinstance(trainer.precision_plugin, MegatronMixedPrecision)
+    with pytest.raises(ValueError, match="'fp8-mixed' is invalid"):
+        Trainer(accelerator="cpu", devices=1, precision="fp8-mixed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'fp9-mixed' is invalid"):
+        Trainer(accelerator="cpu", devices=1, strategy="megatron", precision="fp9-mixed")  # type: ignore[arg-type]
+    plugin = MegatronMixedPrecision("fp8-mixed", "cpu")
+    assert Trainer(accelerator="cpu", devices=1, strategy="megatron", plugins=[plugin]).precision_plugin is plugin

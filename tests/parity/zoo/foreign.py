@@ -156,14 +156,15 @@ class EmbeddingTwice(nn.Module):
 
 
 class Stages(nn.Module):
-    """Four Sequentials of two convolutions, each wider than the last. ``[batch, 3, 8, 8]`` to ``[batch, 5]``."""
+    """Four Sequentials of three convolutions, each wider than the last. ``[batch, 3, 8, 8]`` to ``[batch, 5]``."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = (4, 4, 8, 8)
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         for index, (before, after) in enumerate(zip((4, *widths), widths, strict=False)):
-            parts = OrderedDict(change=nn.Conv2d(before, after, 1), one=Convolution(after), two=Convolution(after))
+            same = {name: Convolution(after) for name in ("one", "two", "three")}
+            parts = OrderedDict(change=nn.Conv2d(before, after, 1), **same)
             setattr(self, f"layer{index + 1}", nn.Sequential(parts))
         self.head = nn.Linear(8, 5)
 
