@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from lightning_megatron.collectives import gather_from_group, reduce_from_group
 from lightning_megatron.layers.operand import WHOLE, Operand, autocast_input
-from lightning_megatron.layers.products import PendingProducts, PutOff, row_product, sharded_product, share_input
+from lightning_megatron.layers.products import (
+    PendingProducts,
+    PutOff,
+    add_bias,
+    row_product,
+    sharded_product,
+    share_input,
+)
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.sharding import Range
 
@@ -277,8 +284,7 @@ def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
         detached = bias if bias is None or taker is None else bias.detach()
         return _linear(out, weight if taker is None else weight.detach(), detached, taker)
     weight = weight if taker is None else weight.detach()
-    total = row_product(autocast_input(out), weight, sharding.group, sharding.sequence_dim, taker)
-    return total if bias is None else total + autocast_input(bias)
+    return add_bias(row_product(autocast_input(out), weight, sharding.group, sharding.sequence_dim, taker), bias)
 
 
 def _shown_weights(layer: nn.MultiheadAttention, weights: Tensor, average: bool) -> Tensor:

@@ -29,7 +29,7 @@ from lightning_megatron.collectives import (
 from lightning_megatron.layers.entry import ColumnEntry, may_put_off, operand_of
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.operand import autocast_input
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, row_product
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vocabulary
@@ -284,7 +284,7 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     put_off = layer.put_off if may_put_off(layer, x) else None
     weight, operand = layer.weight if put_off is None else layer.weight.detach(), operand_of(layer)
     out = row_product(autocast_input(x), weight, sharding.group, dim, put_off, layer.products, operand)
-    return out if layer.bias is None else out + autocast_input(layer.bias)
+    return add_bias(out, layer.bias)
 
 
 @torch.compiler.disable

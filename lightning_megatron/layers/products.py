@@ -55,6 +55,27 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=dtype)
 
 
+class _AddedBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = gradient_dtype(bias)
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, bias_gradient(grad, ctx.dtype)
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x + bias``, where the bias gets its gradient in the dtype in which that adds up. x: [.., out], bias: [out]."""
+    if bias is None:
+        return x
+    if gradient_dtype(bias) == x.dtype or not bias.requires_grad:
+        return x + autocast_input(bias)
+    return cast(Tensor, _AddedBias.apply(x, bias))  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class Products:
     """How a linear multiplies: its output, and the gradients of its input and (in a dtype of choice) its weight."""

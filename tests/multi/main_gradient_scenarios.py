@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -94,16 +95,17 @@ class Tapped(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def _product(tap: Tap, mesh: Any, rounded: bool) -> Tensor:
-    """Sum of the products of a tap over its micro-batches and all replicas; ``rounded`` each."""
-    total = torch.zeros(tap.linear.weight.shape)
+def _sum(tap: Tap, name: str, mesh: Any, rounded: bool) -> Tensor:
+    """Sum of the products of a tap, or its bias's gradients, over its micro-batches and all replicas; each ``rounded``."""
+    total = torch.zeros(getattr(tap.linear, name).shape)
     for factors in tap.factors:
         x, grad = factors
         if grad.shape[1] < x.shape[1]:  # split along the sequence: a row-parallel linear multiplies the whole
             parts = [torch.empty_like(grad) for _ in range(mesh.layout.tensor)]
             dist.all_gather(parts, grad.contiguous(), group=mesh.group("tensor_parallel"))
             grad = torch.cat(parts, 1)
-        found = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()
+        rows = grad.flatten(0, -2).float()
+        found = rows.t() @ x.flatten(0, -2).float() if name == "weight" else rows.sum(0)
         total += found.bfloat16() if rounded else found
     if mesh.layout.data > 1:
         dist.all_reduce(total, group=mesh.group("data_parallel"))
@@ -113,7 +115,7 @@ def _product(tap: Tap, mesh: Any, rounded: bool) -> Tensor:
 def products(
     info: RankInfo, sizes: tuple[int, int, int], precision: str, options: dict[str, Any], accumulate: int
 ) -> dict[str, tuple[float, float]]:
-    """By weight: how far its gradient is from the sum of float32 products, and how far that of rounded ones is."""
+    """By parameter: how far its gradient is from the sum of float32 products, and how far that of rounded ones is."""
     from lightning_megatron import MegatronStrategy
 
     split: dict[str, Any] = {"tensor_parallel_plan": PLAN} if sizes[2] > 1 else {}
@@ -122,10 +124,10 @@ def products(
     steps = {"max_steps": 1, "accumulate_grad_batches": accumulate, "limit_val_batches": 0}
     make_trainer(info, strategy, precision=precision, **steps).fit(module)
     distances = {}
-    for name, tap in module.taps().items():
-        weight = f"{name}.linear.weight"
-        found = module.seen[weight] if module.seen else module.before[weight] - module.after[weight]
+    for (path, tap), name in itertools.product(module.taps().items(), ("weight", "bias")):
+        full = f"{path}.linear.{name}"
+        found = module.seen[full] if module.seen else module.before[full] - module.after[full]
         assert found.dtype == torch.float32 and len(tap.factors) == 2 * accumulate
-        wanted, rough = (_product(tap, strategy.mesh, r) for r in (False, True))
-        distances[weight] = tuple(float((each - wanted).norm() / wanted.norm()) for each in (found, rough))
+        wanted, rough = (_sum(tap, name, strategy.mesh, r) for r in (False, True))
+        distances[full] = tuple(float((each - wanted).norm() / wanted.norm()) for each in (found, rough))
     return distances  # type: ignore[return-value]

@@ -32,6 +32,6 @@ def test_main_gradients_are_sums_of_float32_products(
 ) -> None:
     devices = sizes[0] * sizes[1] * sizes[2]
     for outcome in run_trainers(products, sizes, precision, options, accumulate, devices=devices):
-        assert len(outcome.value) == 8 // sizes[0]
-        for weight, (found, rounded) in outcome.value.items():
-            assert found < 1e-5 < 1e-4 < rounded, weight
+        assert len(outcome.value) == 16 // sizes[0]
+        for parameter, (found, rounded) in outcome.value.items():
+            assert found < 1e-5 < 1e-4 < rounded, parameter
