@@ -96,7 +96,7 @@ class Tapped(LightningModule):
 
 
 def _sum(tap: Tap, name: str, mesh: Any, rounded: bool) -> Tensor:
-    """Sum of the products of a tap, or its bias's gradients, over its micro-batches and all replicas; each ``rounded``."""
+    """Sum of a tap's products, or its bias's gradients, over micro-batches and replicas; each ``rounded``."""
     total = torch.zeros(getattr(tap.linear, name).shape)
     for factors in tap.factors:
         x, grad = factors
