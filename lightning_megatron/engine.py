@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.appended import AppendedLists
 from lightning_megatron.batch_metrics import MetricCalls
+from lightning_megatron.collectives import raw_all_reduce
 from lightning_megatron.copy_exchange import CopyExchange
 from lightning_megatron.data_parallel.bucket import NARROW
 from lightning_megatron.data_parallel.buckets import GradientBuckets
@@ -60,6 +61,7 @@ from lightning_megatron.rng import SegmentHooks, SegmentStreams
 from lightning_megatron.tensor_state import TensorState
 
 LossWeight = Callable[[Any], float]
+_ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class StepEngine:
         self._reduces = True
         self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
         self.bad_micro_batch: int | None = None
+        self._losses_compared = mesh.layout.tensor == 1 or self.splits_itself
         self._appended = AppendedLists(module)
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
@@ -244,6 +247,8 @@ class StepEngine:
             output = call(batch)
             assert self.recorder is not None
             keys, rows = self.recorder.collect(self._device)
+        if output is not None and self._module.automatic_optimization:
+            self._check_equal_losses(loss_of(output).detach())
         result = StepResult(None, None, keys, rows)
         self._exchange.start(result)
         return output, result
@@ -342,6 +347,7 @@ class StepEngine:
             losses = [loss_of(output).detach() for output in outputs]
             self._note_bad(losses)
             loss = weighted_mean(losses, weights)
+            self._check_equal_losses(loss)
             outputs = [_without_loss(output) for output in outputs]
         output = merge_outputs(outputs, weights, sizes, name) if outputs[0] is not None else None
         state = self._state.changes() if self._state is not None else []
@@ -432,6 +438,21 @@ class StepEngine:
                 "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
                 "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
                 "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
+            )
+
+    def _check_equal_losses(self, loss: Tensor) -> None:
+        """Refuse, in the first step, a loss that tensor-parallel ranks do not share: it counts slices somewhere."""
+        if self._losses_compared or not loss.isfinite():
+            return
+        self._losses_compared = True
+        found = torch.stack([loss, -loss]).double()
+        highest, lowest = raw_all_reduce(found, self._mesh.group("tensor_parallel"), maximum=True).tolist()
+        if highest + lowest > _ALIKE.get(loss.dtype, 1e-4) * max(abs(highest), abs(lowest)):
+            raise RuntimeError(
+                f"the loss differs between tensor-parallel ranks, from {-lowest:.6g} to {highest:.6g}. Each of them "
+                "holds slices of weights, so a sum over `self.parameters()`, or of a layer's weight, counts its own "
+                "slices only. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "
+                "`tensor_parallel_size=1`."
             )
 
     def _trained_here(self) -> float:

@@ -134,6 +134,11 @@ MAY_REFUSE = {
     *("auxiliary_loss", "auxiliary_kept", "weight_penalty", "deep_supervision", "reentrant", "hf_t5"),
     *("pairs", "two_lists"),
 }
+# Over tensor ranks these are refused: what the error says.
+REFUSED_SPLIT = {
+    "weight_penalty": "_parallel_size=1`",
+    **dict.fromkeys(("recurrent", "stages", "asked_first", "convolutions", "hf_mamba"), "No tensor-parallel plan"),
+}
 ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
 
 
