@@ -141,22 +141,28 @@ class Bulk(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def _storages() -> dict[int, int]:
+    """Bytes of each storage that a live tensor lies in, by address."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.device.type == "cpu" and not each.is_sparse:
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return found
+
+
 def bytes_held(
     info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any], accumulate: int
 ) -> dict[str, Any]:
     """Bytes of all live tensors that belong to training, by storage, after a step; activations are gone by then."""
+    earlier = _storages()  # this process has run other tests
     trainer = _trainer(info, sizes, precision, options, max_epochs=2, accumulate_grad_batches=accumulate)
     module = Bulk()
     found: dict[str, int] = {}
 
     def count(*_: Any) -> None:
-        gc.collect()
-        storages = {}
-        for each in gc.get_objects():
-            if issubclass(type(each), Tensor) and each.device.type == "cpu" and not each.is_sparse:
-                storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
         data = sum(batch.nbytes for batch in module.trainer.train_dataloader.dataset)
-        found["bytes"] = sum(storages.values()) - data
+        found["bytes"] = sum(size for place, size in _storages().items() if place not in earlier) - data
 
     module.on_train_batch_start = lambda *_: None  # type: ignore[method-assign, assignment]
     module.on_train_epoch_end = count  # type: ignore[method-assign]
