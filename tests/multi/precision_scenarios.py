@@ -141,13 +141,13 @@ class Bulk(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _storages() -> dict[int, int]:
-    """Bytes of each storage that a live tensor lies in, by address."""
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """The storages that live tensors lie in, by address."""
     gc.collect()
     found = {}
     for each in gc.get_objects():
         if issubclass(type(each), Tensor) and each.device.type == "cpu" and not each.is_sparse:
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage()
     return found
 
 
@@ -155,14 +155,14 @@ def bytes_held(
     info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any], accumulate: int
 ) -> dict[str, Any]:
     """Bytes of all live tensors that belong to training, by storage, after a step; activations are gone by then."""
-    earlier = _storages()  # this process has run other tests
+    earlier = _storages()  # of tests that this process has run; kept, so that no address is given out again
     trainer = _trainer(info, sizes, precision, options, max_epochs=2, accumulate_grad_batches=accumulate)
     module = Bulk()
     found: dict[str, int] = {}
 
     def count(*_: Any) -> None:
         data = sum(batch.nbytes for batch in module.trainer.train_dataloader.dataset)
-        found["bytes"] = sum(size for place, size in _storages().items() if place not in earlier) - data
+        found["bytes"] = sum(s.nbytes() for place, s in _storages().items() if place not in earlier) - data
 
     module.on_train_batch_start = lambda *_: None  # type: ignore[method-assign, assignment]
     module.on_train_epoch_end = count  # type: ignore[method-assign]
