@@ -1,6 +1,7 @@
 """From ``python`` to the end of the first step, by Lightning's own launcher: ours and DDPStrategy's.
 
-Run as a script it is one such start; :func:`start` times it from outside, children included.
+Run as a script it is one such start, which imports what its strategy needs; :func:`start` times it from outside,
+children included.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import resource
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
-from tests.benchmarks.contestants import Round
+if TYPE_CHECKING:
+    from tests.benchmarks.contestants import Round
 
 DEADLINE = 180.0
 
@@ -22,6 +25,8 @@ def start(strategy: str, devices: int = 2) -> Round:
     Raises:
         RuntimeError: the run failed; with its output.
     """
+    from tests.benchmarks.contestants import Round
+
     before, began = _children(), time.perf_counter()
     command = [sys.executable, "-m", "tests.benchmarks.start_up", strategy, str(devices)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, start_new_session=True)
@@ -45,11 +50,14 @@ def _main(strategy: str, devices: int) -> None:
     from lightning.pytorch.strategies import DDPStrategy
     from torch.utils.data import DataLoader
 
-    from lightning_megatron import MegatronStrategy
     from tests.benchmarks.model import Size, Task, make_batches
 
-    ours = strategy == "ours"
-    chosen = MegatronStrategy(data_parallel_size=devices) if ours else DDPStrategy(process_group_backend="gloo")
+    if strategy == "ours":
+        from lightning_megatron import MegatronStrategy
+
+        chosen: Any = MegatronStrategy(data_parallel_size=devices)
+    else:
+        chosen = DDPStrategy(process_group_backend="gloo")
     size = Size()
     trainer = Trainer(
         accelerator="cpu",
