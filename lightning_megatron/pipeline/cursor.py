@@ -108,6 +108,10 @@ class StageCursor:
         self.micro_batch = run.micro_batch
         self.received = run.received
 
+    def writes(self, bounds: tuple[int, int]) -> bool:
+        """Whether the layers ``bounds`` have written into what they received."""
+        return bounds in self._writers
+
     @property
     def sends(self) -> bool:
         """Whether the present run ends by sending to another stage."""
@@ -333,7 +337,7 @@ class StageCursor:
 
     def _arrived(self, place: int) -> Tensor:
         """A received tensor, into which layers may write if any did so in the first run."""
-        writes = self._watch is not None or (self.first, self.stop) in self._writers
+        writes = self._watch is not None or self.writes((self.first, self.stop))
         return self.received.arrive(place) if writes else self.received.tensors[place]
 
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -208,11 +208,14 @@ class PipelineExecutor:
         if training:
             self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
         if slot.onward is not None:
-            self._inputs[slot.onward] = self._as_input(run.sent)
+            self._inputs[slot.onward] = self._as_input(run.sent, self._stage.may_write(slot.virtual + 1, step.name))
             run.sent = Boundary(run.sent.leaves)
 
-    def _as_input(self, sent: Boundary) -> Boundary:
-        tensors = [tensor.detach() for tensor in sent.tensors]
+    def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
+        """What the next piece, on this very rank, receives: numbers of its own, if it may write into them, because this
+        piece's backward may need them as they are.
+        """
+        tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
         if self._step.training:
             tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
         return Boundary(sent.leaves, tensors)

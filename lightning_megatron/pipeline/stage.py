@@ -174,6 +174,11 @@ class StageModule:
         finally:
             self.cursor.end()
 
+    def may_write(self, virtual_stage: int, where: str) -> bool:
+        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
+        bounds = self.partition.bounds[virtual_stage]
+        return not self.cursor.watch_plan.is_done(bounds, where) or self.cursor.writes(bounds)
+
     def _keeping_early_buffers(self, virtual_stage: int) -> AbstractContextManager[None]:
         """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
         again = virtual_stage > 0 and self.partition.owners[0] == self.stage

@@ -66,8 +66,11 @@ def everyday() -> list[Row]:
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_")]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
-    teacher = Row("distilled", "pp2", "dualpipe-v", "none", 2, 1)  # both ends of the model are on one stage
-    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama")), teacher]
+    turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
+        Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
+        Row("conditioned", "pp2", "zb-v", "none", 1, 2),
+    ]
+    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama")), *turns]
 
 
 def further(modules: Iterable[str]) -> Iterator[Row]:
