@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,6 @@ from lightning_megatron.engine import EngineOptions, StepEngine
 from lightning_megatron.initial_state import agree_on_base_seed, agree_on_random_state, agree_on_weights, materialize
 from lightning_megatron.lightning_state import callbacks_of
 from lightning_megatron.mesh import Holders, ParallelMesh
-from lightning_megatron.parallelize import ParallelReport, parallelize
 from lightning_megatron.pipeline.compiled import CompileOptions, compile_layers
 from lightning_megatron.pipeline.float8 import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.partition import make_partition
@@ -31,6 +30,9 @@ from lightning_megatron.pipeline.stage import StageModule, stage_of
 from lightning_megatron.rng import SegmentStreams
 from lightning_megatron.tensor_state import TensorState
 from lightning_megatron.watching import watches_weights
+
+if TYPE_CHECKING:
+    from lightning_megatron.parallelize import ParallelReport
 
 _SPLIT = "_lightning_megatron_split"
 
@@ -158,6 +160,8 @@ class Assembler:
             return TensorState(), None
         if earlier is None:
             group = self._mesh.group("tensor_parallel")
+            from lightning_megatron.parallelize import parallelize
+
             with self._precision.forward_context():
                 report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
             earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_megatron.layout import Layout
+from lightning_megatron.layout_request import FACTS, Choice
 from lightning_megatron.planner import Cluster, Gpu, Limits, ModelShape, Prediction, Recipe, plan
 from lightning_megatron.planner.cluster import GB
 from lightning_megatron.planner.module_shape import shape_from_module
@@ -25,67 +26,13 @@ from lightning_megatron.planner.search import Plan
 from lightning_megatron.planner.topology import (
     Placement,
     Sizes,
-    Topology,
     assign,
     rank_numbers,
     stage_speeds,
     step_volumes,
 )
 
-_FACTS = ("batch_size", "seq", "heads", "shape", "cluster")
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What ``layout="auto"`` and ``topology`` ask for.
-
-    Args:
-        auto: whether the planner chooses the layout.
-        options: facts (``batch_size`` per replica, ``seq``, ``heads``, ``shape``, ``cluster``) not to be detected, and
-            :class:`~lightning_megatron.planner.Limits` of the search by name.
-        topology: the machine's islands, or a placement on them.
-
-    Raises:
-        ValueError: an option is unknown, or given without need.
-    """
-
-    auto: bool
-    options: Mapping[str, Any]
-    topology: Topology | Placement | None
-
-    def __post_init__(self) -> None:
-        known = {*_FACTS, *(field.name for field in fields(Limits))}
-        if unknown := sorted(set(self.options) - known):
-            raise ValueError(f"`layout_options` has {unknown}; known options are {', '.join(sorted(known))}.")
-        if self.options and not self.auto and self.topology is None:
-            raise ValueError("`layout_options` is given without `layout='auto'` or `topology`; leave it out.")
-
-    @property
-    def asks(self) -> bool:
-        """Whether there is anything to settle."""
-        return self.auto or self.topology is not None
-
-
-def check_layout(layout: Any, sizes: Mapping[str, Any]) -> bool:
-    """Whether ``layout`` asks for the planner.
-
-    Args:
-        layout: the strategy's argument.
-        sizes: arguments that the planner would choose, where they differ from their defaults.
-
-    Raises:
-        ValueError: ``layout`` is not known, or a size is given besides it.
-    """
-    if layout not in (None, "auto"):
-        raise ValueError(f"`layout={layout!r}` must be 'auto' or left out.")
-    if layout == "auto" and sizes:
-        name = next(iter(sizes))
-        raise ValueError(
-            f"`layout='auto'` chooses `{name}`, but `{name}={sizes[name]!r}` is given; leave it out, or limit the "
-            "search with `layout_options={'tensor': ..., 'pipeline': ..., 'micro_batch': ..., 'schedules': (...)}`."
-        )
-    return layout == "auto"
 
 
 def strategy_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -136,7 +83,7 @@ def choose(choice: Choice, module: pl.LightningModule, world: int, per_node: int
     """
     shape, batch = facts(module, choice.options)
     cluster = choice.options.get("cluster") or detected_cluster(device, per_node)
-    given = {name: value for name, value in choice.options.items() if name not in _FACTS}
+    given = {name: value for name, value in choice.options.items() if name not in FACTS}
     limits = replace(Limits(precision=_precision(module)), **given)
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
 

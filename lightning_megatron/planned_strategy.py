@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.assembly import ModuleOptions
 from lightning_megatron.engine import EngineOptions
 from lightning_megatron.layout import Layout, resolve_layout
-from lightning_megatron.layout_choice import Choice, choose, numbering, recipe_of, strategy_arguments
+from lightning_megatron.layout_request import Choice
 from lightning_megatron.optimization_strategy import OptimizationStrategy
-from lightning_megatron.planner import Prediction, Recipe
-from lightning_megatron.planner.search import Plan
+
+if TYPE_CHECKING:
+    from lightning_megatron.planner import Plan, Prediction, Recipe
 
 _CHOSEN = ("micro_batch_size", "schedule", "chunks", "sequence_parallel")
 
@@ -42,12 +43,16 @@ class PlannedStrategy(OptimizationStrategy):
         Raises:
             ValueError: the strategy cannot run it.
         """
+        from lightning_megatron.layout_choice import recipe_of, strategy_arguments
+
         return cls(**{**strategy_arguments(recipe_of(plan)), **arguments})
 
     def _settle_layout(self) -> None:
         """Ask the planner for what was left to it, once."""
         if not self._choice.asks or self._numbers is not None or self.plan is not None:
             return
+        from lightning_megatron.layout_choice import choose, numbering, strategy_arguments
+
         assert self.lightning_module is not None
         module, world = self.lightning_module, self.num_nodes * self.num_processes
         if self._choice.auto:
@@ -73,6 +78,8 @@ class PlannedStrategy(OptimizationStrategy):
         """This layout in the planner's words; the batch is filled in later."""
         if self.plan is not None:
             return self.plan.best.recipe
+        from lightning_megatron.planner import Recipe
+
         size = self._engine_options.micro_batch_size
         return Recipe(
             tensor=layout.tensor,

@@ -24,11 +24,10 @@ from lightning_megatron.engine import EngineOptions, LossWeight
 from lightning_megatron.gradients import GradientOptions
 from lightning_megatron.initial_weights import start_from
 from lightning_megatron.layer_profile import insert_profile
-from lightning_megatron.layout_choice import Choice, check_layout
+from lightning_megatron.layout_request import Choice, check_layout
 from lightning_megatron.log_replay import LogReplay
 from lightning_megatron.metrics import MetricRouter
 from lightning_megatron.optimization_strategy import insert_gradient_norm
-from lightning_megatron.parallelize import ParallelReport, explain
 from lightning_megatron.pipeline.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.partition import Partition
 from lightning_megatron.pipeline.recompute import Recompute, check_recompute
@@ -44,6 +43,7 @@ from lightning_megatron.step_guard import NonFinite
 from lightning_megatron.stored_state import GroupNames, parameter_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.parallelize import ParallelReport
     from lightning_megatron.rehearsal import Rehearsal
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -355,6 +355,8 @@ class MegatronStrategy(PlannedStrategy):
             ValueError: there is no plan for ``module``.
         """
         if module is not None:
+            from lightning_megatron.parallelize import explain
+
             plan, sequence = self._module_options.tensor_plan, self._engine_options.sequence_parallel
             return explain(module, self._sizes["tensor"], plan, sequence).explain()
         if self.parallel_report is None:
