@@ -247,8 +247,9 @@ class StepEngine:
             output = call(batch)
             assert self.recorder is not None
             keys, rows = self.recorder.collect(self._device)
-        if output is not None and self._module.automatic_optimization:
-            self._check_equal_losses(loss_of(output).detach())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._module.automatic_optimization:
+            self._check_equal_losses(loss.detach())
         result = StepResult(None, None, keys, rows)
         self._exchange.start(result)
         return output, result
