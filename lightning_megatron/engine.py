@@ -443,10 +443,10 @@ class StepEngine:
 
     def _check_equal_losses(self, loss: Tensor) -> None:
         """Refuse, in the first step, a loss that tensor-parallel ranks do not share: it counts slices somewhere."""
-        if self._losses_compared or not loss.isfinite():
+        if self._losses_compared or loss.numel() != 1 or not loss.isfinite():
             return
         self._losses_compared = True
-        found = torch.stack([loss, -loss]).double()
+        found = torch.cat([loss.reshape(1), -loss.reshape(1)]).double()
         highest, lowest = raw_all_reduce(found, self._mesh.group("tensor_parallel"), maximum=True).tolist()
         if highest + lowest > _ALIKE.get(loss.dtype, 1e-4) * max(abs(highest), abs(lowest)):
             raise RuntimeError(
