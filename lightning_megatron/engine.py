@@ -447,10 +447,11 @@ class StepEngine:
             return
         self._losses_compared = True
         found = torch.cat([loss.reshape(1), -loss.reshape(1)]).double()
-        highest, lowest = raw_all_reduce(found, self._mesh.group("tensor_parallel"), maximum=True).tolist()
-        if highest + lowest > _ALIKE.get(loss.dtype, 1e-4) * max(abs(highest), abs(lowest)):
+        extremes = raw_all_reduce(found, self._mesh.group("tensor_parallel"), maximum=True)
+        if not extremes.sum() <= _ALIKE.get(loss.dtype, 1e-4) * extremes.abs().max():
+            highest, lowest = extremes[0].item(), -extremes[1].item()
             raise RuntimeError(
-                f"the loss differs between tensor-parallel ranks, from {-lowest:.6g} to {highest:.6g}. Each of them "
+                f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}. Each of them "
                 "holds slices of weights, so a sum over `self.parameters()`, or of a layer's weight, counts its own "
                 "slices only. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "
                 "`tensor_parallel_size=1`."
