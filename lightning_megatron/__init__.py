@@ -5,9 +5,9 @@ Names are imported on first use: planning a run or drawing a schedule needs neit
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_megatron.lazy import names_of
 from lightning_megatron.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
@@ -19,16 +19,11 @@ __version__ = "0.1.0"
 __all__ = ["MegatronCheckpointIO", "MegatronStrategy", "load_hf_weights"]
 
 _HOMES = {
-    "MegatronCheckpointIO": "lightning_megatron.plugins.checkpoint",
-    "load_hf_weights": "lightning_megatron.initial_weights",
-    "MegatronStrategy": "lightning_megatron.strategy",
+    "MegatronCheckpointIO": "plugins.checkpoint",
+    "load_hf_weights": "initial_weights",
+    "MegatronStrategy": "strategy",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

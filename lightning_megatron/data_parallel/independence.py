@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +22,8 @@ _SHAPE = (4, 6)
 _CUTS = (5, 12)
 _STEPS = 3
 _RATE = 1e-2
+
+from lightning_megatron.collectives import world_maximum
 
 
 class Independence(Enum):
@@ -48,9 +49,7 @@ def smallest_independence(
     order = list(Independence)
     found = max((order.index(independence_of(optimizer, device)) for optimizer in optimizers), default=0)
     found = max(found, 0 if elementwise is None else order.index(Independence.PARAMETER))
-    agreed = torch.tensor(found, device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return order[int(agreed)]
+    return order[int(world_maximum(torch.tensor(found, device=device)))]
 
 
 def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:

@@ -5,8 +5,9 @@ Names are imported on first use: a run on one tensor-parallel rank swaps nothing
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy import names_of
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize.api import explain as explain
@@ -17,9 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleRow", "ParallelReport", "Style", "explain", "parallelize"]
 _HOMES = {"ModuleRow": "report", "ParallelReport": "report", "Style": "styles", "explain": "api", "parallelize": "api"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _HOMES)

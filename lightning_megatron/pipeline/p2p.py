@@ -20,6 +20,7 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -136,16 +137,10 @@ class StageLinks:
             assert self._replicas is not None
             whole, dtype = shapes[0]
             shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                tensors = self._buffers(shapes)
-        else:
-            tensors = self._buffers(shapes)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
         return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
-
-    def _buffers(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""

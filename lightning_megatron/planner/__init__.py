@@ -8,8 +8,9 @@ Names are imported on first use: a run that was told its layout plans nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy import names_of
 
 if TYPE_CHECKING:
     from lightning_megatron.planner.cluster import CLUSTERS as CLUSTERS
@@ -46,9 +47,4 @@ _HOMES = {
     "predict": "prediction",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _HOMES)

@@ -58,8 +58,8 @@ class MegatronMixedPrecision(_GlobalClip, Precision):  # type: ignore[misc]
     """``precision="bf16-mixed"`` and ``"16-mixed"``: layers compute in 16 bits, the optimizer keeps float32.
 
     Linears, convolutions and embeddings hold 16-bit weights; gradients are accumulated, summed and applied in float32.
-    ``"fp8-mixed"`` is ``"bf16-mixed"`` but for the products of the linears in
-    the trunk's layers, which are of 8-bit numbers; see `lightning_megatron.layers.float8`.
+    ``"fp8-mixed"`` is ``"bf16-mixed"`` but for the products of the linears in the trunk's layers, which are of 8-bit
+    numbers; see `lightning_megatron.layers.float8`.
 
     Args:
         precision: ``"bf16-mixed"``, ``"16-mixed"`` or ``"fp8-mixed"``.
