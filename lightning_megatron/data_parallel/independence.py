@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.collectives import world_maximum
+
 _SHAPE = (4, 6)
 _CUTS = (5, 12)
 _STEPS = 3
 _RATE = 1e-2
-
-from lightning_megatron.collectives import world_maximum
 
 
 class Independence(Enum):
