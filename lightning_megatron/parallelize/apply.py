@@ -5,6 +5,7 @@ A twin is the same object with another class: names, hooks, references and tied 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.parallelize.blueprint import Blueprint
 from lightning_megatron.parallelize.kinds import is_linear, is_transposed, linear_sizes, local_class
 from lightning_megatron.parallelize.narrowing import Narrowing
-from lightning_megatron.parallelize.probe import slice_arguments
+from lightning_megatron.parallelize.probe import slice_arguments, tensor_arguments
 from lightning_megatron.parallelize.regions import Region
 from lightning_megatron.parallelize.report import ModuleRow
 from lightning_megatron.parallelize.sequence import SequencePlan
@@ -88,7 +89,7 @@ class Builder:
             self.table[name] = ParameterSharding(spec, sums_gradient=not region.gathered)
         self._adapt(region)
         scope = self.module.get_submodule(region.scope)
-        scope.register_forward_hook(_end_of_region(entry, stream), always_call=True)
+        scope.register_forward_hook(_end_of_region(entry, stream, region), always_call=True, with_kwargs=True)
 
     def _sequence_of(self, region: Region) -> SequencePlan | None:
         """The sequence plan, where it concerns the region."""
@@ -188,13 +189,23 @@ class Builder:
         )
 
 
-def _end_of_region(entry: ColumnEntry, stream: RankStream | None) -> Callable[..., None]:
-    """Lets go of whatever a forward that was cut short has left open."""
+def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region) -> Callable[..., None]:
+    """Lets go of whatever a forward that was cut short has left open, and says how a failed one's plan was tried."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entry.forget()
         if stream is not None:
             stream.forget()
+        error = sys.exc_info()[1] if output is None else None
+        unseen = tensor_arguments(args, kwargs) - region.tried if error is not None and region.tried is not None else ()
+        if error is not None and unseen:
+            named = " and ".join(f"argument {key}" if isinstance(key, int) else f"`{key}`" for key in unseen)
+            error.add_note(
+                f"{region.scope!r} is split over the tensor-parallel ranks by a plan that was tried on a call without "
+                f"{named}: the module as a whole did not run on the input that was guessed for it, or it calls this "
+                "part in other ways than it did then. A tensor with one entry per head has to be cut as the heads are. Set "
+                "`example_input_array` on the LightningModule to an input that makes this call."
+            )
 
     return hook
 

@@ -352,6 +352,7 @@ def _like(decided: Region, region: Region) -> Region:
         attributes={(owners[name], attribute): value for (name, attribute), value in decided.attributes.items()},
         arguments=decided.arguments,
         narrowed=None if decided.narrowed is None else (owners[decided.narrowed[0]], decided.narrowed[1]),
+        tried=decided.tried,
         note=decided.note,
     )
 

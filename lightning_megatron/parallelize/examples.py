@@ -16,6 +16,9 @@ from lightning_megatron.parallelize.trace import Trace, trace
 BATCH, LENGTH = 2, 11
 """Chosen so that neither is a usual number of heads."""
 
+SHORT_LENGTHS = (7, 5, 3)
+"""For modules that take no sequence of `LENGTH`: a table of relative positions, say, has two entries per place."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -198,7 +201,8 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
     embeddings = [m for m in part.modules() if isinstance(m, nn.Embedding)]
     if embeddings:
         vocabulary = max(m.num_embeddings for m in embeddings)
-        for length in dict.fromkeys([LENGTH, *(m.num_embeddings for m in embeddings if m.num_embeddings <= 4096)]):
+        tables = [m.num_embeddings for m in embeddings if m.num_embeddings <= 4096]
+        for length in dict.fromkeys([LENGTH, *tables, *SHORT_LENGTHS]):
             ids = token_ids(part, vocabulary, length)
             yield (ids,)
             yield (ids, ids)

@@ -75,7 +75,7 @@ def settle(
                 if worst is None and trained is not None:
                     closest = worst = bench.training_deviation(candidate, parts, trained)
                 if worst is None:
-                    return candidate, ""
+                    return replace(candidate, tried=tensor_arguments(bench.call.args, bench.call.kwargs)), ""
                 reason = closest or worst
     return None, reason
 
@@ -129,6 +129,7 @@ def _candidates(
 ) -> Iterator[Region]:
     call, holder = trace.calls[region.scope], holder_of(trace, region)
     arguments = {} if region.sizes is None else head_arguments(call, region.sizes.heads)
+    choices = [{}, arguments, *({key: way} for key, way in arguments.items())]  # a batch may be as large as the heads
     owners = {parent(name): module.get_submodule(parent(name)) for name in region.columns}
     widths = {linear_sizes(module.get_submodule(region.row))[0]}
     for cut in cuts.values():
@@ -136,7 +137,7 @@ def _candidates(
     read = len(region.sizes.read_by(parts, 0)) if region.sizes is not None else 1
     for narrowed in (None, holder) if holder is not None else (None,):
         for attributes in local_attributes(owners, region.sizes, widths, parts, read):
-            for chosen in ({}, arguments) if arguments else ({},):
+            for chosen in [c for i, c in enumerate(choices) if c not in choices[:i]]:
                 yield replace(region, cuts=cuts, attributes=attributes, arguments=chosen, narrowed=narrowed)
 
 
@@ -146,7 +147,7 @@ class _Bench:
     def __init__(self, module: nn.Module, region: Region, trace: Trace) -> None:
         self._module = module
         self._region = region
-        self._call: Call = trace.calls[region.scope]
+        self.call: Call = trace.calls[region.scope]
         self._row = module.get_submodule(region.row)
         self._saved: dict[nn.Parameter, Tensor] = {}
         self._random: dict[nn.Parameter, Tensor] = {}
@@ -174,7 +175,7 @@ class _Bench:
 
     def output(self, part: tuple[Region, int, int] | None) -> Tensor:
         """Product of the row-parallel layer, whole or one rank's term (candidate, parts, rank), without its bias."""
-        modes = {m: m.training for m in self._call.module.modules()}
+        modes = {m: m.training for m in self.call.module.modules()}
         try:
             for m in modes:
                 m.training = False
@@ -212,7 +213,7 @@ class _Bench:
         """The term, and gradients of what the columns read and of the parameters inside the region."""
         columns = [self._module.get_submodule(name) for name in self._region.columns]
         inner = [p for p in map(self._module.get_parameter, self._region.inner) if p.requires_grad]
-        with training(self._call.module, seed):
+        with training(self.call.module, seed):
             leaves: list[Tensor] = []
             term = self._term(part, columns, leaves)
             return term_and_gradients(term, [*leaves, *inner])
@@ -225,7 +226,7 @@ class _Bench:
         weight = self._random[self._row.get_parameter("weight")]  # type: ignore[index]
         weight = weight.t() if is_transposed(self._row) else weight
         with contextlib.ExitStack() as stack:
-            call = self._call
+            call = self.call
             args, kwargs = call.args, call.kwargs
             if part is not None:
                 region, parts, rank = part
@@ -258,7 +259,7 @@ class _Bench:
 
         handle = self._row.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self._call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
+            self.call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
         except _Reached as reached:
             return reached.x
         finally:
@@ -319,6 +320,12 @@ def head_arguments(call: Call, heads: int) -> dict[int | str, str]:
         elif value.dim() == 3 and value.shape[0] == BATCH * heads:
             found[key] = "batch"
     return found
+
+
+def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int | str]:
+    """Positions and keywords of the arguments that are tensors."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return frozenset(key for key, value in named if isinstance(value, Tensor))
 
 
 def slice_arguments(

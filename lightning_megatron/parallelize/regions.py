@@ -45,6 +45,7 @@ class Region:
             or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
         sizes: attention sizes, if it is an attention.
         narrowed: module and arguments whose width its code reads, to be shown the local one (see ``narrowing``).
+        tried: positions and keywords of the scope's arguments that were tensors when the cuts were tried, if they were.
         note: what was decided and why, for people.
     """
 
@@ -60,6 +61,7 @@ class Region:
     arguments: dict[int | str, str] = field(default_factory=dict)
     sizes: HeadSizes | None = None
     narrowed: Door | None = None
+    tried: frozenset[int | str] | None = None
     note: str = ""
 
     @property

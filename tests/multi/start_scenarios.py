@@ -19,9 +19,9 @@ from lightning_megatron.layers import (
 )
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
-from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.data import LENGTH, VOCABULARY
 from tests.parity.zoo.huggingface import build_model
-from tests.parity.zoo.language import NanoGPT, TorchLayers
+from tests.parity.zoo.language import NanoGPT, RelativeBias, TorchLayers
 from tests.parity.zoo.tasks import TokenTask
 
 WIDTH = 16
@@ -57,7 +57,17 @@ class DropInNet(nn.Module):
         return self.head(x)
 
 
+class FixedLength(RelativeBias):
+    """Takes sequences of one length only, so no guessed input runs; its layers alone run without the bias."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.size(1) != LENGTH:
+            raise ValueError(f"sequences have {LENGTH} tokens")
+        return super().forward(tokens)
+
+
 NETS: dict[str, Any] = {
+    "fixed_length": FixedLength,
     "drop_in": DropInNet,
     "gpt": NanoGPT,
     "encoder": TorchLayers,

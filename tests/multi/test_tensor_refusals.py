@@ -43,3 +43,11 @@ def test_what_cannot_be_split_is_refused_on_every_rank(
         assert outcome.error is not None and outcome.error.startswith("ValueError"), outcome.error
         for pattern in patterns:
             assert re.search(re.escape(pattern), outcome.error), f"no {pattern!r} in {outcome.error}"
+
+
+def test_a_call_that_the_plan_was_not_tried_with_is_named_beside_the_error_it_ends_in() -> None:
+    arguments = {"tensor_parallel_size": 2}
+    for outcome in run_trainers(fit_with, "fixed_length", arguments, devices=2, check=False, grace=20, deadline=60):
+        assert outcome.error is not None
+        assert "'net.layers.0.attn' is split over the tensor-parallel ranks by a plan" in outcome.trace
+        assert "a call without argument 2" in outcome.trace and "`example_input_array`" in outcome.trace

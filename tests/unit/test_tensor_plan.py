@@ -17,6 +17,7 @@ from lightning_megatron.parallelize.blueprint import draw_up
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
 from lightning_megatron.parallelize.patterns import generalize, matches
 from tests.multi.tensor_models import LLAMA, VOCABULARY, NanoGPT, hugging_face
+from tests.parity.zoo.language import RelativeBias
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "bloom", "t5", "bert"])
@@ -87,6 +88,11 @@ def test_own_plan_of_experts_only_leaves_the_attention_to_the_rules():
 def test_width_of_all_heads_is_adapted_whatever_its_name():
     table = explain(hugging_face("megatron_bert"), 2).explain()
     assert "all_head_size=16" in table and "gathered" not in table
+
+
+def test_a_bias_with_an_entry_per_head_is_cut_as_the_heads_are_where_only_short_sequences_fit():
+    table = explain(RelativeBias(), 2).explain()
+    assert "per-head table" in table and "heads=1" in table and "gathered" not in table
 
 
 class Fork(nn.Module):
