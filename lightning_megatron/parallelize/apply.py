@@ -203,8 +203,8 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
             error.add_note(
                 f"{region.scope!r} is split over the tensor-parallel ranks by a plan that was tried on a call without "
                 f"{named}: the module as a whole did not run on the input that was guessed for it, or it calls this "
-                "part in other ways than it did then. A tensor with one entry per head has to be cut as the heads are. Set "
-                "`example_input_array` on the LightningModule to an input that makes this call."
+                "part in other ways than it did then. A tensor with one entry per head has to be cut as the heads are. "
+                "Set `example_input_array` on the LightningModule to an input that makes this call."
             )
 
     return hook
