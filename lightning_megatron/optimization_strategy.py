@@ -18,6 +18,7 @@ from lightning_megatron.data_parallel.independence import Independence, smallest
 from lightning_megatron.data_parallel.loss_scale import LossScale
 from lightning_megatron.data_parallel.sharing import declared_elementwise
 from lightning_megatron.engine import EngineOptions, StepEngine
+from lightning_megatron.fused_update import fused_update
 from lightning_megatron.gradients import GradientOptions, has_narrow_weights
 from lightning_megatron.hand_clipping import HandClipping
 from lightning_megatron.hook_logs import HeldHooks, HookLogs
@@ -193,7 +194,8 @@ class OptimizationStrategy(StateStrategy):
         try:
             if logs is not None:
                 logs.hold()
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            with fused_update(optimizer, closure) as computing:
+                result = super().optimizer_step(optimizer, computing, model, **kwargs)
             self._engine.settle()
         except BaseException:
             self._engine.model_gradients.restore()
