@@ -167,6 +167,9 @@ class StepEngine:
         if self._segments is not None:
             self._segments.remove()
             self._segments = None
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         self._executor = None
 
     def is_plain(self, batch: Any) -> bool:

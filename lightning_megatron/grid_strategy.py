@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import lightning_state
 from lightning_megatron.failure import AgreedFailure, FailureWatch, RemoteFailure
+from lightning_megatron.host_channel import PeerGone
 from lightning_megatron.layout import Layout, resolve_layout
 from lightning_megatron.log_replay import ALREADY_REDUCED
 from lightning_megatron.mesh import ParallelMesh, build_mesh
@@ -244,6 +245,8 @@ def _looks_remote(error: BaseException) -> bool:
     """
     if isinstance(error, RemoteFailure) or not isinstance(error, (RuntimeError, ConnectionError)):
         return False
+    if isinstance(error, PeerGone):
+        return True
     if error.__cause__ is not None and _looks_remote(error.__cause__):
         return True
     return not _raised_in_python(error)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron import host_channel
 from lightning_megatron.waiting import Waiting, waiting_for
 
 _ANSWERS_S = 3.0
@@ -123,7 +124,7 @@ def _waits(frames: list[Any]) -> bool:
         return False
     name = frames[0].f_code.co_filename
     line = linecache.getline(name, frames[0].f_lineno)
-    return os.path.join("torch", "distributed") in name or ".wait(" in line
+    return os.path.join("torch", "distributed") in name or name == host_channel.__file__ or ".wait(" in line
 
 
 def _unfinished_collective() -> str:

@@ -122,8 +122,8 @@ class Builder:
             Narrowing(region.narrowed[1], self.group.size()).install(
                 self.module.get_submodule(region.narrowed[0]), columns
             )
-        if region.arguments and region.sizes is not None:
-            hook = _slicing_hook(region.arguments, region.sizes.heads, self.group.size(), self.group.rank())
+        if region.sizes is not None and not region.gathered:
+            hook = _slicing_hook(region, region.sizes.heads, self.group.size(), self.group.rank())
             self.module.get_submodule(region.scope).register_forward_pre_hook(hook, with_kwargs=True)
 
     def _head_table(self, name: str) -> None:
@@ -220,8 +220,17 @@ def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
     return hook
 
 
-def _slicing_hook(which: dict[int | str, str], heads: int, parts: int, rank: int) -> Callable[..., Any]:
+def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable[..., Any]:
+    """Cuts arguments with one entry per head: those that the trial found, and those that it did not see and whose shape
+    tells, such as a mask [batch, heads, queries, keys] that a model makes for padded batches only.
+    """
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return slice_arguments(args, kwargs, which, heads, parts, rank)
+        which = dict(region.arguments)
+        if region.tried is not None:
+            named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            unseen = [(key, x) for key, x in named if isinstance(x, Tensor) and key not in region.tried]
+            which |= {key: "heads" for key, x in unseen if x.dim() == 4 and x.shape[1] == heads}
+        return slice_arguments(args, kwargs, which, heads, parts, rank) if which else None
 
     return hook

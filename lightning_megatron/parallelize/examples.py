@@ -201,8 +201,9 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
     embeddings = [m for m in part.modules() if isinstance(m, nn.Embedding)]
     if embeddings:
         vocabulary = max(m.num_embeddings for m in embeddings)
-        tables = [m.num_embeddings for m in embeddings if m.num_embeddings <= 4096]
-        for length in dict.fromkeys([LENGTH, *tables, *SHORT_LENGTHS]):
+        tables = [m.num_embeddings for m in embeddings]
+        lengths = [LENGTH, *(n for n in [*tables, *_own_sizes(part)] if n <= 4096), *SHORT_LENGTHS]
+        for length in dict.fromkeys(lengths):
             ids = token_ids(part, vocabulary, length)
             yield (ids,)
             yield (ids, ids)
@@ -212,6 +213,14 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield (values,)
         yield (values[:, 0],)
         yield (values, values)
+
+
+def _own_sizes(part: nn.Module) -> Iterator[int]:
+    """Sizes of buffers, and of parameters that are no layer's: positions and masks fix the length of a sequence."""
+    for m in part.modules():
+        layer = is_linear(m) or isinstance(m, nn.Embedding)
+        for tensor in [*m.buffers(recurse=False), *(() if layer else m.parameters(recurse=False))]:
+            yield from (size for size in tensor.shape[:-1] if size > 1)
 
 
 def _widths(part: nn.Module) -> Iterator[int]:

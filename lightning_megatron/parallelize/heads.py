@@ -117,6 +117,7 @@ def local_attributes(
     Returns:
         Each a table (module name, attribute) -> local value.
     """
+    ratios: dict[tuple[str, str], int] = {}
     heads: dict[tuple[str, str], int] = {}
     wide: dict[tuple[str, str], int] = {}
     for name, owner in owners.items():
@@ -125,10 +126,11 @@ def local_attributes(
             if local == value:
                 continue
             if local is not None:
-                heads[name, attribute] = local
+                (ratios if attribute in GROUPS else heads)[name, attribute] = local
             elif value in widths and value % parts == 0 and not re.search(_NO_WIDTHS, attribute):
                 wide[name, attribute] = value // parts
-    options: list[dict[tuple[str, str], int]] = [{}, heads, wide, heads | wide]
+    plain: list[dict[tuple[str, str], int]] = [{}, heads, wide, heads | wide]
+    options = [*(ratios | option for option in plain), *plain]  # a masked batch may take a way that was not tried
     for key, value in _unnamed(owners, widths, parts).items() if not heads else ():
         options += [{key: value}, {key: value} | wide]
     return [option for i, option in enumerate(options) if option not in options[:i]]

@@ -5,7 +5,8 @@ time, deadlocks. A sent tensor is kept alive until its transfer is done; only wh
 link is it waited for, so that a fast stage does not pile up what a slow one has yet to fetch (gloo tells that a send is
 done to nobody but who waits for it). The order of all transfers stands even if every send waited. Receives may be
 posted ahead of use where the backend matches messages by tag (gloo); NCCL matches by order alone, so there they are
-posted exactly where the schedule says.
+posted exactly where the schedule says. Between CPU processes of one host, messages go through memory that both have
+mapped (:mod:`~lightning_megatron.host_channel`).
 
 Tensor-parallel ranks of one stage hold equal boundary tensors. Sending all of them t times would carry the same numbers
 over t links, so each rank sends its t-th and the receivers put the whole together (SC21, section 4.1)::
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.collectives import raw_all_gather
+from lightning_megatron.host_channel import open_channels
 from lightning_megatron.waiting import Waiting, numbers
 
 _NOTES = 1 << 20  # tag of messages that no schedule lists
@@ -88,10 +90,12 @@ class StageLinks:
     Attributes:
         scatter_from: size in bytes from which a tensor is sent in parts; below, latency is all there is.
         under_way: messages of one kind to one stage that may be under way at once.
+        through_memory: whether CPU processes of one host hand messages over in memory, not through the backend.
     """
 
     scatter_from = 64 * 1024
     under_way = 2
+    through_memory = True
 
     def __init__(
         self,
@@ -104,20 +108,27 @@ class StageLinks:
         self._group = group
         self._ranks = list(ranks)
         self._device = device
-        self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor]]]] = {}
-        self.posts_ahead = dist.get_backend(group) != "nccl"
+        self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor | None]]]] = {}
+        backend = dist.get_backend(group)
+        self.posts_ahead = backend != "nccl"
+        beside = self.through_memory and device.type == "cpu" and backend == "gloo"
+        self._channels = open_channels(group) if beside else {}
 
     def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
         """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
         pending = self._pending.setdefault((stage, tag), deque())
         while len(pending) >= self.under_way:
             _wait_for(pending.popleft())
-        under_way: list[tuple[Any, Tensor]] = []
+        channel = self._channels.get(self._ranks[stage])
+        under_way: list[tuple[Any, Tensor | None]] = []
         for index, tensor in enumerate(tensors):
             data = tensor.detach().contiguous()
             if scatter and index == 0 and self._scatters(data.shape, data.dtype):
                 assert self._replicas is not None
                 data = data.view(self._replicas.size(), -1)[self._replicas.rank()]
+            if channel is not None:
+                under_way.append((channel.send(data, tag), None))
+                continue
             work = dist.isend(data, self._ranks[stage], group=self._group, tag=tag)
             under_way.append((work, data))
         pending.append(under_way)
@@ -139,7 +150,11 @@ class StageLinks:
             shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
-        works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
+        channel = self._channels.get(self._ranks[stage])
+        if channel is not None:
+            works: list[Any] = [channel.receive(tensor, tag) for tensor in tensors]
+        else:
+            works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
         return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
@@ -187,7 +202,13 @@ class StageLinks:
             while pending:
                 _wait_for(pending.popleft())
 
+    def close(self) -> None:
+        """Close the connections to processes of this host; those that wait for this one learn it."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
 
-def _wait_for(sends: list[tuple[Any, Tensor]]) -> None:
+
+def _wait_for(sends: list[tuple[Any, Tensor | None]]) -> None:
     for work, _ in sends:
         work.wait()

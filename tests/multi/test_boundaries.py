@@ -14,6 +14,7 @@ from tests.multi.boundary_scenarios import dict_run, pair_run, writing_run
 from tests.multi.transfer_scenarios import bytes_sent, held, shapes_sent
 from tests.parity.scenario import compare_scenario
 
+ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v")
 LAYOUTS: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((3, 1), {"pipeline_schedule": "zb-h1", "activation_recompute": "full", "micro_batch_size": 3}),
     ((2, 1), {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 3}),
@@ -55,11 +56,16 @@ def test_layers_may_write_into_what_they_are_given(schedule: str, tensor: int, r
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    ["gpipe", "zb-v", *(pytest.param(name, marks=pytest.mark.wide) for name in ("1f1b", "interleaved", "dualpipe-v"))],
+    ("schedule", "through_memory"),
+    [
+        ("gpipe", True),
+        ("zb-v", True),
+        ("1f1b", False),
+        *(pytest.param(name, memory, marks=pytest.mark.wide) for name in ALL_SCHEDULES for memory in (True, False)),
+    ],
 )
-def test_receives_and_outputs_held_do_not_grow_with_the_micro_batches(schedule: str) -> None:
-    few, many = (run_trainers(held, schedule, count, devices=3) for count in (6, 18))
+def test_receives_and_outputs_held_do_not_grow_with_the_micro_batches(schedule: str, through_memory: bool) -> None:
+    few, many = (run_trainers(held, schedule, count, through_memory, devices=3) for count in (6, 18))
     chunks = make_schedule(schedule, 3, 18).chunks
     for one, other in zip(few, many, strict=True):
         assert other.value == one.value, "three times the micro-batches, and nothing more is held"
@@ -75,8 +81,9 @@ def test_shapes_travel_once_per_shape_of_micro_batch() -> None:
     assert run_trainers(shapes_sent, 1, True, devices=2)[1].value == 3, "with variable shapes, with every micro-batch"
 
 
-def test_two_tensor_ranks_send_half_the_bytes_each() -> None:
-    whole = [outcome.value for outcome in run_trainers(bytes_sent, 1 << 40, devices=4)]
-    parts = [outcome.value for outcome in run_trainers(bytes_sent, 1, devices=4)]
+@pytest.mark.parametrize("through_memory", [True, False])
+def test_two_tensor_ranks_send_half_the_bytes_each(through_memory: bool) -> None:
+    whole = [outcome.value for outcome in run_trainers(bytes_sent, 1 << 40, through_memory, devices=4)]
+    parts = [outcome.value for outcome in run_trainers(bytes_sent, 1, through_memory, devices=4)]
     assert all(count > 0 for count in parts)
     assert [2 * count for count in parts] == whole

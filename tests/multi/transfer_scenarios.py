@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.host_channel import HostChannel, Sent
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.p2p import StageLinks, Transfer
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
@@ -55,8 +56,9 @@ class Traffic:
     @contextmanager
     def counted(self) -> Iterator[Traffic]:
         """Counts what is done within the schedules of the steps in here."""
-        isend, run, send_object, receive, wait = (
+        isend, hand_over, run, send_object, receive, wait = (
             distributed.isend,
+            HostChannel.send,
             PipelineExecutor.run,
             StageLinks.send_object,
             StageLinks.receive,
@@ -68,6 +70,13 @@ class Traffic:
                 self.outputs.watch(data)
                 self.sent_bytes += data.nbytes if data.is_floating_point() else 0
             return isend(data, *args, **kwargs)
+
+        def counted_hand_over(channel: HostChannel, data: Tensor, tag: int) -> Sent:
+            sent = hand_over(channel, data, tag)
+            if self.running:
+                self.outputs.watch(sent)
+                self.sent_bytes += data.nbytes if data.is_floating_point() else 0
+            return sent
 
         def counted_run(*args: Any) -> None:
             self.running = True
@@ -94,6 +103,7 @@ class Traffic:
 
         with (
             mock.patch.object(distributed, "isend", counted_isend),
+            mock.patch.object(HostChannel, "send", counted_hand_over),
             mock.patch.object(PipelineExecutor, "run", counted_run),
             mock.patch.object(StageLinks, "send_object", counted_object),
             mock.patch.object(StageLinks, "receive", counted_receive),
@@ -102,7 +112,7 @@ class Traffic:
             yield self
 
 
-def held(info: RankInfo, schedule: str, micro_batches: int) -> dict[str, int]:
+def held(info: RankInfo, schedule: str, micro_batches: int, through_memory: bool) -> dict[str, int]:
     """Three steps of sleeping stages: the most outputs and posted receives at once, and what is left afterwards."""
     sleeps = Sleeps(info.world_size, micro_batches, 0.01, 0.01, 0.0)
     trainer = Trainer(
@@ -121,7 +131,7 @@ def held(info: RankInfo, schedule: str, micro_batches: int) -> dict[str, int]:
         default_root_dir=info.directory,
     )
     batches: Any = DataLoader(torch.randn(3, micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
-    with Traffic().counted() as traffic:
+    with mock.patch.object(StageLinks, "through_memory", through_memory), Traffic().counted() as traffic:
         trainer.fit(Sleeper(sleeps), train_dataloaders=batches)
     return {
         "outputs": traffic.outputs.most,
@@ -142,10 +152,11 @@ def shapes_sent(info: RankInfo, steps: int, variable: bool) -> int:
     return traffic.shapes
 
 
-def bytes_sent(info: RankInfo, scatter_from: int) -> int:
+def bytes_sent(info: RankInfo, scatter_from: int, through_memory: bool) -> int:
     """Floating-point bytes that this rank sent to other stages in two steps with two tensor ranks."""
     trainer = trainer_for(info, (2, 1), {"tensor_parallel_size": 2}, max_steps=2, limit_val_batches=0)
     torch.manual_seed(3)
-    with mock.patch.object(StageLinks, "scatter_from", scatter_from), Traffic().counted() as traffic:
+    chosen = {"scatter_from": scatter_from, "through_memory": through_memory}
+    with mock.patch.multiple(StageLinks, **chosen), Traffic().counted() as traffic:
         trainer.fit(OwnLossTask(NanoGPT(4)))
     return traffic.sent_bytes
