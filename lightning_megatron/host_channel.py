@@ -217,13 +217,24 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
 
 
 def _listen(backlog: int) -> socket.socket | None:
-    """A socket without a place in the file system, which Linux alone has, as it has anonymous files."""
+    """A socket without a place in the file system, which Linux alone has, as it has anonymous files; None where one of
+    them may not be had.
+    """
     if sys.platform != "linux":
         return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.settimeout(_CONNECT_S)
-    listener.bind(f"\0lightning_megatron-{uuid.uuid4()}")
-    listener.listen(backlog)
+    try:
+        os.close(os.memfd_create("lightning_megatron"))
+        _host()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.settimeout(_CONNECT_S)
+            listener.bind(f"\0lightning_megatron-{uuid.uuid4()}")
+            listener.listen(backlog)
+        except OSError:
+            listener.close()
+            raise
+    except OSError:
+        return None
     return listener
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from lightning_megatron import host_channel
 from lightning_megatron.host_channel import HostChannel, PeerGone, open_channels
 from lightning_megatron.pipeline.p2p import StageLinks
 from tests.harness import run_ranks
@@ -141,3 +142,26 @@ def test_a_process_that_is_gone_or_silent_is_named(mesh: Any) -> None:
     assert 0.9 < time.monotonic() - began < 20
     distributed.barrier()
     channel.close()
+
+
+def on_another_host() -> tuple[str, str]:
+    return "another", str(distributed.get_rank())
+
+
+def without_proc() -> tuple[str, str]:
+    if distributed.get_rank() == 0:
+        raise FileNotFoundError("/proc")
+    return "one", "net"
+
+
+@pytest.mark.parametrize("place", [on_another_host, without_proc])
+@run_ranks(pipeline=2)
+def test_processes_that_cannot_reach_each_other_go_through_the_backend(mesh: Any, place: Any) -> None:
+    with mock.patch.object(host_channel, "_host", place):
+        assert open_channels(mesh["pipeline_parallel"].get_group()) == {}
+    with links_of(mesh, 1, False) as (links, stage):
+        if stage == 0:
+            links.send(1, [torch.ones(3)], tag=0)
+        else:
+            (received,) = links.receive(0, [((3,), torch.float32)], tag=0).wait()
+            assert torch.equal(received, torch.ones(3))
