@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -54,7 +54,11 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     plain = not group.get("capturable") and not group.get("differentiable") and not isinstance(group["lr"], Tensor)
     if kind not in _FUSED or not left_open or not plain or not (optimizer.state or kind is SGD):
         return False
-    return all(
-        parameter.dtype in _DTYPES and parameter.is_cpu and (parameter.grad is None or not parameter.grad.is_sparse)
-        for parameter in group["params"]
-    )
+    if kind is SGD and group["momentum"] != 0:  # its kernel wants momentum of all parameters or of none
+        return False
+    return all(_is_plain(parameter) for parameter in group["params"])
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    dense = parameter.grad is None or not parameter.grad.is_sparse
+    return type(parameter) is nn.Parameter and parameter.is_cpu and parameter.dtype in _DTYPES and dense
