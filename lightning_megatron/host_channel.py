@@ -35,6 +35,7 @@ from torch import Tensor
 from lightning_megatron.waiting import Waiting, numbers
 
 _PACKET = struct.Struct("<iiqq")  # kind, block, tag, bytes
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MESSAGE, _FREE, _BLOCK = range(3)
 _SMALLEST = 4096
 _CONNECT_S = 10.0
@@ -203,10 +204,8 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
         places: list[Any] = _gather(None if listener is None else (_host(), listener.getsockname()), group)
         connected = {} if listener is None else _connect(places, own)
         reached: list[Any] = _gather(sorted(connected), group)
-        for rank in range(own + 1, size):
-            if listener is not None and own in reached[rank]:
-                connection, _ = listener.accept()
-                connected[int.from_bytes(connection.recv(4), "little")] = connection
+        if listener is not None:
+            connected |= _accept(listener, {rank for rank in range(own + 1, size) if own in reached[rank]})
     finally:
         if listener is not None:
             listener.close()
@@ -238,10 +237,11 @@ def _listen(backlog: int) -> socket.socket | None:
     return listener
 
 
-def _host() -> tuple[str, str]:
-    """What two processes have in common that can reach each other's sockets."""
+def _host() -> tuple[str, ...]:
+    """What two processes have in common that can reach each other's sockets, and may."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.readlink("/proc/self/ns/net")
+        boot = file.read().strip()
+    return boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user"), str(os.getuid())
 
 
 def _connect(places: Sequence[Any], own: int) -> dict[int, socket.socket]:
@@ -259,6 +259,21 @@ def _connect(places: Sequence[Any], own: int) -> dict[int, socket.socket]:
             connection.close()
             continue
         connected[rank] = connection
+    return connected
+
+
+def _accept(listener: socket.socket, expected: set[int]) -> dict[int, socket.socket]:
+    """Connections from ranks that have connected; processes of other users are turned away."""
+    connected: dict[int, socket.socket] = {}
+    while expected - connected.keys():
+        connection, _ = listener.accept()
+        _, user, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user != os.getuid():
+            connection.close()
+            continue
+        connected[int.from_bytes(connection.recv(4), "little")] = connection
     return connected
 
 

@@ -4,6 +4,7 @@ through memory that processes of one host share.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,11 +145,11 @@ def test_a_process_that_is_gone_or_silent_is_named(mesh: Any) -> None:
     channel.close()
 
 
-def on_another_host() -> tuple[str, str]:
+def on_another_host() -> tuple[str, ...]:
     return "another", str(distributed.get_rank())
 
 
-def without_proc() -> tuple[str, str]:
+def without_proc() -> tuple[str, ...]:
     if distributed.get_rank() == 0:
         raise FileNotFoundError("/proc")
     return "one", "net"
@@ -165,3 +166,15 @@ def test_processes_that_cannot_reach_each_other_go_through_the_backend(mesh: Any
         else:
             (received,) = links.receive(0, [((3,), torch.float32)], tag=0).wait()
             assert torch.equal(received, torch.ones(3))
+
+
+def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = host_channel._listen(1)
+    assert listener is not None
+    with listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(listener.getsockname())
+        listener.settimeout(0.3)
+        monkeypatch.setattr(host_channel.os, "getuid", lambda: -2)
+        with pytest.raises(TimeoutError):
+            host_channel._accept(listener, {1})
+        assert stranger.recv(1) == b"", "closed"
