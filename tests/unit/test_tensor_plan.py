@@ -17,6 +17,7 @@ from lightning_megatron.parallelize.blueprint import draw_up
 from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
 from lightning_megatron.parallelize.patterns import generalize, matches
 from tests.multi.tensor_models import LLAMA, VOCABULARY, NanoGPT, hugging_face
+from tests.parity.zoo.hazards import PerLayerMasks
 from tests.parity.zoo.language import RelativeBias
 
 
@@ -93,6 +94,19 @@ def test_width_of_all_heads_is_adapted_whatever_its_name():
 def test_a_bias_with_an_entry_per_head_is_cut_as_the_heads_are_where_only_short_sequences_fit():
     table = explain(RelativeBias(), 2).explain()
     assert "per-head table" in table and "heads=1" in table and "gathered" not in table
+
+
+def test_lengths_that_buffers_fix_are_tried():
+    table = explain(PerLayerMasks(), 2).explain()
+    assert "heads=1" in table and "gathered" not in table
+
+
+def test_query_heads_per_key_value_head_are_local_though_the_trial_can_do_without():
+    blueprint = draw_up(hugging_face("gpt_bigcode"), 2, "auto")
+    region = next(region for region in blueprint.regions if region.sizes is not None)
+    assert region.sizes.key_value == 1
+    groups = {name: value for (_, name), value in region.attributes.items() if name == "num_key_value_groups"}
+    assert groups == {"num_key_value_groups": region.sizes.heads // 2}
 
 
 class Fork(nn.Module):
