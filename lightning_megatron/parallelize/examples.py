@@ -16,6 +16,8 @@ from lightning_megatron.parallelize.trace import Trace, trace
 BATCH, LENGTH = 2, 11
 """Chosen so that neither is a usual number of heads."""
 
+_MOST_OWN_SIZES = 8
+
 SHORT_LENGTHS = (7, 5, 3)
 """For modules that take no sequence of `LENGTH`: a table of relative positions, say, has two entries per place."""
 
@@ -215,12 +217,11 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield (values, values)
 
 
-def _own_sizes(part: nn.Module) -> Iterator[int]:
-    """Sizes of buffers, and of parameters that are no layer's: positions and masks fix the length of a sequence."""
-    for m in part.modules():
-        layer = is_linear(m) or isinstance(m, nn.Embedding)
-        for tensor in [*m.buffers(recurse=False), *(() if layer else m.parameters(recurse=False))]:
-            yield from (size for size in tensor.shape[:-1] if size > 1)
+def _own_sizes(part: nn.Module) -> list[int]:
+    """Sizes of what modules other than torch's keep directly: positions and masks fix the length of a sequence."""
+    own = [m for m in part.modules() if not type(m).__module__.startswith("torch.nn.")]
+    tensors = [x for m in own for x in (*m.buffers(recurse=False), *m.parameters(recurse=False))]
+    return list(dict.fromkeys(size for x in tensors for size in x.shape[:-1] if size > 1))[:_MOST_OWN_SIZES]
 
 
 def _widths(part: nn.Module) -> Iterator[int]:
