@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +195,8 @@ class OptimizationStrategy(StateStrategy):
         try:
             if logs is not None:
                 logs.hold()
-            with fused_update(optimizer, closure) as computing:
+            alone = self.mesh.layout.data == 1  # replicas cut parameters, and a kernel rounds at the ends of a piece
+            with fused_update(optimizer, closure) if alone else nullcontext(closure) as computing:
                 result = super().optimizer_step(optimizer, computing, model, **kwargs)
             self._engine.settle()
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import MegatronStrategy, exchange
+from lightning_megatron.pipeline.p2p import StageLinks
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.memory import Memory, stage_memory
 from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
@@ -92,21 +94,23 @@ OPERATIONS = {
 class Overheard(TorchDispatchMode):
     """Writes every operation of torch's process groups into a ledger.
 
-    Collectives stay what a launch on many nodes has, instead of messages between the few ranks here.
+    As in a launch on many nodes, collectives are no messages between the few ranks here, and stages send through the
+    process group.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
-        self._as_collectives = mock.patch.object(exchange, "exchanges", lambda *_, **__: False)
+        self._as_on_many_nodes = ExitStack()
 
     def __enter__(self) -> Any:
-        self._as_collectives.start()
+        self._as_on_many_nodes.enter_context(mock.patch.object(exchange, "exchanges", lambda *_, **__: False))
+        self._as_on_many_nodes.enter_context(mock.patch.object(StageLinks, "through_memory", False))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._as_collectives.stop()
+        self._as_on_many_nodes.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
