@@ -228,9 +228,10 @@ def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         which = dict(region.arguments)
         if region.tried is not None:
-            named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            unseen = [(key, x) for key, x in named if isinstance(x, Tensor) and key not in region.tried]
-            which |= {key: "heads" for key, x in unseen if x.dim() == 4 and x.shape[1] == heads}
+            for key in tensor_arguments(args, kwargs) - region.tried:
+                x = args[key] if isinstance(key, int) else kwargs[key]
+                if x.dim() == 4 and x.shape[1] == heads:
+                    which[key] = "heads"
         return slice_arguments(args, kwargs, which, heads, parts, rank) if which else None
 
     return hook

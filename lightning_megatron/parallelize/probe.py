@@ -75,7 +75,8 @@ def settle(
                 if worst is None and trained is not None:
                     closest = worst = bench.training_deviation(candidate, parts, trained)
                 if worst is None:
-                    return replace(candidate, tried=tensor_arguments(bench.call.args, bench.call.kwargs)), ""
+                    call = trace.calls[region.scope]
+                    return replace(candidate, tried=tensor_arguments(call.args, call.kwargs)), ""
                 reason = closest or worst
     return None, reason
 
@@ -147,7 +148,7 @@ class _Bench:
     def __init__(self, module: nn.Module, region: Region, trace: Trace) -> None:
         self._module = module
         self._region = region
-        self.call: Call = trace.calls[region.scope]
+        self._call: Call = trace.calls[region.scope]
         self._row = module.get_submodule(region.row)
         self._saved: dict[nn.Parameter, Tensor] = {}
         self._random: dict[nn.Parameter, Tensor] = {}
@@ -175,7 +176,7 @@ class _Bench:
 
     def output(self, part: tuple[Region, int, int] | None) -> Tensor:
         """Product of the row-parallel layer, whole or one rank's term (candidate, parts, rank), without its bias."""
-        modes = {m: m.training for m in self.call.module.modules()}
+        modes = {m: m.training for m in self._call.module.modules()}
         try:
             for m in modes:
                 m.training = False
@@ -213,7 +214,7 @@ class _Bench:
         """The term, and gradients of what the columns read and of the parameters inside the region."""
         columns = [self._module.get_submodule(name) for name in self._region.columns]
         inner = [p for p in map(self._module.get_parameter, self._region.inner) if p.requires_grad]
-        with training(self.call.module, seed):
+        with training(self._call.module, seed):
             leaves: list[Tensor] = []
             term = self._term(part, columns, leaves)
             return term_and_gradients(term, [*leaves, *inner])
@@ -226,7 +227,7 @@ class _Bench:
         weight = self._random[self._row.get_parameter("weight")]  # type: ignore[index]
         weight = weight.t() if is_transposed(self._row) else weight
         with contextlib.ExitStack() as stack:
-            call = self.call
+            call = self._call
             args, kwargs = call.args, call.kwargs
             if part is not None:
                 region, parts, rank = part
@@ -259,7 +260,7 @@ class _Bench:
 
         handle = self._row.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self.call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
+            self._call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
         except _Reached as reached:
             return reached.x
         finally:
