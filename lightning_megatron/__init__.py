@@ -7,23 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_megatron.lazy import names_of
-from lightning_megatron.registration import register_when_lightning_is_imported
+from lightning_megatron.mesh.lazy import names_of
+from lightning_megatron.strategy.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
-    from lightning_megatron.initial_weights import load_hf_weights as load_hf_weights
-    from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO as MegatronCheckpointIO
-    from lightning_megatron.strategy import MegatronStrategy as MegatronStrategy
+    from lightning_megatron.checkpoints.state.pretrained import load_hf_weights as load_hf_weights
+    from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO as MegatronCheckpointIO
+    from lightning_megatron.strategy.strategy import MegatronStrategy as MegatronStrategy
+else:
+    # Hidden from type checkers, for which every name would exist otherwise.
+    __getattr__ = names_of(
+        __name__,
+        {
+            "MegatronCheckpointIO": "strategy.saving.checkpoint_io",
+            "MegatronStrategy": "strategy.strategy",
+            "load_hf_weights": "checkpoints.state.pretrained",
+        },
+    )
 
 __version__ = "0.1.0"
 __all__ = ["MegatronCheckpointIO", "MegatronStrategy", "load_hf_weights"]
-
-_HOMES = {
-    "MegatronCheckpointIO": "plugins.checkpoint",
-    "load_hf_weights": "initial_weights",
-    "MegatronStrategy": "strategy",
-}
-__getattr__ = names_of(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Callbacks for what only this strategy can tell."""
 
-from lightning_megatron.callbacks.timeline import PipelineTimeline
-from lightning_megatron.layer_profile import PipelineProfile
+from lightning_megatron.strategy.callbacks.layer_profile import PipelineProfile
+from lightning_megatron.strategy.callbacks.timeline_picture import PipelineTimeline
 
 __all__ = ["PipelineProfile", "PipelineTimeline"]

@@ -1,1 +1,1 @@
-"""Checkpoint directories: what is written by whom, in which files, and when a directory counts as whole."""
+"""Checkpoints: tensors under their logical names, in boxes, complete only when their marker is written."""

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.collectives import world_maximum
-from lightning_megatron.failure import AgreedFailure
+from lightning_megatron.mesh.messages.collectives import world_maximum
+from lightning_megatron.mesh.watch.failure import AgreedFailure
 
 
 class NonFiniteError(AgreedFailure):

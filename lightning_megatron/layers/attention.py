@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.collectives import check_divisible, resolve_group
-from lightning_megatron.layers.heads import AttentionSharding, PutOffProjection, attend_heads, key_value_total
+from lightning_megatron.layers.attend import AttentionSharding, PutOffProjection, attend_heads, key_value_total
 from lightning_megatron.layers.linear import Mesh
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
-from lightning_megatron.sharding import Range, ShardSpec, block_range, key_value_heads, packed_ranges
+from lightning_megatron.mesh.messages.collectives import check_divisible, resolve_group
+from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range, key_value_heads, packed_ranges
 
 
 class ParallelMultiheadAttention(nn.MultiheadAttention):

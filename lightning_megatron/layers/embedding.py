@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.collectives import reduce_from_group, resolve_group
 from lightning_megatron.layers.loss import local_vocabulary
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
-from lightning_megatron.sharding import ShardSpec, block_range, padded_vocabulary
+from lightning_megatron.mesh.messages.collectives import reduce_from_group, resolve_group
+from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range, padded_vocabulary
 
 
 @dataclass(frozen=True, eq=False)

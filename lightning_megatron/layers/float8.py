@@ -24,8 +24,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.operand import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.layers.products import Products, input_gradient, product, weight_gradient, whole_product
+from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16

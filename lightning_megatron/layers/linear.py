@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.collectives import (
+from lightning_megatron.layers.logits import VocabParallelLogits
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
+from lightning_megatron.layers.shared_input import ColumnEntry, may_put_off, operand_of
+from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.layers.weight_view import autocast_input
+from lightning_megatron.mesh.messages.collectives import (
     check_divisible,
     gather_from_group,
     resolve_group,
     split_to_group,
 )
-from lightning_megatron.layers.entry import ColumnEntry, may_put_off, operand_of
-from lightning_megatron.layers.logits import VocabParallelLogits
-from lightning_megatron.layers.operand import autocast_input
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
-from lightning_megatron.layers.streams import RankStream
-from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
-from lightning_megatron.sharding import Range, ShardSpec, block_range, padded_vocabulary
+from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range, padded_vocabulary
 
 Mesh = DeviceMesh | dist.ProcessGroup
 

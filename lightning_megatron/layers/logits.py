@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_megatron.collectives import gather_from_group
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.mesh.messages.collectives import gather_from_group
 
 
 class VocabParallelLogits(torch.Tensor):

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.collectives import raw_all_reduce
-from lightning_megatron.sharding import padded_vocabulary
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.boxes import padded_vocabulary
 
 
 def local_vocabulary(vocabulary: int, group: dist.ProcessGroup) -> tuple[int, int]:

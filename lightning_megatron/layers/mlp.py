@@ -8,11 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.collectives import resolve_group
-from lightning_megatron.layers.entry import ColumnEntry
 from lightning_megatron.layers.linear import ColumnParallelLinear, Mesh, RowParallelLinear
+from lightning_megatron.layers.shared_input import ColumnEntry
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ShardTable
+from lightning_megatron.mesh.messages.collectives import resolve_group
 
 
 class ParallelMLP(nn.Module):

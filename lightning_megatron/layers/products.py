@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.collectives import (
+from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input, gradient_dtype, widened_product
+from lightning_megatron.mesh.messages.collectives import (
     raw_all_gather,
     raw_all_reduce,
     raw_reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.layers.operand import WHOLE, Operand, autocast_input, gradient_dtype, widened_product
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

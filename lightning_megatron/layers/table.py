@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_megatron.sharding import ShardSpec
+from lightning_megatron.mesh.parts.boxes import ShardSpec
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.collectives import resolve_group
 from lightning_megatron.layers.table import ParameterSharding
-from lightning_megatron.parallelize.apply import Builder
-from lightning_megatron.parallelize.blueprint import Blueprint, draw_up
+from lightning_megatron.mesh.messages.collectives import resolve_group
+from lightning_megatron.parallelize.pairs.blueprint import Blueprint, draw_up
+from lightning_megatron.parallelize.reading.copy import copy_of, study_of
 from lightning_megatron.parallelize.report import ParallelReport, whole_table
-from lightning_megatron.parallelize.sequence import SequencePlan, plan_sequence
-from lightning_megatron.parallelize.study import copy_of, study_of
+from lightning_megatron.parallelize.swap.layers import Builder
+from lightning_megatron.parallelize.swap.sequence import SequencePlan, plan_sequence
 
 
 def parallelize(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_megatron.layers.table import ParameterSharding, ShardTable
-from lightning_megatron.parallelize.patterns import generalize
-from lightning_megatron.sharding import ShardSpec
+from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.parallelize.plan.patterns import generalize
 
 
 @dataclass(frozen=True)

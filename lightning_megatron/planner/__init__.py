@@ -10,41 +10,61 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_megatron.lazy import names_of
+from lightning_megatron.mesh.lazy import names_of
 
 if TYPE_CHECKING:
-    from lightning_megatron.planner.cluster import CLUSTERS as CLUSTERS
-    from lightning_megatron.planner.cluster import Cluster as Cluster
-    from lightning_megatron.planner.cluster import Gpu as Gpu
-    from lightning_megatron.planner.constants import DEFAULT_CONSTANTS as DEFAULT_CONSTANTS
-    from lightning_megatron.planner.constants import Constants as Constants
-    from lightning_megatron.planner.memory import Memory as Memory
-    from lightning_megatron.planner.prediction import Breakdown as Breakdown
-    from lightning_megatron.planner.prediction import Prediction as Prediction
-    from lightning_megatron.planner.prediction import predict as predict
-    from lightning_megatron.planner.recipe import Recipe as Recipe
-    from lightning_megatron.planner.recipe import Software as Software
-    from lightning_megatron.planner.search import Limits as Limits
-    from lightning_megatron.planner.search import Plan as Plan
-    from lightning_megatron.planner.search import plan as plan
-    from lightning_megatron.planner.shape import ModelShape as ModelShape
+    from lightning_megatron.planner.cost.memory import Memory as Memory
+    from lightning_megatron.planner.cost.prediction import Breakdown as Breakdown
+    from lightning_megatron.planner.cost.prediction import Prediction as Prediction
+    from lightning_megatron.planner.cost.prediction import predict as predict
+    from lightning_megatron.planner.model.cluster import CLUSTERS as CLUSTERS
+    from lightning_megatron.planner.model.cluster import Cluster as Cluster
+    from lightning_megatron.planner.model.cluster import Gpu as Gpu
+    from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS as DEFAULT_CONSTANTS
+    from lightning_megatron.planner.model.constants import Constants as Constants
+    from lightning_megatron.planner.model.recipe import Recipe as Recipe
+    from lightning_megatron.planner.model.recipe import Software as Software
+    from lightning_megatron.planner.model.shape import ModelShape as ModelShape
+    from lightning_megatron.planner.search.search import Limits as Limits
+    from lightning_megatron.planner.search.search import Plan as Plan
+    from lightning_megatron.planner.search.search import plan as plan
+else:
+    # Hidden from type checkers, for which every name would exist otherwise.
+    __getattr__ = names_of(
+        __name__,
+        {
+            "Breakdown": "cost.prediction",
+            "CLUSTERS": "model.cluster",
+            "Cluster": "model.cluster",
+            "Constants": "model.constants",
+            "DEFAULT_CONSTANTS": "model.constants",
+            "Gpu": "model.cluster",
+            "Limits": "search.search",
+            "Memory": "cost.memory",
+            "ModelShape": "model.shape",
+            "Plan": "search.search",
+            "Prediction": "cost.prediction",
+            "Recipe": "model.recipe",
+            "Software": "model.recipe",
+            "plan": "search.search",
+            "predict": "cost.prediction",
+        },
+    )
 
-_HOMES = {
-    "CLUSTERS": "cluster",
-    "DEFAULT_CONSTANTS": "constants",
-    "Breakdown": "prediction",
-    "Cluster": "cluster",
-    "Constants": "constants",
-    "Gpu": "cluster",
-    "Limits": "search",
-    "Memory": "memory",
-    "ModelShape": "shape",
-    "Plan": "search",
-    "Prediction": "prediction",
-    "Recipe": "recipe",
-    "Software": "recipe",
-    "plan": "search",
-    "predict": "prediction",
-}
-__all__ = sorted(_HOMES)
-__getattr__ = names_of(__name__, _HOMES)
+__all__ = [
+    "CLUSTERS",
+    "DEFAULT_CONSTANTS",
+    "Breakdown",
+    "Cluster",
+    "Constants",
+    "Gpu",
+    "Limits",
+    "Memory",
+    "ModelShape",
+    "Plan",
+    "Prediction",
+    "Recipe",
+    "Software",
+    "plan",
+    "predict",
+]

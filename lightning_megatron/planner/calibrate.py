@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.planner.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
+from lightning_megatron.planner.cost.makespan import closed_form
+from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.error_plot import error_svg
 from lightning_megatron.planner.linear import solve
-from lightning_megatron.planner.makespan import closed_form
-from lightning_megatron.planner.prediction import Prediction, predict
-from lightning_megatron.planner.runs import Run, read_rows, run_from_row
-from lightning_megatron.planner.scoring import FamilyScore, Scored, measured_seconds, score_row, summaries
+from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
+from lightning_megatron.planner.runs.runs import Run, read_rows, run_from_row
+from lightning_megatron.planner.runs.scoring import FamilyScore, Scored, measured_seconds, score_row, summaries
 
 _SCALE = 0.12
 """Relative error beyond which a row counts as far off."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from lightning_megatron.planner.scoring import Scored
+from lightning_megatron.planner.runs.scoring import Scored
 
 _SIZE, _MARGIN, _LEGEND = 460, 56, 190
 

@@ -23,9 +23,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.layout import Layout
-from lightning_megatron.planner.recipe import Recipe
-from lightning_megatron.planner.shape import ModelShape
+from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.planner.model.recipe import Recipe
+from lightning_megatron.planner.model.shape import ModelShape
 
 _SWAPPED = 32
 """Largest grid that is improved by exchanging ranks."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import MegatronCheckpointIO
-from lightning_megatron.pieces import PiecedTensor
+from lightning_megatron.mesh.parts.pieces import PiecedTensor
 from tests.harness import run_on_mesh
 
 RANKS, TENSORS = 2, 16

@@ -13,7 +13,7 @@ from torch import distributed
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
-from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
+from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
 from tests.benchmarks.model import Size, Task, make_batches
 from tests.harness import RankInfo, ReusedProcesses
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronCheckpointIO, MegatronStrategy, load_hf_weights
-from lightning_megatron.checkpoints import storage
+from lightning_megatron.checkpoints.files import storage
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.reshard_scenarios import Losses, Tied, tensors_of
 from tests.parity.train import make_trainer

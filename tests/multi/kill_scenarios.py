@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import MegatronCheckpointIO
-from lightning_megatron.checkpoints import directory
-from lightning_megatron.checkpoints.folder import Folder
+from lightning_megatron.checkpoints.files import directory
+from lightning_megatron.checkpoints.files.folder import Folder
 from tests.harness import RankInfo, ReusedProcesses, run_job, run_trainers
 from tests.parity.reshard_scenarios import Grid, Tied, trainer_of
 from tests.parity.train import make_trainer

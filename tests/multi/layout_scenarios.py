@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.rehearsal.paper import Ledger
+from lightning_megatron.tools.rehearsal.paper import Ledger
 from tests.harness import RankInfo, ReusedProcesses
 from tests.multi.rehearsal_scenarios import SEQUENCE, VOCABULARY, Overheard, SmallGPT
 

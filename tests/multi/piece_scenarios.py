@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.checkpoints.folder import Folder
-from lightning_megatron.checkpoints.planner import PieceLoadPlanner, PieceSavePlanner
-from lightning_megatron.checkpoints.storage import BoxReader, BoxWriter
-from lightning_megatron.pieces import PiecedTensor
-from lightning_megatron.sharding import ShardSpec, key_value_heads, packed_ranges
+from lightning_megatron.checkpoints.files.dcp_plans import PieceLoadPlanner, PieceSavePlanner
+from lightning_megatron.checkpoints.files.folder import Folder
+from lightning_megatron.checkpoints.files.storage import BoxReader, BoxWriter
+from lightning_megatron.mesh.parts.boxes import ShardSpec, key_value_heads, packed_ranges
+from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
 SHAPES = {
     "qkv": (24, 5),

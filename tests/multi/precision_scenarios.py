@@ -175,7 +175,7 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
     device can do, as torch emulates such products on CPUs.
     """
     from lightning_megatron import MegatronStrategy
-    from lightning_megatron.pipeline import float8
+    from lightning_megatron.pipeline.forwards import low_precision_linears as float8
 
     losses, original = Losses(), float8._lack
     torch.manual_seed(5)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_megatron.checkpoints.directory import newest_complete
+from lightning_megatron.checkpoints.files.directory import newest_complete
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.reshard_scenarios import Grid, Losses, Tied
 from tests.parity.train import make_trainer

@@ -13,13 +13,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron import MegatronStrategy, exchange
-from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.messages import exchange
+from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
-from lightning_megatron.planner.memory import Memory, stage_memory
-from lightning_megatron.rehearsal.meter import MemoryMeter, Metered
-from lightning_megatron.rehearsal.paper import Ledger
-from lightning_megatron.rehearsal.run import _OneBatch, _Witness
+from lightning_megatron.planner.cost.memory import Memory, stage_memory
+from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
+from lightning_megatron.tools.rehearsal.paper import Ledger
+from lightning_megatron.tools.rehearsal.rehearse import _OneBatch, _Witness
 from tests.harness import RankInfo, ReusedProcesses
 
 VOCABULARY, SEQUENCE, LAYERS, HIDDEN, HEADS = 256, 32, 4, 64, 4

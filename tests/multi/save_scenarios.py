@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_megatron import MegatronCheckpointIO
-from lightning_megatron.checkpoints import storage
-from lightning_megatron.checkpoints.directory import newest_complete, open_checkpoint
+from lightning_megatron.checkpoints.files import storage
+from lightning_megatron.checkpoints.files.directory import newest_complete, open_checkpoint
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.reshard_scenarios import Grid, Tied, tensors_of
 from tests.parity.train import make_trainer

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.huggingface import PretrainedTask

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron import exchange
 from lightning_megatron.layers import ParameterSharding
+from lightning_megatron.mesh.messages import exchange
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 COUNTED = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.harness import run_trainers
 from tests.multi.boundary_scenarios import dict_run, pair_run, writing_run

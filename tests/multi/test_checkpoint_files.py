@@ -14,18 +14,18 @@ import torch
 from lightning.pytorch import Trainer
 from typer.testing import CliRunner
 
-from lightning_megatron.checkpoints.directory import (
+from lightning_megatron.checkpoints.files.directory import (
     IncompleteCheckpointError,
     data_folder,
     newest_complete,
     open_checkpoint,
     publish,
 )
-from lightning_megatron.checkpoints.folder import Folder
-from lightning_megatron.checkpoints.sources import open_source
-from lightning_megatron.checkpoints.storage import BoxWriter
-from lightning_megatron.cli import app
-from lightning_megatron.plugins.checkpoint import MegatronCheckpointIO
+from lightning_megatron.checkpoints.files.folder import Folder
+from lightning_megatron.checkpoints.files.sources import open_source
+from lightning_megatron.checkpoints.files.storage import BoxWriter
+from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
+from lightning_megatron.tools.commands.cli import app
 from tests.harness import run_trainers
 from tests.multi.checkpoint_scenarios import (
     Dangerous,
@@ -196,7 +196,7 @@ def test_export_to_hugging_face_loads_with_from_pretrained_and_comes_back(saved:
 
 
 def test_memory_urls_work_like_folders(saved: Path) -> None:
-    from lightning_megatron.checkpoints.importing import import_checkpoint
+    from lightning_megatron.checkpoints.files.importing import import_checkpoint
 
     source = open_source(saved / "hf.ckpt")
     folder = Path(saved) / "hf_again"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_megatron.cli import app
+from lightning_megatron.tools.commands.cli import app
 from tests.harness import run_trainers
 from tests.multi.count_scenarios import losses_of
 from tests.parity.reshard_scenarios import SAVED, Grid

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron import exchange
-from lightning_megatron.collectives import raw_all_reduce, start_flat_gather, start_flat_scatter
+from lightning_megatron.mesh.messages import exchange
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce, start_flat_gather, start_flat_scatter
 from tests.harness import run_on_mesh
 from tests.multi.tensor_helpers import tensor_group
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.layout import Layout
+from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.planner import Cluster, Gpu, ModelShape, Recipe, plan
 from lightning_megatron.planner.topology import (
     Level,
@@ -122,7 +122,7 @@ def test_arguments_that_contradict_each_other_are_refused(settings: dict[str, An
 
 
 def test_what_cannot_be_detected_is_asked_for() -> None:
-    from lightning_megatron.layout_choice import facts
+    from lightning_megatron.strategy.planning import facts
     from tests.multi.rehearsal_scenarios import SmallGPT
 
     module = SmallGPT()

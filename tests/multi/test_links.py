@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from lightning_megatron import host_channel
-from lightning_megatron.host_channel import HostChannel, PeerGone, open_channels
-from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.mesh.messages import host_channel
+from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone, open_channels
+from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import run_ranks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.data_parallel.loss_scale import LossScale
+from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from tests.harness import JobFailed, run_trainers
 from tests.multi.precision_scenarios import burst, bytes_held, eight_bits, losses
 

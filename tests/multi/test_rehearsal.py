@@ -15,9 +15,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli import app
-from lightning_megatron.planner.memory import Memory
-from lightning_megatron.rehearsal import Rehearsal, rehearse
+from lightning_megatron.planner.cost.memory import Memory
+from lightning_megatron.tools.commands.cli import app
+from lightning_megatron.tools.rehearsal import Rehearsal, rehearse
 from tests.harness import run_trainers
 from tests.multi.rehearsal_scenarios import SmallGPT, build, live, planned
 
@@ -168,7 +168,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_under_a_minute_and_4_gb(tmp_pa
     script.write_text(SCRIPT)
     program = (
         "import json, resource, sys\n"
-        "from lightning_megatron.cli import app\n"
+        "from lightning_megatron.tools.commands.cli import app\n"
         f"app(['rehearse', {f'{script}:large'!r}, '--layout', 't8', 'p64', 'd6', 'b1', '--rank', '1234', '--json'],"
         " standalone_mode=False)\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_megatron.collectives import gather_from_group, split_to_group
 from lightning_megatron.layers import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -20,6 +19,7 @@ from lightning_megatron.layers import (
     vocab_parallel_cross_entropy,
 )
 from lightning_megatron.layers.loss import local_vocabulary
+from lightning_megatron.mesh.messages.collectives import gather_from_group, split_to_group
 from tests.harness import run_ranks
 from tests.multi.tensor_helpers import (
     EXACT,

@@ -14,9 +14,9 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.host_channel import HostChannel, Sent
-from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.p2p import StageLinks, Transfer
+from lightning_megatron.mesh.messages.host_channel import HostChannel, Sent
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
+from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.scenario import trainer_for

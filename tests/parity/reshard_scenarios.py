@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import MegatronCheckpointIO, MegatronStrategy
-from lightning_megatron.checkpoints.directory import open_checkpoint
-from lightning_megatron.checkpoints.storage import BoxReader, Place, read_part
+from lightning_megatron.checkpoints.files.directory import open_checkpoint
+from lightning_megatron.checkpoints.files.storage import BoxReader, Place, read_part
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import RankInfo, run_trainers
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS

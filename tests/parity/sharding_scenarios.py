@@ -281,7 +281,7 @@ def quiet(info: RankInfo, setup: Setup, own_use: bool | None = None) -> dict[str
     module = SharedTask() if own_use is None else OwnUse(own_use)
     pending: list[int] = []
     if setup.layout is not None and setup.strategy.get("overlap_parameter_gather"):
-        from lightning_megatron.data_parallel.late_gather import LateGather
+        from lightning_megatron.data_parallel.update.late_gather import LateGather
 
         start = LateGather.start
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.pipeline.p2p import StageLinks
+from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import RankInfo, run_trainers
 from tests.multi.tensor_models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_megatron.pipeline.absent import make_absent
+from lightning_megatron.pipeline.elsewhere.absent import make_absent
 
 
 def test_writing_into_a_weight_of_another_stage_does_nothing_in_a_step_either():

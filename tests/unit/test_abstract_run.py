@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.abstract import TensorShape, abstract_run
+from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
 
 
 @functools.lru_cache

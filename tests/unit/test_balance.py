@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_megatron.pipeline.balance import balance, run_loads, stage_loads
+from lightning_megatron.pipeline.cut.balance import balance, run_loads, stage_loads
 
 
 def splits(layers: int, runs: int) -> list[list[int]]:

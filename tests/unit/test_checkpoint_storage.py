@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.checkpoints import storage
-from lightning_megatron.checkpoints.regions import Shares, share_out
-from lightning_megatron.checkpoints.storage import Place, SummedFile, read_part
-from lightning_megatron.initial_weights import find_prefix
+from lightning_megatron.checkpoints.files import storage
+from lightning_megatron.checkpoints.files.storage import Place, SummedFile, read_part
+from lightning_megatron.checkpoints.files.writers import Shares, share_out
+from lightning_megatron.checkpoints.state.pretrained import find_prefix
 
 
 @pytest.mark.parametrize("worth", [1, 4096])

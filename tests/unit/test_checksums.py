@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from lightning_megatron.checkpoints import checksums
-from lightning_megatron.checkpoints.checksums import Checksum, checksum, kind_of
+from lightning_megatron.checkpoints.files import checksums
+from lightning_megatron.checkpoints.files.checksums import Checksum, checksum, kind_of
 
 DATA = bytes(range(256)) * 5
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.fused_update import fused_update
+from lightning_megatron.data_parallel.update.fused import fused_update
 
 KINDS: dict[str, Any] = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}, "_fused_adamw_"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.data_parallel.independence import Independence, independence_of
+from lightning_megatron.data_parallel.update.trial import Independence, independence_of
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

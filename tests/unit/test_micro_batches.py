@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.pipeline.micro_batches import check_alike
+from lightning_megatron.mesh.batches import check_alike
 
 
 def test_a_shorter_batch_is_cut_like_those_before_it() -> None:

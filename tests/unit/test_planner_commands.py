@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lightning_megatron.cli import app
+from lightning_megatron.tools.commands.cli import app
 
 RUNS = Path(__file__).parents[1] / "data" / "published_runs.csv"
 RUNNER = CliRunner()

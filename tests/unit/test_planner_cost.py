@@ -12,18 +12,18 @@ from torch import nn
 from lightning_megatron.pipeline.schedule import make_schedule
 from lightning_megatron.pipeline.timeline import activations_in_flight
 from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster, ModelShape, Recipe, Software, predict
-from lightning_megatron.planner.communication import Group, all_reduce_seconds, bus_bandwidth, gather_seconds
-from lightning_megatron.planner.compute import accumulation_seconds, gemm_seconds
-from lightning_megatron.planner.makespan import closed_form, simulated
-from lightning_megatron.planner.memory import (
+from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, bus_bandwidth, gather_seconds
+from lightning_megatron.planner.cost.compute import accumulation_seconds, gemm_seconds
+from lightning_megatron.planner.cost.makespan import closed_form, simulated
+from lightning_megatron.planner.cost.memory import (
     in_flight,
     layer_activation_bytes,
     peak_memory,
     recompute_share,
     state_bytes,
 )
-from lightning_megatron.planner.recipe import MEGATRON_2021, MEGATRON_CORE
-from lightning_megatron.planner.stages import StageSeconds, layers_of_ranks, split_layers
+from lightning_megatron.planner.cost.stages import StageSeconds, layers_of_ranks, split_layers
+from lightning_megatron.planner.model.recipe import MEGATRON_2021, MEGATRON_CORE
 
 GPT3 = ModelShape(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, positions=2048)
 A100 = Cluster.named("A100-80")
@@ -158,7 +158,7 @@ def test_long_steps_are_simulated_as_if_in_full(schedule: str) -> None:
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     recipe = Recipe(pipeline=4, global_batch=61, chunks=chunks, schedule=schedule)
     costs = _costs(recipe, uneven=True)
-    from lightning_megatron.planner.makespan import _span
+    from lightning_megatron.planner.cost.makespan import _span
 
     assert simulated(costs, recipe) == pytest.approx(_span(costs, recipe, 61), rel=1e-9)
 

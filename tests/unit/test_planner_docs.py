@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster
-from lightning_megatron.planner.constants import PRIORS
-from lightning_megatron.planner.runs import MEASURED, read_rows
+from lightning_megatron.planner.model.constants import PRIORS
+from lightning_megatron.planner.runs.runs import MEASURED, read_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")

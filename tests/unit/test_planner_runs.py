@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.planner.calibrate import fit, folds, read_samples, score, table
-from lightning_megatron.planner.constants import PRIORS, Constants
 from lightning_megatron.planner.linear import solve
-from lightning_megatron.planner.report import family_scores, predict_rows, record, score_rows
-from lightning_megatron.planner.runs import MEASURED, read_rows, run_from_row
-from lightning_megatron.planner.scoring import kendall, ran_out_of_memory, summaries
+from lightning_megatron.planner.model.constants import PRIORS, Constants
+from lightning_megatron.planner.runs.records import family_scores, predict_rows, record, score_rows
+from lightning_megatron.planner.runs.runs import MEASURED, read_rows, run_from_row
+from lightning_megatron.planner.runs.scoring import kendall, ran_out_of_memory, summaries
 
 RUNS = Path(__file__).parents[1] / "data" / "published_runs.csv"
 OTHERS = RUNS.with_name("other_runs.csv")

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from lightning_megatron.planner import Cluster, Limits, ModelShape, Plan, Recipe, plan, predict
-from lightning_megatron.planner.plot import plan_svg
-from lightning_megatron.planner.search import candidates
+from lightning_megatron.planner.search.plot import plan_svg
+from lightning_megatron.planner.search.search import candidates
 
 A100 = Cluster.named("A100-80")
 SMALL = ModelShape(layers=24, hidden=2048, heads=16, vocab=50304, seq=1024)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.planner.module_shape import shape_from_module
-from lightning_megatron.planner.shape import ModelShape
+from lightning_megatron.planner.model.module_shape import shape_from_module
+from lightning_megatron.planner.model.shape import ModelShape
 
 GPT3 = ModelShape(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, positions=2048)
 LLAMA = {

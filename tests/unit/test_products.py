@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.operand import TRANSPOSED, Operand, widened_product
 from lightning_megatron.layers.products import SIXTEEN_BIT, PendingProducts, sharded_product, share_input, whole_product
-from lightning_megatron.pipeline.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.layers.weight_view import TRANSPOSED, Operand, widened_product
+from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
 
 Run = Callable[[Tensor, nn.Parameter, nn.Parameter], Tensor]
 """x, parameters of weight and bias -> output."""

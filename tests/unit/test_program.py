@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_megatron.pipeline.program import Action, compile_stage
+from lightning_megatron.pipeline.run.program import Action, compile_stage
 from lightning_megatron.pipeline.schedule import Kind, Schedule, lower, make_schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_megatron.pipeline.copies import find_copies
-from lightning_megatron.pipeline.partition import Partition, make_partition
-from lightning_megatron.pipeline.provenance import WatchPlan
+from lightning_megatron.pipeline.cut.averaged_copies import find_copies
+from lightning_megatron.pipeline.cut.partition import Partition, make_partition
+from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.elsewhere.provenance import WatchPlan
 from lightning_megatron.pipeline.schedule import make_schedule
-from lightning_megatron.pipeline.trunk import find_trunk
 from tests.parity.zoo import strangers
 from tests.parity.zoo.loops import Walker
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.recompute import check_recompute, install_recompute
-from lightning_megatron.pipeline.trunk import find_trunk
+from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.forwards.recompute import check_recompute, install_recompute
 
 
 class Layer(nn.Module):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.generators import generators_in, restore_states, states_of
-from lightning_megatron.data.resume import make_resumable
-from lightning_megatron.data.walk import walk_of
+from lightning_megatron.strategy.data.generators import generators_in, restore_states, states_of
+from lightning_megatron.strategy.data.loaders import make_resumable
+from lightning_megatron.strategy.data.walk import walk_of
 from tests.parity.loader_kinds import BATCH, KINDS, Numbered, OwnGenerators
 
 

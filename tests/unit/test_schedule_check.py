@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron.pipeline.check import ScheduleError, check
 from lightning_megatron.pipeline.schedule import (
     SCHEDULES,
     Instruction,
@@ -19,7 +18,8 @@ from lightning_megatron.pipeline.schedule import (
     lower,
     make_schedule,
 )
-from lightning_megatron.pipeline.transfers import finishes_asynchronously
+from lightning_megatron.pipeline.schedules.check import ScheduleError, check
+from lightning_megatron.pipeline.schedules.transfers import finishes_asynchronously
 
 Lists = list[list[str]]
 

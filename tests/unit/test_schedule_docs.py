@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lightning_megatron.cli import app
 from lightning_megatron.pipeline.schedule import make_schedule
 from lightning_megatron.pipeline.timeline import Costs, ScheduleError, simulate
+from lightning_megatron.tools.commands.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text(encoding="utf-8")

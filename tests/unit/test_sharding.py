@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.sharding import (
+from lightning_megatron.mesh.parts.boxes import (
     ShardSpec,
     assemble,
     block_range,

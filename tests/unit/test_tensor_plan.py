@@ -10,12 +10,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli import app
 from lightning_megatron.layers import vocab_parallel_cross_entropy
 from lightning_megatron.parallelize import explain
-from lightning_megatron.parallelize.blueprint import draw_up
-from lightning_megatron.parallelize.heads import ColumnCut, HeadSizes
-from lightning_megatron.parallelize.patterns import generalize, matches
+from lightning_megatron.parallelize.pairs.blueprint import draw_up
+from lightning_megatron.parallelize.plan.patterns import generalize, matches
+from lightning_megatron.parallelize.reading.attention import ColumnCut, HeadSizes
+from lightning_megatron.tools.commands.cli import app
 from tests.multi.tensor_models import LLAMA, VOCABULARY, NanoGPT, hugging_face
 from tests.parity.zoo.hazards import PerLayerMasks
 from tests.parity.zoo.language import RelativeBias

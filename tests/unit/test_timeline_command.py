@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lightning_megatron.cli import app
+from lightning_megatron.tools.commands.cli import app
 
 
 def run(*arguments: str) -> Result:

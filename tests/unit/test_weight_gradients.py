@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.pipeline.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
 
 
 class Mixed(nn.Module):

@@ -12,7 +12,7 @@ number of micro-batches from ``stages`` on has the ideal bubble.
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 from lightning_megatron.pipeline.schedules.plain import alternate
 
 

@@ -10,7 +10,7 @@ of activations instead of all of them (Narayanan et al., SC21, arXiv 2104.04473,
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 
 
 def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_megatron.pipeline.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 
 _Phases = list[tuple[str, int]]
 

@@ -15,7 +15,7 @@ half; with 2p-1 there is no bubble left inside a rank's own span when F = I = W.
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 
 
 def zb_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:

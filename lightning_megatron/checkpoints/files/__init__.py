@@ -1,0 +1,1 @@
+"""Checkpoint directories: which files hold what, and when a directory is complete."""

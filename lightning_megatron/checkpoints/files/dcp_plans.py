@@ -1,0 +1,197 @@
+"""Plans of ``torch.distributed.checkpoint`` made of boxes: which rank writes what, and what each reads back.
+
+DCP brings the ranks together, hands their plans to one of them and reports failures to all; these planners decide
+what is in the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from lightning_megatron.checkpoints.files.writers import Rectangle, Shares, intersection, share_out
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
+
+
+class PieceSavePlanner(SavePlanner):
+    """Every rank offers the boxes it holds; the first rank decides who writes which, each element once."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the tensors to save, by name."""
+        self._tensors = {name: as_pieces(value) for name, value in state_dict.items()}
+
+    def create_local_plan(self) -> SavePlan:
+        """All boxes held here."""
+        items = [
+            _write_item(name, value.shape, value.dtype, (box.offset, box.shape))
+            for name, value in self._tensors.items()
+            for box in value.spec.boxes
+        ]
+        shapes = {name: (value.shape, value.dtype) for name, value in self._tensors.items()}
+        return SavePlan(items, planner_data=shapes)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Share the boxes out.
+
+        Raises:
+            ValueError: ranks disagree about a tensor's shape or type, or part of a tensor is on no rank.
+        """
+        kinds = _agree_on_kinds(all_plans)
+        held: dict[str, list[tuple[int, Rectangle]]] = {name: [] for name in kinds}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                assert item.tensor_data is not None
+                chunk = item.tensor_data.chunk
+                held[item.index.fqn].append((rank, (tuple(chunk.offsets), tuple(chunk.sizes))))
+        shares = Shares([0] * len(all_plans))
+        items: list[list[WriteItem]] = [[] for _ in all_plans]
+        chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in kinds}
+        for name, (shape, dtype) in kinds.items():
+            try:
+                for rank, rectangle in share_out(held[name], shape, dtype.itemsize, shares):
+                    item = _write_item(name, shape, dtype, rectangle)
+                    assert item.tensor_data is not None
+                    items[rank].append(item)
+                    chunks[name].append(item.tensor_data.chunk)
+            except ValueError as error:
+                raise ValueError(f"`{name}` cannot be saved: {error}") from error
+        metadata: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[name])
+            for name, (shape, dtype) in kinds.items()
+        }
+        return [SavePlan(each) for each in items], Metadata(metadata)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Accept what the first rank decided."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The box's elements, as a view of this rank's memory."""
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return self._tensors[write_item.index.fqn].part(chunk.offsets, chunk.sizes)
+
+
+class PieceLoadPlanner(LoadPlanner):
+    """Fills this rank's boxes from whatever boxes were saved.
+
+    Args:
+        stored: key of a tensor to fill -> the name it is stored under, where that is another.
+    """
+
+    def __init__(self, stored: Mapping[str, str] | None = None) -> None:
+        self._stored = dict(stored or {})
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the tensors to fill, by name, and the description of what was saved."""
+        assert metadata is not None
+        self._tensors: dict[str, PiecedTensor] = {name: as_pieces(value) for name, value in state_dict.items()}
+        self._saved = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """What of which saved box goes where.
+
+        Raises:
+            KeyError: a tensor is not in the checkpoint.
+            ValueError: a tensor has another shape there.
+        """
+        return LoadPlan([item for name, value in self._tensors.items() for item in self._read_items(name, value)])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to change."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Refuse: checkpoints hold tensors here, and everything else in another file."""
+        raise TypeError(f"`{read_item.dest_index.fqn}` is not a tensor.")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where the elements of a read go, as a view of this rank's memory."""
+        place = read_item.dest_index
+        assert place.offset is not None and place.index is not None
+        piece = self._tensors[place.fqn]
+        return piece.part_of(piece.spec.boxes[place.index], place.offset, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The view was filled in place."""
+
+    def _read_items(self, key: str, value: PiecedTensor) -> list[ReadItem]:
+        name = self._stored.get(key, key)
+        saved = self._saved.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise KeyError(f"`{name}` is not in the checkpoint.")
+        if tuple(saved.size) != tuple(value.shape):
+            raise ValueError(f"`{name}` has shape {tuple(value.shape)} here, {tuple(saved.size)} in the checkpoint.")
+        items = []
+        for number, chunk in enumerate(saved.chunks):
+            source = tuple(chunk.offsets), tuple(chunk.sizes)
+            for target, box in enumerate(value.spec.boxes):
+                common = intersection((box.offset, box.shape), source)
+                if common is not None:
+                    place = MetadataIndex(key, common[0], target)
+                    items.append(_read_item(place, common, MetadataIndex(name, source[0], number)))
+        return items
+
+
+def saved_kinds(metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+    """Logical shape and type of every tensor in a checkpoint."""
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _agree_on_kinds(plans: list[SavePlan]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for rank, plan in enumerate(plans):
+        for name, kind in plan.planner_data.items():
+            if kinds.setdefault(name, kind) != kind:
+                raise ValueError(
+                    f"`{name}` has shape {tuple(kind[0])} and type {kind[1]} on rank {rank}, but "
+                    f"{tuple(kinds[name][0])} and {kinds[name][1]} on a rank before it."
+                )
+    return kinds
+
+
+def _write_item(name: str, shape: torch.Size, dtype: torch.dtype, rectangle: Rectangle) -> WriteItem:
+    offset, extent = torch.Size(rectangle[0]), torch.Size(rectangle[1])
+    data = TensorWriteData(ChunkStorageMetadata(offset, extent), TensorProperties(dtype=dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def _read_item(place: MetadataIndex, common: Rectangle, saved: MetadataIndex) -> ReadItem:
+    """Read rectangle ``common`` out of the ``saved`` box into the ``place``, whose number is that of a box here."""
+    assert saved.offset is not None
+    within = torch.Size(o - s for o, s in zip(common[0], saved.offset, strict=True))
+    start = torch.Size([0] * len(common[0]))
+    return ReadItem(LoadItemType.TENSOR, place, start, saved, within, torch.Size(common[1]))

@@ -1,0 +1,218 @@
+"""Checkpoints as others want them: one Lightning file, or Hugging Face safetensors. One tensor in memory at a time.
+
+For a Lightning file, ``torch.save`` lays everything out without writing any element, and the elements are then written
+to the places it reserved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
+from lightning_megatron.checkpoints.files.storage import bytes_of
+from lightning_megatron.checkpoints.state.stored import optimizer_names
+
+RUN_STATE = ("replicas", "streams")
+"""What of this package's part of a checkpoint an exported file keeps: random numbers and dataloaders."""
+_OWN = ("lightning_megatron", "optimizer_groups", "optimizer_values", "state_dict_extra")
+
+
+def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> None:
+    """Write one ``.ckpt`` that plain Lightning loads, and resumes from.
+
+    Args:
+        source: an opened checkpoint.
+        path: file to write; it appears once it is whole.
+        optimizer: whether to write the optimizers' state too.
+
+    Raises:
+        RuntimeError: tensors are hidden in objects of a kind that cannot be laid out so.
+    """
+    optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
+    with FakeTensorMode():
+        fakes = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in source.kinds.items()
+            if optimizer or name not in optimizers
+        }
+    content = {key: value for key, value in source.meta.items() if key not in _OWN}
+    state: dict[str, Any] = {name: fake for name, fake in fakes.items() if name not in optimizers}
+    state |= {alias: fakes[name] for alias, name in source.aliases.items() if name in fakes}
+    content["state_dict"] = state | source.meta.get("state_dict_extra", {})
+    if optimizer and "optimizer_groups" in source.meta:
+        content["optimizer_states"] = _numbered(source, fakes)
+        own = source.meta.get("lightning_megatron", {})
+        content["lightning_megatron"] = {key: own[key] for key in RUN_STATE if key in own}
+    else:
+        content.pop("lr_schedulers", None)
+        content.pop("callbacks", None)
+    for loop in content.get("loops", {}).values():
+        loop.get("state_dict", {}).pop("combined_loader", None)
+    part = path.with_name(f".{path.name}.part")
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(content, part)
+    _fill(part, content, {id(fake): name for name, fake in fakes.items()}, source)
+    part.rename(path)
+
+
+def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Optimizers' states with parameters by number, as torch keeps them."""
+    states: list[dict[str, Any]] = []
+    for index, groups in enumerate(source.meta["optimizer_groups"]):
+        members = [name for group in groups for name in group["params"]]
+        numbers = {name: number for number, name in enumerate(members)}
+        numbers |= {f"#{number}": number for number in range(len(members))}  # imported: nobody knows the names
+        values: dict[str, Any] = next(iter(source.meta.get("optimizer_values", [])[index:]), {})
+        state: dict[int, dict[str, Any]] = {numbers[name]: dict(own) for name, own in values.items() if name in numbers}
+        for stored, number, parameter, key in optimizer_names(source.kinds):
+            if number == index and parameter in numbers:
+                state.setdefault(numbers[parameter], {})[key] = fakes[stored]
+        numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+        states.append({"state": state, "param_groups": numbered})
+    return states
+
+
+def _fill(path: Path, content: Any, names: Mapping[int, str], source: Source) -> None:
+    """Write every tensor's elements where ``torch.save`` has left room for them."""
+    with FakeTensorMode():
+        laid_out = torch.load(path, map_location="cpu", weights_only=False)  # our own file, written a moment ago
+    done: set[int] = set()
+    with path.open("r+b") as file:
+        for original, placed in zip(_tensors(content), _tensors(laid_out), strict=True):
+            start = int(placed.untyped_storage()._checkpoint_offset or 0)
+            if start not in done:
+                done.add(start)
+                name = names.get(id(original))
+                real = source.read(name) if name is not None else _whole_storage(original)
+                file.seek(start)
+                file.write(bytes_of(real))
+        file.flush()
+    reader = torch._C.PyTorchFileReader(str(path))
+    rooms = sum(1 for record in reader.get_all_records() if record.startswith("data/"))
+    if rooms != len(done):
+        path.unlink()
+        raise RuntimeError(
+            f"{rooms - len(done)} tensors are hidden in objects that the checkpoint keeps (of callbacks or "
+            "hyperparameters); export with `--no-optimizer`, which leaves callbacks out."
+        )
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def export_safetensors(
+    source: Source,
+    folder: Path,
+    *,
+    prefix: str | None = None,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5 * 1024**3,
+) -> list[str]:
+    """Write Hugging Face safetensors and their ``config.json``.
+
+    Args:
+        source: an opened checkpoint.
+        folder: to write into.
+        prefix: start of the names that belong to the model, taken off; by default that of the only Hugging Face model
+            in the module.
+        dtype: type of floating-point tensors; by default as stored.
+        config: by default the one stored with the checkpoint.
+        shard_bytes: largest size of one file, unless a single tensor is larger.
+
+    Returns:
+        The names of the tensors written.
+
+    Raises:
+        ValueError: the module held no Hugging Face model, or several, and no ``prefix`` tells which.
+    """
+    found: dict[str, Any] = source.about.get("huggingface", {})
+    if prefix is None:
+        if len(found) != 1:
+            raise ValueError(
+                f"the checkpoint's module holds {len(found)} Hugging Face models ({sorted(found) or 'none'}); name the "
+                "start of the parameters' names with `--prefix`, for instance `--prefix model.`"
+            )
+        prefix = next(iter(found))
+    config = found.get(prefix) if config is None else config
+    optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
+    kinds = {
+        name: (tuple(shape), dtype if dtype is not None and kind.is_floating_point else kind)
+        for name, (shape, kind) in source.kinds.items()
+        if name.startswith(prefix) and name not in optimizers
+    }
+    if not kinds:
+        raise ValueError(
+            f"no tensor's name starts with {prefix!r}; `lightning-megatron checkpoint inspect` lists them."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _shards(kinds, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(source, folder / file, {name: kinds[name] for name in names}, prefix)
+        weight_map |= {name.removeprefix(prefix): file for name in names}
+    if len(shards) > 1:
+        total = sum(_size(*kind) for kind in kinds.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    if config is not None:
+        stored = dict(config) if dtype is None else {**config, "dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(stored, indent=2))
+    return sorted(weight_map)
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _shards(kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, kind in kinds.items():
+        if shards[-1] and used + _size(*kind) > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += _size(*kind)
+    return shards
+
+
+def _write_safetensors(
+    source: Source, path: Path, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]], prefix: str
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in kinds.items():
+        start, end = end, end + _size(shape, dtype)
+        entry = {"dtype": safetensors_type(dtype), "shape": list(shape), "data_offsets": [start, end]}
+        header[name.removeprefix(prefix)] = entry
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name, (_, dtype) in kinds.items():
+            file.write(bytes_of(source.read(name).to(dtype)))
+    part.rename(path)

@@ -1,0 +1,1 @@
+"""Modules and optimizers under logical names and shapes."""

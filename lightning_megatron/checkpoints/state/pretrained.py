@@ -1,0 +1,120 @@
+"""Pretrained weights straight into the parts that ranks hold.
+
+Files are read by place: a rank brings in its own layers and its own slices of them, and nothing else. With
+``configure_model`` under the meta device, no process ever holds a whole model::
+
+    def configure_model(self):
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        load_hf_weights(self, path)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoints.files.sources import Source, open_source
+from lightning_megatron.checkpoints.state.stored import Match, aliases, match
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
+
+_LATER = "_lightning_megatron_initial_weights"
+_LOADED = "_lightning_megatron_loaded_weights"
+
+
+def load_hf_weights(module: nn.Module, path: Any) -> None:
+    """Load weights from safetensors, a Lightning ``.ckpt`` or a checkpoint directory.
+
+    In ``configure_model`` under :class:`~lightning_megatron.MegatronStrategy` nothing is read yet: once the module is
+    divided, each rank reads its part. Anywhere else the module is filled at once; meta tensors get memory.
+
+    Args:
+        module: a LightningModule, or any module. The weights may belong to all of it or to a part: the start of the
+            names is found by comparing them.
+        path: a file, or the folder of a Hugging Face model.
+
+    Raises:
+        RuntimeError: a parameter of the part that the weights belong to is missing in the files, or has another shape.
+    """
+    if _is_divided_later(module):
+        module.__dict__[_LATER] = path
+        return
+    source = open_source(path)
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    shapes = {name: value.shape for name, value in state.items()}
+    found = match_weights(source, shapes, aliases(module), path)
+    wanted = {name: (stored, _room_for(state[name])) for name, stored in found.stored.items()}
+    source.fill(wanted)
+    module.load_state_dict({name: pieces.local for name, (_, pieces) in wanted.items()}, strict=False, assign=True)
+
+
+def _room_for(value: Tensor) -> PiecedTensor:
+    device = "cpu" if value.is_meta else value.device
+    return as_pieces(torch.empty(value.shape, dtype=value.dtype, device=device))
+
+
+def _is_divided_later(module: nn.Module) -> bool:
+    """Whether a Trainer with our strategy is about to divide the module."""
+    trainer = getattr(module, "_trainer", None)
+    return hasattr(getattr(trainer, "strategy", None), "load_initial_weights")
+
+
+def start_from(module: nn.Module, given: Any) -> Any:
+    """Where a divided module's weights come from: what :func:`load_hf_weights` was asked for in ``configure_model``, or
+    what the strategy was ``given``; ``None`` if neither, or if they were loaded already.
+    """
+    path = module.__dict__.pop(_LATER, given)
+    if path is None or module.__dict__.get(_LOADED) == str(path):
+        return None
+    module.__dict__[_LOADED] = str(path)
+    return path
+
+
+def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Mapping[str, str], path: Any) -> Match:
+    """Find every tensor's place in the files.
+
+    Args:
+        source: the opened files.
+        shapes: logical shapes by name, over the whole module.
+        further: tied names of the module.
+        path: for messages.
+
+    Raises:
+        RuntimeError: a tensor is missing or has another shape.
+    """
+    kinds = {name: kind for name, kind in source.kinds.items() if not name.startswith("optimizer.")}
+    taken, put = find_prefix(kinds, shapes)
+    part = {name: shape for name, shape in shapes.items() if name.startswith(put)}
+    found = match(kinds, part, further, source.aliases, {taken: put})
+    if found.missing or found.reshaped:
+        raise RuntimeError(f"the weights in {path} do not fit: {found}.")
+    if found.unexpected:
+        rank_zero_warn(f"{path} holds weights that the module has no place for: {found.unexpected}")
+    return found
+
+
+def find_prefix(stored: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
+    """What to take off the stored names, and what to put before them instead, for most of them to fit.
+
+    ``["h.0.w", "wte.w"]`` and ``["net.h.0.w", "net.wte.w", "scale"]`` give ``("", "net.")``.
+    """
+    stored, names = list(stored), list(names)
+    votes: Counter[tuple[str, str]] = Counter()
+    votes.update(("", prefix) for prefix in _prefixes(names, set(stored)))
+    votes.update((prefix, "") for prefix in _prefixes(stored, set(names)))
+    return votes.most_common(1)[0][0] if votes else ("", "")
+
+
+def _prefixes(longer: list[str], shorter: set[str]) -> Iterable[str]:
+    for name in longer:
+        start = 0
+        while start >= 0:
+            if name[start:] in shorter:
+                yield name[:start]
+            dot = name.find(".", start)
+            start = dot + 1 if dot >= 0 else -1

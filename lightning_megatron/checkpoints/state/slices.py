@@ -1,0 +1,148 @@
+"""Local tensors of a tensor-parallel rank, and the logical tensors they are parts of.
+
+Checkpoints, exported states and summaries speak of logical tensors: unsplit, unpadded. This module translates, by
+the table that sharding left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.layers.table import ShardTable
+from lightning_megatron.mesh.parts.boxes import ShardSpec, assemble
+from lightning_megatron.mesh.parts.pieces import PiecedTensor
+
+
+class TensorState:
+    """Translator between one rank's tensors and the logical ones.
+
+    Args:
+        table: parameter name -> how this rank holds it; empty without tensor parallelism.
+        group: the tensor group, or ``None`` without tensor parallelism.
+    """
+
+    def __init__(self, table: ShardTable | None = None, group: Any = None) -> None:
+        self.table: ShardTable = table or {}
+        self._group = group
+        self._split = {name: entry.spec for name, entry in self.table.items() if not entry.replicated}
+        self._everyone: list[dict[str, ShardSpec]] = [self._split]
+        self.rank = 0
+        if group is not None:
+            self.rank = dist.get_rank(group)
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, self._split, group=group)
+            self._everyone = gathered
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether every local tensor is the logical one."""
+        return not self._split
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether there is a parameter whose gradient must be summed over the tensor group."""
+        return any(entry.sums_gradient for entry in self.table.values())
+
+    def summed(self, name: str) -> bool:
+        """Whether autograd leaves a partial gradient that must be summed over the tensor group."""
+        return name in self.table and self.table[name].sums_gradient
+
+    def counted_here(self, name: str) -> bool:
+        """Whether this rank counts parameter ``name`` in a global norm: always for its own part, once for copies."""
+        return name in self._split or self.rank == 0
+
+    def logical_shape(self, name: str, local: Tensor) -> torch.Size:
+        """Shape of the logical tensor that ``local``, of parameter ``name`` or its optimizer state, is part of."""
+        return torch.Size(self._split[name].global_shape) if self._is_part(name, local) else local.shape
+
+    def _is_part(self, name: str, local: Tensor) -> bool:
+        return name in self._split and tuple(local.shape) == self._split[name].local_shape
+
+    def to_logical(self, name: str, local: Tensor) -> Tensor:
+        """The logical tensor; collective over the tensor group, on every rank of it."""
+        if not self._is_part(name, local):
+            return local
+        own = local.detach().contiguous()
+        pieces = []
+        for rank, specs in enumerate(self._everyone):
+            piece = (
+                own if rank == self.rank else torch.empty(specs[name].local_shape, dtype=own.dtype, device=own.device)
+            )
+            dist.broadcast(piece, dist.get_global_rank(self._group, rank), group=self._group)
+            pieces.append(piece)
+        return assemble([specs[name] for specs in self._everyone], [piece.cpu() for piece in pieces])
+
+    def to_local(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a logical tensor; anything else is returned as it is."""
+        spec = self._split.get(name)
+        if spec is None or tuple(value.shape) != spec.global_shape:
+            return value
+        return spec.slice_full(value)
+
+    def logical_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A module's state with logical tensors; ranks other than the first of the group drop what is split."""
+        if self.is_trivial:
+            return dict(state)
+        logical: dict[str, Any] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and self._is_part(name, value):
+                whole = self.to_logical(name, value)
+                if self.rank != 0:
+                    continue
+                value = whole
+            logical[name] = value
+        return logical
+
+    def slices_of(self, name: str) -> tuple[ShardSpec, ...] | None:
+        """What every rank of the tensor group holds of a parameter; ``None`` if each has all of it."""
+        return tuple(specs[name] for specs in self._everyone) if name in self._split else None
+
+    def check_agreement(self, names: list[str]) -> None:
+        """Refuse parameters that lie elsewhere on other ranks of the tensor group; collective over it.
+
+        Raises:
+            RuntimeError: with the names of this rank and of another.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, names, group=self._group)
+        for rank, other in enumerate(gathered):
+            if other != names:
+                raise RuntimeError(
+                    f"an optimizer that needs whole matrices updates {names} here and {other} on tensor-parallel rank "
+                    f"{rank}, because their slices differ in size; use a `tensor_parallel_size` that divides all heads."
+                )
+
+    def spec_of(self, name: str, shape: torch.Size) -> ShardSpec:
+        """The part of logical parameter ``name`` that a local tensor of ``shape`` is."""
+        spec = self._split.get(name)
+        return spec if spec is not None and tuple(shape) == spec.local_shape else ShardSpec.whole(shape)
+
+    def pieces(self, name: str, value: Any) -> Any:
+        """A tensor that is split over the tensor group as pieces; anything else as it is."""
+        if not isinstance(value, Tensor) or not self._is_part(name, value):
+            return value
+        return PiecedTensor(self._split[name], value.detach().contiguous())
+
+    @contextmanager
+    def logical_view(self, module: nn.Module) -> Iterator[None]:
+        """Show split parameters in their logical shape, on the meta device, to code that only counts them."""
+        swapped = []
+        for name, spec in self._split.items():
+            owner_name, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            parameter = owner._parameters.get(leaf)
+            if parameter is not None and not parameter.is_meta:
+                empty = torch.empty(spec.global_shape, dtype=parameter.dtype, device="meta")
+                owner._parameters[leaf] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                swapped.append((owner, leaf, parameter))
+        try:
+            yield
+        finally:
+            for owner, leaf, parameter in swapped:
+                owner._parameters[leaf] = parameter

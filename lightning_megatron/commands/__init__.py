@@ -1,1 +1,0 @@
-"""Commands of the `lightning-megatron` program, one module each."""

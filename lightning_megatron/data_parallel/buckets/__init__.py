@@ -1,0 +1,1 @@
+"""Gradient buckets, and how they are shared out."""

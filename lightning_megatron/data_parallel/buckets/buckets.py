@@ -1,0 +1,384 @@
+"""Gradient buckets: where gradients collect, and how they are summed over replicas while backward still runs.
+
+Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A
+parameter's ``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all
+micro-batches. In the last micro-batch a bucket's reduction starts the moment its last gradient has arrived::
+
+    backward of the last micro-batch   layer 3 │ layer 2 │ layer 1 │ layer 0
+    bucket 0 (layers 3, 2)                      └─ reduce ────┘
+    bucket 1 (layers 1, 0)                                          └─ reduce ────┘
+
+Without a shared-out optimizer a reduction is an all-reduce. With one it is a reduce-scatter: each rank gets the sum of
+its shard only, and ``.grad`` of the parameters is ``None`` afterwards, because no rank knows all of it. Where the
+user's code looks at ``.grad`` (a hook between backward and update), buckets are all-reduced all the same.
+
+Buckets start in index order on every rank, which NCCL and gloo both need. Parameters that several stages hold (tied
+embeddings) have buckets of their own, summed over those stages as well, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece, make_bucket
+from lightning_megatron.data_parallel.buckets.flags import exchange_flags
+from lightning_megatron.data_parallel.buckets.holders import Sharing
+
+
+class GradientBuckets:
+    """Collects, sums over replicas and publishes the gradients of this rank's parameters.
+
+    Args:
+        parameters: name -> parameter, in registration order.
+        replicas: who else holds the parameters of this stage.
+        shared: name -> holders, for parameters that several stages (or tensor-parallel ranks, each with a part of the
+            gradient) hold.
+        bucket_bytes: buffer size at which a new bucket starts.
+        lowered: names of parameters that layers use in another dtype than the optimizer, and that dtype.
+        whole: whether the optimizer needs whole parameters.
+        watched: whether the user's code looks at ``.grad`` after a reduction.
+        inspect: whether to note which gradients of this rank are not finite before they are summed.
+        reduce_dtype: dtype in which sums over replicas travel; by default that of the main gradients.
+        gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
+        rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        replicas: Sharing,
+        shared: Mapping[str, Sharing],
+        bucket_bytes: int,
+        *,
+        lowered: Mapping[str, torch.dtype] | None = None,
+        whole: bool = False,
+        watched: bool = False,
+        inspect: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        gathers: bool = False,
+        rounds: bool = True,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._replicas = replicas
+        self._shared = shared
+        self._bucket_bytes = bucket_bytes
+        self._lowered = lowered or {}
+        self._watched = watched
+        self._inspect = inspect
+        self._reduce_dtype = reduce_dtype
+        self._layout: dict[str, Any] = {"whole": whole, "gathers": gathers, "rounds": rounds, "lowered": lowered or {}}
+        self._final: bool | frozenset[int] = False
+        self._reduce = False
+        self._copy_late = False
+        self._divide_by = 1.0
+        self._hooks: dict[int, _ArrivalHook] = {}
+        self._asleep: set[int] = set()
+        self._rests = False
+        self._own: list[Bucket] = []
+        self._tied: list[Bucket] = []
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        self._next_launch = 0
+        self._under_way: list[Bucket] = []
+        self.on_arrival: Callable[[Bucket, int], None] | None = None
+        self._build()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets, in the order in which their reductions start."""
+        return self._own + self._tied
+
+    @property
+    def watched(self) -> bool:
+        """Whether ``.grad`` of every parameter holds its whole sum after a reduction."""
+        return self._watched
+
+    @property
+    def scatters(self) -> bool:
+        """Whether reductions leave each rank with its shard of the sums."""
+        return self._replicas.shards > 1 and not self._watched
+
+    @property
+    def updates_pieces(self) -> bool:
+        """Whether the optimizer updates pieces instead of the parameters."""
+        return any(bucket.weights is not None for bucket in self.buckets)
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
+        """The bucket of a parameter, and its index there; ``None`` if it never took part in training."""
+        return self._places.get(id(parameter))
+
+    def piece_of(self, parameter: nn.Parameter) -> Piece | None:
+        """This rank's piece of a parameter, if its optimizer updates pieces and there is one here."""
+        bucket, index = self._places.get(id(parameter), (None, 0))
+        return bucket.pieces.get(index) if bucket is not None else None
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
+        """Prepare for the backward(s) of one batch.
+
+        A parameter's first gradient is copied into its bucket as it arrives (or with its whole bucket, if no second one
+        can follow); then ``.grad`` becomes the view, and autograd adds further ones in place.
+
+        Args:
+            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None``
+                decides per parameter by whether it has a ``.grad``, as autograd would.
+            reduce: whether the sum over replicas follows at the end of this batch.
+            divide_by: what the sums are divided by: the number of replicas, unless the loss was scaled already.
+            scale: what the loss was multiplied by; the sums are divided by it too.
+            once: whether a single backward follows.
+        """
+        if any(p.requires_grad and id(p) not in self._places for p in self._parameters.values()):
+            self._build()
+        self._reduce = reduce
+        self._final = False
+        self._rests = fresh is not None
+        self._wake(True)
+        self._next_launch = 0
+        self._divide_by = divide_by * scale
+        late = once and reduce
+        for bucket in self.buckets:
+            bucket.launched = False
+            bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
+            if fresh:
+                bucket.touched = [False] * len(bucket.parameters)
+            elif fresh is None:
+                bucket.keep_all()
+                self._adopt(bucket)
+            late = late and not any(bucket.touched)
+        self._copy_late = late
+        for bucket in self.buckets:
+            if late and bucket.sharing.shards > 1 and self.scatters and not bucket.keeps_all:
+                bucket.keep_shard()
+            else:
+                bucket.keep_all()
+            bucket.resume(scale, divide_by)
+            for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
+                parameter.grad = view if touched else None
+
+    @staticmethod
+    def _adopt(bucket: Bucket) -> None:
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            bucket.touched[index] = parameter.grad is not None
+            if parameter.grad is not None and parameter.grad is not view:
+                view.copy_(parameter.grad)
+
+    def withdraw(self) -> None:
+        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
+        self._final = final
+        if final and self._reduce and self._replicas.group is not None:
+            self._wake(final)
+
+    def _wake(self, which: bool | frozenset[int]) -> None:
+        chosen = list(self._asleep) if which is True else [key for key in self._asleep if which and key in which]
+        for key in chosen:
+            self._asleep.discard(key)
+            self._hooks[key].wake()
+
+    def finish(self) -> None:
+        """Wait for the sums, divide them, and leave ``.grad`` of every touched parameter pointing at its sum."""
+        if self._reduce:
+            for bucket in self.buckets:
+                if not bucket.launched:
+                    self._launch(bucket)
+            flags = [*exchange_flags(self._own), *exchange_flags(self._tied)]
+            for bucket in self.buckets:
+                if not bucket.reduced:
+                    self._complete(bucket)
+            self._under_way = []
+            for exchange in flags:
+                exchange.finish()
+        self.publish()
+
+    def publish(self) -> None:
+        """Point ``.grad`` at the sums: ``None`` for parameters that got no gradient, as in one process."""
+        for bucket in self.buckets:
+            for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
+                parameter.grad = view if touched and not bucket.scattered else None
+            for index, piece in bucket.pieces.items():
+                piece.update.grad = piece.grad if bucket.touched[index] else None
+
+    def adopt(self) -> None:
+        """Follow what the user's code did to ``.grad`` since it was published."""
+        for bucket in self.buckets:
+            if bucket.pieces and not bucket.scattered:
+                self._adopt(bucket)
+                for index, piece in bucket.pieces.items():
+                    piece.update.grad = piece.grad if bucket.touched[index] else None
+
+    def held(self) -> list[Tensor]:
+        """All sums that this rank holds, buffer by buffer."""
+        return [bucket.own_gradients if bucket.scattered else bucket.gradients for bucket in self.buckets]
+
+    def first_bad(self) -> str | None:
+        """Name of the first parameter, in registration order, whose gradient on this rank was not finite."""
+        bad = set()
+        for bucket in self.buckets:
+            bad |= {name for name, most in bucket.maxima.items() if not bool(torch.isfinite(most))}
+        return next((name for name in self._parameters if name in bad), None)
+
+    def close(self) -> None:
+        """Remove the autograd hooks; gradients that are there stay, in the dtype of their parameters."""
+        for bucket in self.buckets:
+            bucket.release_parameters()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._asleep = set()
+
+    def _build(self) -> None:
+        """Lay out the parameters that are trained and have no bucket yet: all of them, or those just unfrozen."""
+        new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self._places}
+        own = [(n, p) for n, p in new.items() if n not in self._shared]
+        for members in self._fill(reversed(own)):
+            self._own.append(self._make(members, self._replicas, shared=False))
+        by_group: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, sharing in self._shared.items():
+            if name in new:
+                key = (id(sharing.group), new[name].dtype, self._lowered.get(name))
+                by_group.setdefault(key, []).append((name, new[name]))
+        for members in by_group.values():
+            self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
+
+    def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
+        bucket = make_bucket(members, sharing, shared=shared, **self._layout)
+        bucket.scattered = False
+        for index, parameter in enumerate(bucket.parameters):
+            self._places[id(parameter)] = bucket, index
+            self._hooks[id(parameter)] = _ArrivalHook(self, bucket, index)
+        return bucket
+
+    def arrived(self, bucket: Bucket, index: int) -> bool:
+        """Note that the gradient of one parameter has been accumulated; called by autograd.
+
+        Returns:
+            Whether there is nothing to note about further ones: they are added in place, and are not the last.
+        """
+        parameter, view = bucket.parameters[index], bucket.views[index]
+        if self.on_arrival is not None:
+            self.on_arrival(bucket, index)
+        if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.touched[index] = True
+        if bucket.launched and self._reduce and not bucket.shared:
+            raise RuntimeError(
+                f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several "
+                "parts of the module under reentrant activation checkpointing; use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+            )
+        if self._rests and not self._final:
+            self._asleep.add(id(parameter))
+            return True
+        final = self._final is True or (self._final and id(parameter) in self._final)
+        if final and self._reduce and not bucket.shared:
+            bucket.ready.add(index)
+            self._launch_complete()
+        return False
+
+    def _launch_complete(self) -> None:
+        while self._next_launch < len(self._own):
+            bucket = self._own[self._next_launch]
+            if len(bucket.ready) < len(bucket.parameters):
+                return
+            self._launch(bucket)
+            self._next_launch += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launched = True
+        if bucket.shard_only:
+            bucket.allocate()
+        if self._copy_late:
+            self._copy_whole(bucket)
+        sharing = bucket.sharing
+        bucket.maxima = {}
+        if self._inspect:
+            views = {n: view for n, view, t in zip(bucket.names, bucket.views, bucket.touched, strict=True) if t}
+            maxima = torch._foreach_norm(list(views.values()), float("inf")) if views else []
+            bucket.maxima = dict(zip(views, maxima, strict=True))
+        if sharing.group is None:
+            return
+        bucket.flags.fill_(1.0)
+        for index, touched in enumerate(bucket.touched):
+            if not touched:
+                bucket.views[index].zero_()
+                bucket.flags[index] = 0.0
+        bucket.scattered = sharing.shards > 1 and self.scatters
+        if bucket.shard_only:  # the buffer holds them now, and its sum may use their memory
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        bucket.start_sum(self._reduce_dtype)
+        if bucket.shard_only:
+            self._under_way.append(bucket)
+            if len(self._under_way) > 2:
+                self._complete(self._under_way.pop(0))
+
+    @staticmethod
+    def _copy_whole(bucket: Bucket) -> None:
+        """Copy all gradients of a bucket at once: one launch instead of one per parameter."""
+        pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
+        for view, parameter in pairs:
+            parameter.grad = view
+
+    def _complete(self, bucket: Bucket) -> None:
+        bucket.reduced = True
+        if bucket.finish_sum() and not bucket.scattered and not all(bucket.touched):
+            bucket.touched = [flag > 0 for flag in bucket.flags.tolist()]
+        if bucket.shard_only:
+            bucket.let_go()
+        if self._divide_by != 1:
+            (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
+
+    def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+        """Group consecutive parameters of one dtype into runs of about the size of a bucket."""
+        runs: list[list[tuple[str, nn.Parameter]]] = []
+        kind, size = None, 0
+        for name, parameter in members:
+            bytes_ = parameter.numel() * parameter.element_size()
+            now = (parameter.dtype, parameter.device, self._lowered.get(name))
+            if kind != now or size + bytes_ > self._bucket_bytes:
+                runs.append([])
+                kind, size = now, 0
+            runs[-1].append((name, parameter))
+            size += bytes_
+        return runs
+
+
+class _ArrivalHook:
+    """Autograd's callback for one parameter.
+
+    Once the gradient accumulates in place, it has nothing to do until the last micro-batch: it then takes itself off
+    the parameter, as a call per parameter and micro-batch costs more than a small layer.
+    """
+
+    def __init__(self, owner: GradientBuckets, bucket: Bucket, index: int) -> None:
+        self._owner, self._bucket, self._index = owner, bucket, index
+        self._parameter = bucket.parameters[index]
+        self._handle = self._parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self._owner.arrived(self._bucket, self._index):
+            self._others().pop(self._handle.id, None)
+
+    def wake(self) -> None:
+        """Be called again, after every other hook."""
+        self._others()[self._handle.id] = self
+
+    def remove(self) -> None:
+        """Never be called again."""
+        self._handle.remove()
+
+    def _others(self) -> dict[int, Any]:
+        hooks: dict[int, Any] = self._parameter._post_accumulate_grad_hooks
+        return hooks

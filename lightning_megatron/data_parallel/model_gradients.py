@@ -1,0 +1,345 @@
+"""The gradients of one module on one rank: where they collect, who counts them, and which optimizers update pieces.
+
+Below it lie the buckets, which know of groups and buffers only; here names, stages and tensor-parallel parts come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
+from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece
+from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, Sharing, data_sharing
+from lightning_megatron.data_parallel.buckets.local import LocalGradients
+from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
+from lightning_megatron.data_parallel.buckets.shards import Placement
+from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
+from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.data_parallel.update.late_gather import LateGather
+from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
+from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
+from lightning_megatron.mesh.mesh import Holders, ParallelMesh
+from lightning_megatron.mesh.messages.collectives import start_flat_gather
+from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.parts.pieces import PiecedTensor
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are summed and weights kept.
+
+    Attributes:
+        sharding: how replicas share the optimizer's work.
+        bucket_bytes: size of a bucket.
+        layer_dtype: 16-bit dtype in which layers hold most weights, with float32 ones for the optimizer; ``None``
+            for one set of weights.
+        reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
+        inspect: whether to note which gradients are not finite before they are summed.
+        overlap_gather: whether updated weights travel while the next step begins.
+    """
+
+    sharding: OptimizerSharding = True
+    bucket_bytes: int = 25 * 1024 * 1024
+    layer_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    inspect: bool = False
+    overlap_gather: bool = False
+
+
+class ModelGradients:
+    """Buckets, piecewise updates and the global norm of one module.
+
+    Args:
+        module: the user's module, already cut if there are several stages.
+        mesh: the grid.
+        device: this rank's device.
+        stage: this rank's part of the module; ``None`` with one stage.
+        tensor: how parameters are split over tensor-parallel ranks.
+        options: how gradients are summed and weights kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stage: StageModule | None,
+        tensor: TensorState,
+        options: GradientOptions,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._device = device
+        self._stage = stage
+        self._tensor = tensor
+        self.options = options
+        self._masters: dict[tuple[str, ...], tuple[Placement, Tensor]] = {}
+        self._replicas: Sharing | None = None
+        self._closed: GradientBuckets | None = None
+        self.local: LocalGradients | None = None
+        self._late: LateGather | None = None
+        self._wholes: WholeMatrices | None = None
+        self.buckets: GradientBuckets | None = None
+        self.updates: dict[int, PiecewiseUpdate] = {}
+
+    @property
+    def replicas(self) -> Sharing:
+        """How the replicas of this stage share the optimizer; collective when first asked for."""
+        if self._replicas is None:
+            self._replicas = data_sharing(self._mesh, self.options.sharding)
+        return self._replicas
+
+    def holders_of(self, name: str) -> Holders:
+        """Who holds parameter ``name``."""
+        stages = tuple(sorted(self._stage.partition.holders[name])) if self._stage is not None else (self._mesh.stage,)
+        return Holders(stages, self._tensor.summed(name))
+
+    def prepare(
+        self,
+        groups: Mapping[Holders, Any],
+        optimizers: Sequence[Optimizer],
+        *,
+        whole: bool,
+        watched: bool,
+        skips: bool = False,
+        watches_weights: bool = False,
+        rounds: bool = True,
+        widens: bool = False,
+    ) -> None:
+        """Lay out buckets for the module's parameters, and let the optimizers update pieces.
+
+        Args:
+            groups: group of this rank for each kind of holders other than the replicas of one stage.
+            optimizers: hold the module's parameters.
+            whole: whether an optimizer needs whole parameters.
+            watched: whether the user's code looks at ``.grad`` between backward and update.
+            skips: whether updates may have to be skipped.
+            watches_weights: whether the user's code may look at weights between an update and the next step.
+            rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
+            widens: whether they should for the sake of the backwards of one step, where no rank shares them.
+        """
+        self.close()
+        self._release()
+        parameters = dict(self._module.named_parameters())
+        replicas = self.replicas
+        kinds = {
+            holder: Sharing.of_group(group, sharded=replicas.shards > 1, holders=holder)
+            for holder, group in groups.items()
+        }
+        shared = {name: kinds[holder] for name in parameters if (holder := self.holders_of(name)) in kinds}
+        options = self.options
+        lowered = lowered_parameters(self._module, options.layer_dtype)
+        gathers = whole and not self._tensor.is_trivial
+        if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect):
+            self.local = LocalGradients(parameters.values())
+            return
+        self.buckets = GradientBuckets(
+            parameters,
+            replicas,
+            shared,
+            options.bucket_bytes,
+            lowered=lowered,
+            whole=whole,
+            watched=watched,
+            inspect=options.inspect,
+            reduce_dtype=options.reduce_dtype,
+            gathers=gathers,
+            rounds=rounds,
+        )
+        self._wholes = self._whole_matrices() if gathers else None
+        self._restore_masters()
+        if self.buckets.updates_pieces or skips:
+            if options.overlap_gather and replicas.shards > 1 and not watches_weights:
+                self._late = LateGather(self._module, self.buckets)
+            for optimizer in optimizers:
+                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late, self._wholes)
+
+    def _whole_matrices(self) -> WholeMatrices:
+        """What puts split matrices together for optimizers that need them whole."""
+        assert self.buckets is not None
+        names = parameter_names(self._module)
+
+        def slices_of(parameter: nn.Parameter) -> Slices | None:
+            return self._tensor.slices_of(names[id(parameter)]) if id(parameter) in names else None
+
+        pieces = [(b.parameters[index], piece) for b in self.buckets.buckets for index, piece in b.pieces.items()]
+        split = [piece.name for parameter, piece in pieces if slices_of(parameter) is not None]
+        self._tensor.check_agreement(split)
+        wholes = WholeMatrices(self._mesh.group("tensor_parallel"), slices_of)
+        for parameter, _ in pieces:
+            wholes.matrix_of(parameter)
+        return wholes
+
+    def _restore_masters(self) -> None:
+        """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""
+        assert self.buckets is not None
+        for bucket in self.buckets.buckets:
+            placement, master = self._masters.pop(tuple(bucket.names), (None, None))
+            if bucket.master is not None and master is not None and placement == bucket.placement:
+                bucket.master.copy_(master)
+        self._masters = {}
+
+    def close(self) -> None:
+        """Remove hooks; what the optimizers keep can still be asked for, and saved."""
+        for update in self.updates.values():
+            update.close()
+        self.updates = {}
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+        if self.local is not None:
+            self.local.close()
+            self.local = None
+        if self.buckets is not None:
+            self.buckets.close()
+            self._closed, self.buckets = self.buckets, None
+
+    def _release(self) -> None:
+        """Let go of an earlier run's buffers, but for the float32 weights of which layers kept 16 bits."""
+        closed, self._closed = self._closed, None
+        for bucket in closed.buckets if closed is not None else []:
+            if bucket.lowered and bucket.master is not None:
+                self._masters[tuple(bucket.names)] = bucket.placement, bucket.master
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """Around a training step, which may use weights that are still under way."""
+        return self._late.step() if self._late is not None else nullcontext()
+
+    def finish_gather(self) -> None:
+        """Wait for weights that are under way."""
+        if self._late is not None:
+            self._late.finish()
+
+    def skip_updates(self) -> None:
+        """Let the optimizers' next step change nothing."""
+        for update in self.updates.values():
+            update.skip()
+
+    def restore(self) -> None:
+        """Put the parameters back into optimizers whose step failed."""
+        for update in self.updates.values():
+            update.restore()
+
+    def held(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What this rank holds of the summed gradients of ``parameters``: whole ones, or its shard of them."""
+        return [grad for parameter in parameters if (grad := self._held(parameter)) is not None]
+
+    def _held(self, parameter: nn.Parameter) -> Tensor | None:
+        bucket, index = self._place(parameter)
+        if bucket is None or not bucket.scattered:
+            return parameter.grad
+        piece = bucket.pieces.get(index)
+        return None if piece is None else piece.update.grad
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """2-norm of the gradients of ``parameters`` over the whole model, each element counted once."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        pairs = [(p, grad) for p in parameters if (grad := self._held(p)) is not None]
+        scattered = self.buckets is not None and self.buckets.scatters
+        counted = [grad for p, grad in pairs if self._counts(names.get(id(p)), p, scattered)]
+        if splits_itself(self._module):
+            return whole_norm(counted)
+        layout = self._mesh.layout
+        if scattered:
+            return global_norm(counted, [dist.group.WORLD], self._device)
+        groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
+        groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
+        return global_norm(counted, groups, self._device)
+
+    def _counts(self, name: str | None, parameter: nn.Parameter, scattered: bool) -> bool:
+        """Whether this rank counts what it holds of a parameter; over the world each element must count once."""
+        bucket, _ = self._place(parameter)
+        sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
+        if scattered and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
+            return False
+        if name is None:
+            return True
+        over_tensor = sharing.spans_tensor or self._tensor.counted_here(name)
+        return over_tensor and (sharing.spans_stages or self._stage is None or self._stage.counted_here(name))
+
+    def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
+        """Where an optimizer keeps the state of what this rank updates."""
+        names = parameter_names(self._module)
+        members = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        places = []
+        for parameter in members:
+            name, (bucket, index) = names[id(parameter)], self._place(parameter)
+            if bucket is None or bucket.weights is None:
+                places.append(StatePlace(name, parameter, self._tensor.spec_of(name, parameter.shape)))
+            elif index in bucket.pieces:
+                piece = bucket.pieces[index]
+                key = key_of(parameter, piece, self._wholes)
+                if key is not None:
+                    places.append(StatePlace(name, key, self._spec_of(name, parameter, key, piece), parameter))
+        return places
+
+    def _spec_of(self, name: str, parameter: nn.Parameter, key: nn.Parameter, piece: Piece) -> ShardSpec:
+        if key is not piece.update:
+            return ShardSpec.whole(key.shape)
+        whole = self._tensor.spec_of(name, parameter.shape)
+        if piece.update.shape == parameter.shape:
+            return whole
+        return whole.flat_range(piece.part.start, piece.part.stop)
+
+    def masters(self) -> dict[str, PiecedTensor | None]:
+        """By name, what this rank's optimizer keeps of weights that layers hold in 16 bits; ``None`` if nothing."""
+        found: dict[str, PiecedTensor | None] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            bucket, index = self._place(parameter)
+            if bucket is not None and bucket.lowered:
+                piece = bucket.pieces.get(index)
+                found[name] = None
+                if piece is not None:
+                    spec = self._spec_of(bucket.names[index], parameter, piece.update, piece)
+                    found[name] = PiecedTensor(spec, piece.update.detach())
+        return found
+
+    def load_masters(self, state: Mapping[str, Any]) -> None:
+        """Take over loaded weights, whole or in pieces, and give them to the layers; collective over replicas."""
+        for name, own in self.masters().items():
+            value = state.get(name)
+            if own is not None and value is not None:
+                own.local.copy_(value.local if isinstance(value, PiecedTensor) else own.spec.slice_full(value))
+        for bucket in self._lowered_buckets():
+            bucket.start_gather()
+            bucket.finish_gather()
+
+    def whole_masters(self) -> dict[str, Tensor]:
+        """The float32 weights of this rank's layers by name; collective over replicas."""
+        whole: dict[int, Tensor] = {}
+        for bucket in self._lowered_buckets():
+            assert bucket.master is not None
+            flat = bucket.master
+            if bucket.sharing.shards > 1:
+                flat = bucket.master.new_empty(bucket.placement.total)
+                start_flat_gather(flat, bucket.master, bucket.sharing.shard_group).wait()
+            for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
+                whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
+
+    def _lowered_buckets(self) -> list[Bucket]:
+        buckets = self.buckets or self._closed
+        return [bucket for bucket in buckets.buckets if bucket.lowered] if buckets is not None else []
+
+    def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
+        buckets = self.buckets or self._closed
+        return (buckets.place_of(parameter) if buckets is not None else None) or (None, 0)
+
+
+def has_narrow_weights(module: nn.Module) -> bool:
+    """Whether weights have 16 bits, so that gradients of several backwards lose digits where they add up."""
+    return any(parameter.dtype in NARROW for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""The user's optimizer stepping on this rank's share of the weights."""

@@ -1,0 +1,154 @@
+"""Weights travel while the next step begins: each bucket is waited for just before a module uses it.
+
+::
+
+    update │ all-gather: bucket 2 ─ bucket 1 ─ bucket 0
+           │ loader, embedding ─ wait 2 ─ layer 0 ─ wait 1 ─ layer 1 ─ ...
+
+A module waits for its own parameters when it is called. Code that uses a parameter without calling its module
+(``F.linear(x, self.embed.weight)``) would read old numbers, so the first step of a run is watched: buckets of
+parameters that are used so are waited for before every step. A parameter that is used so later, but was not in the
+first step, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
+from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+
+_VIEWS = ("data", "T", "mT", "H", "mH", "real", "imag")
+
+
+class LateGather:
+    """Starts gathers, and waits for them as late as possible.
+
+    Args:
+        module: its modules wait for their own parameters.
+        buckets: what is gathered.
+    """
+
+    def __init__(self, module: nn.Module, buckets: GradientBuckets) -> None:
+        self._buckets = buckets
+        self._pending: dict[int, Bucket] = {}
+        self._early: dict[int, Bucket] = {}
+        self._called: set[int] = set()
+        self._watched_a_step = False
+        self._owners: dict[int, list[int]] = {}
+        self._hooks: list[Any] = []
+        for child in module.modules():
+            own = list(child.parameters(recurse=False))
+            for parameter in own:
+                self._owners.setdefault(id(parameter), []).append(id(child))
+            if own:
+                self._hooks.append(child.register_forward_pre_hook(_Wait(self, own)))
+        buckets.on_arrival = self.check
+
+    def close(self) -> None:
+        """Wait for everything and remove the hooks."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._buckets.on_arrival = None
+
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Start gathering the updated weights of some buckets, in the order in which layers will ask for them."""
+        for bucket in reversed(buckets):
+            bucket.start_gather()
+            self._pending[id(bucket)] = bucket
+
+    def finish(self) -> None:
+        """Wait for all weights."""
+        while self._pending:
+            self._pending.popitem()[1].finish_gather()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a training step, watching the first one."""
+        self._called.clear()
+        for bucket in self._early.values():
+            self._wait(bucket)
+        if self._watched_a_step:
+            yield
+            return
+        with _UseWatch(self):
+            yield
+        self._watched_a_step = True
+
+    def called(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that a module is about to use its own parameters, and wait for them."""
+        self._called.add(id(module))
+        if self._pending:
+            for parameter in parameters:
+                place = self._buckets.place_of(parameter)
+                if place is not None:
+                    self._wait(place[0])
+
+    def used(self, parameter: Tensor) -> None:
+        """Note a use in the watched step: one before any module of the parameter was called asks for an early wait."""
+        owners = self._owners.get(id(parameter))
+        if owners is None or any(owner in self._called for owner in owners):
+            return
+        place = self._buckets.place_of(parameter)  # type: ignore[arg-type]
+        if place is not None:
+            self._early[id(place[0])] = place[0]
+
+    def check(self, bucket: Bucket, index: int) -> None:
+        """Refuse a gradient of a parameter that nothing has waited for.
+
+        Raises:
+            RuntimeError: its module was not called, and it was not used in the first step.
+        """
+        if id(bucket) in self._early or not self._watched_a_step:
+            return
+        owners = self._owners.get(id(bucket.parameters[index]), [])
+        if not any(owner in self._called for owner in owners):
+            raise RuntimeError(
+                f"`{bucket.names[index]}` was used without calling the module that holds it, in a step that was not "
+                "the first, while its new values may have been under way; pass `overlap_parameter_gather=False`."
+            )
+
+    def _wait(self, bucket: Bucket) -> None:
+        if self._pending.pop(id(bucket), None) is not None:
+            bucket.finish_gather()
+
+
+class _Wait:
+    """Forward pre-hook of a module that has parameters of its own."""
+
+    def __init__(self, owner: LateGather, parameters: list[nn.Parameter]) -> None:
+        self._owner, self._parameters = owner, parameters
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        self._owner.called(module, self._parameters)
+
+
+class _UseWatch(TorchFunctionMode):
+    """Sees every call of torch with a parameter among its arguments."""
+
+    def __init__(self, owner: LateGather) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()) if _reads_values(func) else ():
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, nn.Parameter):
+                    self._owner.used(each)
+        return func(*args, **kwargs)
+
+
+def _reads_values(func: Any) -> bool:
+    """Whether a call may look at numbers: not if it gets or sets an attribute such as ``shape`` or ``grad``."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
+    return name != "__set__"

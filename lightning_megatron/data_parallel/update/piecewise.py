@@ -1,0 +1,227 @@
+"""The user's own optimizer steps on this rank's pieces: only what its groups hold changes, and only while it steps.
+
+Between steps the optimizer holds the module's parameters, as the user made it, so that ``zero_grad``,
+``toggle_optimizer``, learning-rate schedulers, ``add_param_group`` and the user's own loops over ``param_groups`` mean
+what they always do. When the closure has run, each parameter in the groups gives way to this rank's piece of it; after
+the update the parameters come back, and the updated weights are gathered::
+
+    optimizer.step(closure)
+        closure()                       gradients are summed; hooks and clipping run
+        groups: parameters -> pieces
+        the update, on pieces
+        groups: pieces -> parameters
+        weights: every rank's shard to all
+
+State belongs to pieces. What an optimizer keeps for whole parameters (made in its constructor, or loaded) is cut down
+when it first steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece
+from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+from lightning_megatron.data_parallel.update.late_gather import LateGather
+from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
+
+
+class PiecewiseUpdate:
+    """Makes one optimizer update pieces.
+
+    Args:
+        optimizer: as ``configure_optimizers`` returned it.
+        buckets: gives the pieces.
+        late: waits for gathered weights later; by default the step ends when they are there.
+        wholes: puts matrices together that tensor-parallel ranks hold in slices, for an optimizer that needs them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: GradientBuckets,
+        late: LateGather | None = None,
+        wholes: WholeMatrices | None = None,
+    ) -> None:
+        self._late, self._wholes = late, wholes
+        self._optimizer = optimizer
+        self._buckets = buckets
+        self._parameters: list[list[nn.Parameter]] | None = None
+        self._narrowed: list[Bucket] = []
+        self._skips = False
+        self._state: Any = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+
+    def close(self) -> None:
+        """Let the optimizer update what it holds; its state stays that of the pieces."""
+        self.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def skip(self) -> None:
+        """Let the step that is under way change nothing."""
+        self._skips = True
+
+    def restore(self) -> None:
+        """Put the parameters back into the groups, also after a step that failed."""
+        if self._parameters is not None:
+            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+                group["params"] = parameters
+            self._parameters = None
+        for bucket in self._narrowed:
+            bucket.widen_gradients()
+        self._narrowed = []
+        if self._wholes is not None:
+            self._wholes.release()
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
+        """The optimizer's parameters of which this rank has a piece, and the piece."""
+        groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
+        for parameter in (p for group in groups for p in group):
+            piece = self._buckets.piece_of(parameter)
+            if piece is not None:
+                yield parameter, piece
+
+    def cut_state(self) -> None:
+        """Cut state that was made for whole parameters down to the pieces."""
+        state = self._optimizer.state
+        held = {id(key) for key in state}
+        groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
+        for parameter in (p for group in groups for p in group):
+            if id(parameter) not in held:
+                continue
+            bucket, index = self._buckets.place_of(parameter) or (None, 0)
+            if bucket is not None and bucket.weights is not None:
+                values, piece = state.pop(parameter), bucket.pieces.get(index)
+                key = key_of(parameter, piece, self._wholes) if piece is not None else None
+                if piece is not None and key is not None:
+                    state[key] = {name: _cut(value, parameter, piece, key) for name, value in values.items()}
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._enter()
+            return None
+        entering = _EnteringClosure(closure, self._enter)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": entering}
+        return (args[0], entering, *args[2:]), kwargs
+
+    def _enter(self) -> None:
+        if self._late is not None:
+            self._late.finish()
+        self._buckets.adopt()
+        touched = self._touched_buckets()
+        for bucket in touched:
+            bucket.recover_weights()
+        self._narrowed = [] if self._skips else touched
+        for bucket in self._narrowed:
+            bucket.narrow_gradients()
+        self.cut_state()
+        self._parameters = [group["params"] for group in self._optimizer.param_groups]
+        if self._wholes is not None and not self._skips:
+            self._wholes.gather(list(self.pieces()))
+        for group in self._optimizer.param_groups:
+            found = [] if self._skips else [self._update_of(parameter) for parameter in group["params"]]
+            group["params"] = [update for update in found if update is not None]
+
+    def _update_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What the optimizer updates in place of a parameter; ``None`` if this rank has no part in it."""
+        bucket, index = self._buckets.place_of(parameter) or (None, 0)
+        if bucket is not None:
+            piece = bucket.pieces.get(index)
+            if bucket.weights is None or piece is None:
+                return parameter if bucket.weights is None else None
+            return key_of(parameter, piece, self._wholes)
+        if parameter.grad is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient although it was frozen when the batch "
+                "began, so its gradient was not summed over the replicas; unfreeze parameters before `training_step`, "
+                "or pass `optimizer_sharding=False`."
+            )
+        return None
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._wholes is not None:
+            self._wholes.scatter()
+        self.restore()
+        skipped, self._skips = self._skips, False
+        if not skipped:
+            buckets = self._touched_buckets()
+            if self._late is not None:
+                self._late.start(buckets)
+                return
+            for bucket in buckets:
+                bucket.start_gather()
+            for bucket in buckets:
+                bucket.finish_gather()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer.state_dict()`` number states by the parameters in the groups; values are those of pieces."""
+        self.cut_state()
+        self._state, own = optimizer.state, dict(optimizer.state)
+        keys = [(parameter, key_of(parameter, piece, self._wholes)) for parameter, piece in self.pieces()]
+        named = {parameter: own.pop(key) for parameter, key in keys if key is not None and key in own}
+        optimizer.state = defaultdict(dict, own | named)
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state, self._state = self._state, None
+
+    def _touched_buckets(self) -> list[Bucket]:
+        """Buckets with a parameter of this optimizer that got a gradient, on whichever rank; equal on all of them."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return [
+            bucket
+            for bucket in self._buckets.buckets
+            if any(t and id(p) in held for p, t in zip(bucket.parameters, bucket.touched, strict=True))
+        ]
+
+
+class _EnteringClosure:
+    """The user's closure; the pieces take their place when it has run."""
+
+    def __init__(self, closure: Callable[[], Any], enter: Callable[[], None]) -> None:
+        self._closure, self._enter = closure, enter
+
+    def __call__(self) -> Any:
+        with torch.enable_grad():
+            result = self._closure()
+        self._enter()
+        return result
+
+
+def key_of(parameter: nn.Parameter, piece: Piece, wholes: WholeMatrices | None) -> nn.Parameter | None:
+    """What an optimizer updates, and keeps state for, in place of a piece; ``None`` if another rank does."""
+    matrix = wholes.matrix_of(parameter) if wholes is not None else None
+    if matrix is None or wholes is None:
+        return piece.update
+    return matrix.update if wholes.owns(matrix) else None
+
+
+def _cut(value: Any, parameter: nn.Parameter, piece: Piece, key: nn.Parameter) -> Any:
+    """State of a parameter -> state of its piece; numbers, and tensors of another shape, are for the whole.
+
+    Raises:
+        RuntimeError: the optimizer made state for a slice of a matrix that it is to update as a whole.
+    """
+    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+        if key is not piece.update:
+            raise RuntimeError(
+                f"the optimizer made state for a slice of shape {tuple(parameter.shape)} of a matrix of shape "
+                f"{tuple(key.shape)}, which it needs whole; make state in `step`, or use `tensor_parallel_size=1`."
+            )
+        part = value.detach().reshape(-1)[piece.part.start : piece.part.stop]
+        return part.clone().view(piece.update.shape)
+    return value

@@ -1,0 +1,296 @@
+"""The attention of some heads: what a whole `torch.nn.MultiheadAttention` and one that is split over heads compute.
+
+    inputs ──projections──▶ local heads ──scores, dropout, values──▶ output projection ──sum over the group──▶ output
+
+The projections are linears in all but name, so a split backward may put their weights' gradients off, part by part of
+the packed weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.layers.products import (
+    PendingProducts,
+    PutOff,
+    add_bias,
+    row_product,
+    sharded_product,
+    share_input,
+)
+from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input
+from lightning_megatron.mesh.messages.collectives import gather_from_group, reduce_from_group
+from lightning_megatron.mesh.parts.boxes import Range
+
+PutOffProjection = Callable[[str, Range | None, Tensor, Tensor], None]
+"""Takes a projection's name (``in_proj``, ``q_proj``, .., ``out_proj``), which rows of its packed weight and bias it is
+(None: all), and the factors ``(grad, x)`` of its weight's gradient, which a split backward multiplies later."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSharding:
+    """How a sharded attention runs.
+
+    Attributes:
+        group: the tensor group.
+        heads: this rank's query heads.
+        key_value: key/value heads that they read, in order.
+        rows: rows of each projection computed here where the parameter itself stays whole, else None.
+        sequence_dim: dim along which inputs and output are split (sequence parallelism), or None.
+        stream: dropout stream of the local heads.
+    """
+
+    group: dist.ProcessGroup
+    heads: Range
+    key_value: tuple[int, ...]
+    rows: tuple[Range, ...] | None
+    sequence_dim: int | None
+    stream: RankStream
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSharding:
+        return self
+
+
+def key_value_total(layer: nn.MultiheadAttention) -> int:
+    """Number of key/value heads, over all ranks."""
+    total: int = getattr(layer, "num_key_value_heads", layer.num_heads)
+    return total
+
+
+def attend_heads(
+    layer: nn.MultiheadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    masks: tuple[Tensor | None, Tensor | None, bool],
+    need_weights: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the local heads (all heads without a mesh), from whole inputs to a whole output.
+
+    As in torch, ``is_causal`` without weights or padding takes the place of the mask that it describes. Any
+    `torch.nn.MultiheadAttention` will do.
+    """
+    sharding = _sharding_of(layer)
+    unbatched = inputs[0].dim() == 2
+    if unbatched:
+        first = inputs[0].unsqueeze(0 if layer.batch_first else 1)
+        inputs = tuple(first if x is inputs[0] else x.unsqueeze(0 if layer.batch_first else 1) for x in inputs)  # type: ignore[assignment]
+        masks = (None if masks[0] is None else masks[0].unsqueeze(0), masks[1], masks[2])
+    projected = _project(layer, inputs)
+    if not layer.batch_first:
+        projected = [x.transpose(0, 1) for x in projected]
+    query, key, value = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in projected)
+    key, value, extra = _extra_positions(layer, key, value)
+    causal = masks[2] and masks[0] is None and masks[1] is not None and not need_weights
+    mask = None if causal else _merged_mask(layer, masks, query, extra)
+    if sharding is not None and layer.training and layer.dropout > 0:
+        sharding.stream.open(query.device)
+    dropout = layer.dropout if layer.training else 0.0
+    out, weights = _attend(query, key, value, mask, causal, dropout, need_weights)
+    if sharding is not None:
+        sharding.stream.close()
+    out = out.transpose(1, 2).flatten(2)
+    out = _output(layer, out if layer.batch_first else out.transpose(0, 1))
+    if weights is not None:
+        weights = _shown_weights(layer, weights, average)
+    if unbatched:
+        out = out.squeeze(0 if layer.batch_first else 1)
+        weights = None if weights is None else weights.squeeze(0)
+    return out, weights
+
+
+def _sharding_of(layer: nn.MultiheadAttention) -> AttentionSharding | None:
+    found: AttentionSharding | None = getattr(layer, "_sharding", None)
+    return found
+
+
+def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Query, key and value of the local heads: [.., heads * head_dim] each; inputs that are one tensor enter once."""
+    query, key, value = inputs
+    whole = _sharding_of(layer) is None
+    if whole and layer._qkv_same_embed_dim and query is key and key is value:
+        return list(_packed_projection(layer, query).split(_projection_sizes(layer), -1))
+    weights, parts = _projections(layer)
+    takers = _takers(layer, inputs)
+    weights = [weight if taker is None else weight.detach() for weight, taker in zip(weights, takers, strict=True)]
+    bias = layer.in_proj_bias
+    biases = [bias if bias is None or taker is None else bias.detach() for taker in takers]
+    operands = [WHOLE] * 3 if not layer._qkv_same_embed_dim else parts
+    sharding = _sharding_of(layer)
+    if sharding is None:
+        local = [operand.of(weight) for operand, weight in zip(operands, weights, strict=True)]
+        added = [None if bias is None else part.of(bias) for part, bias in zip(parts, biases, strict=True)]
+        return [_linear(*factors) for factors in zip(inputs, local, added, takers, strict=True)]
+    outputs: dict[int, Tensor] = {}
+    for source in {id(x): x for x in inputs}.values():
+        members = [i for i, x in enumerate(inputs) if x is source]
+        pending = PendingProducts(len(members))
+        used = [(weights[i], operands[i]) for i in members]
+        shared, *passed = share_input(autocast_input(source), used, pending, sharding.group, sharding.sequence_dim)
+        for place, i in enumerate(members):
+            put_off, part = takers[i], parts[i]
+            outputs[i] = sharded_product(shared, passed[place], biases[i], pending, place, put_off, part=part)
+    return [outputs[i] for i in range(3)]
+
+
+def _packed_projection(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """Query, key and value of one tensor by one product. x: [.., embed_dim] -> [.., heads and key/value heads]."""
+    weight, bias = layer.in_proj_weight, layer.in_proj_bias
+    taker = _taker(layer, "in_proj", None, x)
+    if taker is not None:
+        weight, bias = weight.detach(), None if bias is None else bias.detach()  # type: ignore[assignment]
+    return _linear(x, weight, bias, taker)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, taker: PutOff | None) -> Tensor:
+    """A linear of the whole layer; with ``taker``, weight and bias come detached."""
+    if taker is None:
+        return F.linear(x, weight, bias)
+    bias = None if bias is None else autocast_input(bias)
+    return sharded_product(autocast_input(x), autocast_input(weight), bias, PendingProducts(1), 0, taker)
+
+
+def _takers(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[PutOff | None]:
+    """For query, key and value: where the factors of the weight's gradient go, if they may be put off."""
+    sharding = _sharding_of(layer)
+    if sharding is not None and sharding.rows is not None:
+        return [None] * 3
+    names = ["in_proj"] * 3 if layer._qkv_same_embed_dim else ["q_proj", "k_proj", "v_proj"]
+    sizes = _projection_sizes(layer)
+    stops = [sum(sizes[: i + 1]) for i in range(3)]
+    rows = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    return [_taker(layer, name, part, x) for name, part, x in zip(names, rows, inputs, strict=True)]
+
+
+def _taker(layer: nn.MultiheadAttention, name: str, rows: Range | None, x: Tensor) -> PutOff | None:
+    put_off: PutOffProjection | None = getattr(layer, "put_off", None)
+    weight = layer.out_proj.weight if name == "out_proj" else getattr(layer, f"{name}_weight")
+    if put_off is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+        return None
+    return None if weight._backward_hooks else partial(put_off, name, rows)
+
+
+def _projection_sizes(layer: nn.MultiheadAttention) -> list[int]:
+    """Output features of the local query, key and value."""
+    sharding, size = _sharding_of(layer), layer.head_dim
+    heads = layer.num_heads if sharding is None else sharding.heads[1] - sharding.heads[0]
+    read = key_value_total(layer) if sharding is None else len(sharding.key_value)
+    return [heads * size, read * size, read * size]
+
+
+def _projections(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Operand]]:
+    """Parameters that hold the weights of query, key and value, and which rows of a packed one belong to local heads.
+
+    The rows of a packed bias are the same, also where each weight is a parameter of its own.
+    """
+    sharding, sizes = _sharding_of(layer), _projection_sizes(layer)
+    rows = None if sharding is None else sharding.rows
+    parts = [Operand(part) for part in _split_ranges(rows or ((0, sum(sizes)),), sizes)]
+    if layer._qkv_same_embed_dim:
+        return [layer.in_proj_weight] * 3, parts
+    return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight], parts
+
+
+def _split_ranges(ranges: Sequence[Range], sizes: Sequence[int]) -> list[tuple[Range, ...]]:
+    """Cut what ``ranges`` pick, one after the other, into parts of ``sizes``."""
+    left, parts = list(ranges), []
+    for size in sizes:
+        part: list[Range] = []
+        while size > 0:
+            start, stop = left.pop(0)
+            end = min(stop, start + size)
+            part.append((start, end))
+            size -= end - start
+            if end < stop:
+                left.insert(0, (end, stop))
+        parts.append(tuple(part))
+    return parts
+
+
+def _extra_positions(layer: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
+    """``add_bias_kv`` and ``add_zero_attn`` append a position each. key: [batch, heads, seq, head_dim]."""
+    extra = 0
+    shape = (key.shape[0], key.shape[1], 1, layer.head_dim)
+    if layer.bias_k is not None and layer.bias_v is not None:
+        key = torch.cat([key, layer.bias_k.view(1, -1, 1, layer.head_dim).expand(shape)], dim=2)
+        value = torch.cat([value, layer.bias_v.view(1, -1, 1, layer.head_dim).expand(shape)], dim=2)
+        extra += 1
+    if layer.add_zero_attn:
+        key = torch.cat([key, key.new_zeros(shape)], dim=2)
+        value = torch.cat([value, value.new_zeros(shape)], dim=2)
+        extra += 1
+    return key, value, extra
+
+
+def _merged_mask(
+    layer: nn.MultiheadAttention,
+    masks: tuple[Tensor | None, Tensor | None, bool],
+    query: Tensor,
+    extra: int,
+) -> Tensor | None:
+    """Additive mask [batch or 1, local heads or 1, queries, keys], or None."""
+    padding, attention, is_causal = masks
+    if is_causal and attention is None:
+        raise ValueError("`is_causal=True` is a hint about `attn_mask`, as in torch: pass the mask as well.")
+    total: Tensor | None = None
+    for mask in (attention, padding):
+        if mask is None:
+            continue
+        added = (
+            torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
+            if mask.dtype == torch.bool
+            else mask
+        )
+        if mask is padding:
+            added = added[:, None, None, :]
+        elif added.dim() == 3:
+            added = added.view(query.shape[0], -1, *added.shape[1:])
+            sharding = _sharding_of(layer)
+            if sharding is not None:
+                added = added[:, slice(*sharding.heads)]
+        added = F.pad(added, (0, extra))
+        total = added if total is None else total + added
+    return total
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """query: [batch, heads, seq, head_dim], key and value with the same or fewer heads -> same as query."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if not need_weights:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal), None
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    weights = F.dropout(weights, dropout) if dropout > 0 else weights
+    return weights @ value, weights
+
+
+def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
+    sharding, weight, bias = _sharding_of(layer), layer.out_proj.weight, layer.out_proj.bias
+    taker = _taker(layer, "out_proj", None, out)
+    if sharding is None:
+        detached = bias if bias is None or taker is None else bias.detach()
+        return _linear(out, weight if taker is None else weight.detach(), detached, taker)
+    weight = weight if taker is None else weight.detach()
+    return add_bias(row_product(autocast_input(out), weight, sharding.group, sharding.sequence_dim, taker), bias)
+
+
+def _shown_weights(layer: nn.MultiheadAttention, weights: Tensor, average: bool) -> Tensor:
+    """Attention weights as torch returns them: averaged over all heads, or all heads [batch, heads, L, S]."""
+    sharding = _sharding_of(layer)
+    if average:
+        mean = weights.sum(1) / layer.num_heads
+        return mean if sharding is None else reduce_from_group(mean, sharding.group)
+    return weights if sharding is None else gather_from_group(weights, 1, sharding.group)

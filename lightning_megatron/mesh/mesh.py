@@ -1,0 +1,140 @@
+"""Process groups of a layout, as a torch ``DeviceMesh``.
+
+A mesh is an argument wherever it is needed; nothing in this package keeps a group in a module-level variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_megatron.mesh.layout import Coordinates, Layout
+
+MESH_AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+"""Mesh dimension names, outermost first; Lightning's own names where it has them."""
+
+
+class Holders(NamedTuple):
+    """Who holds a parameter: the stages (sorted), and whether its tensor-parallel ranks hold partial gradients."""
+
+    stages: tuple[int, ...]
+    over_tensor: bool
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The grid as process groups, seen from this rank.
+
+    ``DeviceMesh`` coordinates along ``"pipeline_parallel"`` run with the global rank, so mesh coordinate 0 is the last
+    stage (see :class:`~lightning_megatron.mesh.layout.Layout`). ``pipeline_ranks`` is in stage order and hides that.
+    """
+
+    layout: Layout
+    rank: int
+    device_mesh: DeviceMesh
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place in the grid."""
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage, 0 for the first."""
+        return self.coordinates.pipeline
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """Global ranks of this rank's pipeline, first stage first."""
+        return self.layout.pipeline_ranks(self.rank)
+
+    @property
+    def loss_rank(self) -> int:
+        """Global rank of this pipeline that computes the loss (the one in global rank 0's block)."""
+        ranks = self.pipeline_ranks
+        return ranks[-1] if self.layout.last_stage_first else ranks[0]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
+        if axis not in self._groups:  # DeviceMesh builds a submesh for every question
+            self._groups[axis] = self.device_mesh[axis].get_group()
+        return self._groups[axis]
+
+    def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
+        """Groups over which gradients are summed, besides the plain data-parallel ones.
+
+        Every rank must call this with the same holders: creating a group is collective.
+
+        Args:
+            holders: the stages that hold a parameter, and whether tensor-parallel ranks hold partial gradients of it.
+
+        Returns:
+            The groups that this rank belongs to: all data and context replicas, on those stages, and all tensor
+            ranks or only this one.
+        """
+        mine: dict[Holders, dist.ProcessGroup] = {}
+        singles = sorted({holder for holder in holders if len(holder.stages) == 1 and holder.over_tensor})
+        together = [singles] if singles else []
+        together += [[holder] for holder in sorted(set(holders)) if len(holder.stages) > 1]
+        for members in together:
+            ranks = [block for holder in members for block in self._holder_ranks(holder)]
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
+            for holder in members:
+                if any(self.rank in block for block in self._holder_ranks(holder)):
+                    mine[holder] = group
+        return mine
+
+    def _holder_ranks(self, holder: Holders) -> list[list[int]]:
+        """Ranks of each group for ``holder``: one group, or one per tensor coordinate."""
+        layout = self.layout
+        places = [(s, d, c) for s in holder.stages for d in range(layout.data) for c in range(layout.context)]
+        by_tensor = [
+            [layout.rank(tensor=t, context=c, data=d, pipeline=s) for s, d, c in places] for t in range(layout.tensor)
+        ]
+        if not holder.over_tensor:
+            return [sorted(block) for block in by_tensor]
+        return [sorted(rank for block in by_tensor for rank in block)]
+
+
+def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
+    """Create the process groups of ``layout``; collective over the world.
+
+    Args:
+        layout: axis sizes; their product is the world size.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
+    if device_type == "cuda":
+        torch.cuda.current_device()
+    if device_type != "cpu":
+        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+        return ParallelMesh(layout, dist.get_rank(), device_mesh)
+    ranks = torch.arange(layout.world_size).view(sizes)
+    device_mesh = DeviceMesh.from_group(_groups_of(ranks), device_type, ranks, mesh_dim_names=MESH_AXES)
+    return ParallelMesh(layout, dist.get_rank(), device_mesh)
+
+
+def _groups_of(ranks: Tensor) -> list[dist.ProcessGroup]:
+    """This rank's group along each axis of the grid. Axes of size one share a group: every group over gloo has a thread
+    that wakes up a hundred times a second.
+    """
+    alone: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = []
+    for axis, size in enumerate(ranks.shape):
+        if size == ranks.numel() > 1:
+            group = dist.group.WORLD
+        elif size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(ranks.movedim(axis, -1).reshape(-1, size).tolist())
+        else:
+            alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            group = alone
+        assert group is not None
+        groups.append(group)
+    return groups

@@ -1,0 +1,1 @@
+"""Collectives, messages between ranks, and Python values sent over them."""

@@ -1,0 +1,320 @@
+"""Collectives as forward/backward pairs, so that a sharded layer is ordinary code to autograd.
+
+A tensor that is whole on every rank of the group is *replicated*; a tensor of which a rank holds its block along
+``dim`` is *split*; a tensor whose sum over the ranks is the value meant is *partial*. Each function moves between
+two of these, and its backward moves the gradient the other way:
+
+====================  =========================  ==========================  =======================================
+name                  forward                    backward                    from -> to
+====================  =========================  ==========================  =======================================
+copy_to_group         identity                   all-reduce                  replicated -> read by sharded weights
+reduce_from_group     all-reduce                 identity                    partial -> replicated
+gather_for_shards     all-gather along dim       reduce-scatter along dim    split -> read by sharded weights
+scatter_partial       reduce-scatter along dim   all-gather along dim        partial -> split
+gather_from_group     all-gather along dim       own block along dim         split -> replicated
+split_to_group        own block along dim        all-gather along dim        replicated -> split
+====================  =========================  ==========================  =======================================
+
+The first two are Megatron's f and g (Shoeybi et al., arXiv 1909.08053); the next two replace them under sequence
+parallelism (Korthikanti et al., arXiv 2205.05198). The group is always an argument: nothing here remembers one.
+A group of one rank costs nothing and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron.mesh.messages import exchange
+
+TENSOR_AXIS = "tensor_parallel"
+
+
+class Started(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Wait until its result may be read, and its operand changed."""
+
+
+def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TENSOR_AXIS) -> dist.ProcessGroup:
+    """Process group of ``axis``, from a mesh that has it, from a mesh of one dimension, or from the group itself.
+
+    Raises:
+        ValueError: the mesh has several axes, none of them called ``axis``.
+        TypeError: neither a mesh nor a group.
+    """
+    if not isinstance(mesh_or_group, DeviceMesh):
+        if not hasattr(mesh_or_group, "rank"):
+            raise TypeError(
+                f"`mesh` must be a DeviceMesh with a {axis!r} axis or a process group, not {mesh_or_group!r}; make one "
+                "with `torch.distributed.init_device_mesh`."
+            )
+        return mesh_or_group
+    names = mesh_or_group.mesh_dim_names or ()
+    if axis in names:
+        return mesh_or_group.get_group() if mesh_or_group.ndim == 1 else mesh_or_group[axis].get_group()
+    if mesh_or_group.ndim == 1:
+        return mesh_or_group.get_group()
+    raise ValueError(f"The mesh has axes {names} and none is {axis!r}; pass `mesh[name]`, a mesh of one dimension.")
+
+
+def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False) -> Tensor:
+    """Sum, or maximum, of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
+    total, work = start_all_reduce(x, group, keep=keep, maximum=maximum)
+    if work is not None:
+        work.wait()
+    return total
+
+
+def world_maximum(x: Tensor) -> Tensor:
+    """Largest of all ranks' values, element by element; ``x`` itself, which may be overwritten, where there is one."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return x if world is None else raw_all_reduce(x, world, keep=False, maximum=True)
+
+
+def start_all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False
+) -> tuple[Tensor, Started | None]:
+    """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for.
+
+    Args:
+        x: must not change before.
+        group: its ranks.
+        keep: whether ``x`` is needed afterwards; otherwise it may be overwritten.
+        maximum: take the largest of the ranks' values, element by element, instead of their sum.
+    """
+    if group.size() == 1:
+        return x, None
+    if exchange.exchanges(x, group, most=2):
+        pair = exchange.PairReduction(x, group, maximum=maximum)
+        return pair.result, pair
+    total = x.clone(memory_format=torch.contiguous_format) if keep else x.contiguous()
+    operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    return total, dist.all_reduce(total, op=operation, group=group, async_op=True)
+
+
+def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Blocks of all ranks joined along ``dim``: [.., n, ..] -> [.., group * n, ..], outside autograd."""
+    size = group.size()
+    if size == 1:
+        return x
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    start_flat_gather(out, x, group).wait()
+    return _moved_back(out, dim)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Started | None]:
+    """Start a reduce-scatter along ``dim``: [.., group * n, ..] -> [.., n, ..]; valid once the work was waited for.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of the group's size.
+    """
+    size = group.size()
+    if size == 1:
+        return x, None
+    check_divisible(x.shape[dim], size, f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    work = start_flat_scatter(out, x, group)
+    return (out if dim == 0 else out.movedim(0, dim)), work
+
+
+def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the group of which this rank keeps its block along ``dim``, outside autograd."""
+    out, work = start_reduce_scatter(x, dim, group)
+    if work is not None:
+        work.wait()
+    return out.contiguous()
+
+
+def _moved_back(x: Tensor, dim: int) -> Tensor:
+    """First dim moved to ``dim``, in memory of its own, so that the caller may change it in place."""
+    return x if dim == 0 else x.movedim(0, dim).contiguous()
+
+
+def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's block of ``x`` along ``dim``: [.., group * n, ..] -> [.., n, ..]; a view.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of the group's size.
+    """
+    size = group.size()
+    if size == 1:
+        return x
+    check_divisible(x.shape[dim], size, f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    length = x.shape[dim] // size
+    return x.narrow(dim, group.rank() * length, length)
+
+
+def check_divisible(value: int, size: int, what: str) -> None:
+    """Raise a ``ValueError`` that names what would fit: other tensor-parallel sizes, and the two nearest values."""
+    if value % size:
+        below, above = value // size * size, (value // size + 1) * size
+        values = f"{below} or {above}" if below else f"{above}"
+        fitting = [str(other) for other in range(1, 2 * size) if value % other == 0][-2:]
+        raise ValueError(
+            f"{what} is {value}, not divisible by the tensor-parallel size {size}; use "
+            f"`tensor_parallel_size={' or '.join(fitting)}`, or change the {value} to {values}."
+        )
+
+
+def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
+    """Start gathering blocks [n] of all ranks into ``out`` [group * n]; ``x`` may be this rank's block of it."""
+    if exchange.exchanges(x, group):
+        return exchange.start_gather(out, x, group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return cast("Started", gather(out, x, group=group, async_op=True))
+
+
+def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
+    """Start summing ``x`` [group * n] over the ranks; each gets its block ``out`` [n], which may be part of ``x``."""
+    if exchange.exchanges(x, group):
+        return exchange.ScatteredSum(out, x, group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return cast("Started", scatter(out, x, group=group, async_op=True))
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Started:
+    """Start sending the contiguous ``x`` of rank ``source`` of the group into the others' ``x``.
+
+    The rank that sends may go on, and wait whenever it likes, but must leave ``x`` as it is until then. Where
+    ``exchanges`` says that this is a message, others may start long before: what goes
+    by another ``tag`` may overtake it.
+    """
+    if exchange.exchanges(x, group):
+        return exchange.Broadcast(x, source, group, tag)
+    return cast("Started", dist.broadcast(x, group=group, group_src=source, async_op=True))
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return raw_all_reduce(grad, ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return raw_all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherForShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return raw_reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ScatterPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return raw_all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_block(grad, ctx.dim, ctx.group).contiguous(), None, None
+
+
+class _SplitToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_block(x, dim, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def _apply(function: Any, *args: Any) -> Tensor:
+    """Run an autograd function, outside the graph of a layer that is compiled; torch leaves ``apply`` untyped."""
+    return cast(Tensor, _run_eagerly(function, *args) if torch.compiler.is_compiling() else function.apply(*args))
+
+
+def _run(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+_run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """f: ``x`` unchanged; its gradient, partial on every rank, is summed. Any shape -> same shape."""
+    return x if group.size() == 1 else _apply(_CopyToGroup, x, group)
+
+
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """g: partial ``x`` summed over the group; its gradient passes. Any shape -> same shape."""
+    return x if group.size() == 1 else _apply(_ReduceFromGroup, x, group)
+
+
+def gather_for_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Join blocks along ``dim`` for sharded weights to read: [.., n, ..] -> [.., group * n, ..]."""
+    return x if group.size() == 1 else _apply(_GatherForShards, x, dim, group)
+
+
+def scatter_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum partial ``x`` and keep this rank's block: [.., group * n, ..] -> [.., n, ..]."""
+    return x if group.size() == 1 else _apply(_ScatterPartial, x, dim, group)
+
+
+def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Join blocks along ``dim`` for replicated code to read: [.., n, ..] -> [.., group * n, ..]."""
+    return x if group.size() == 1 else _apply(_GatherFromGroup, x, dim, group)
+
+
+def split_to_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Keep this rank's block of a replicated tensor: [.., group * n, ..] -> [.., n, ..]."""
+    return x if group.size() == 1 else _apply(_SplitToGroup, x, dim, group)
+
+
+__all__ = [
+    "TENSOR_AXIS",
+    "check_divisible",
+    "copy_to_group",
+    "gather_for_shards",
+    "gather_from_group",
+    "own_block",
+    "raw_all_gather",
+    "raw_all_reduce",
+    "raw_reduce_scatter",
+    "reduce_from_group",
+    "resolve_group",
+    "scatter_partial",
+    "split_to_group",
+    "start_all_reduce",
+    "start_reduce_scatter",
+    "world_maximum",
+]

@@ -1,0 +1,1 @@
+"""Which part of which logical tensor this rank holds."""

@@ -1,0 +1,1 @@
+"""What a rank waits for, and which rank has failed."""

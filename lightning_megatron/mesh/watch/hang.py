@@ -1,0 +1,171 @@
+"""A rank that stops taking part is named by those that wait for it.
+
+A hung rank raises nothing, and the others only learn that a collective took too long. So a thread on every rank looks
+at its main thread now and then. Where that has not moved for a while and waits for others, the thread asks all ranks
+what they are at, through the store that they met at, and reports the rank that waits for nobody::
+
+    rank 0   waits in a receive, 60 s ─ ask ─ rank 1 is in `tokenize`, data.py:31 ─ report ─ all end
+    rank 1   computes, sleeps, or does not answer at all
+
+What a rank waits in is read off its stack (``mesh.watch.waits``); torch's flight recorder, where it is on
+(``TORCH_FR_BUFFER_SIZE=2000``; it sees collectives, not gloo's sends and receives), adds its number.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from lightning_megatron.mesh.messages import host_channel
+from lightning_megatron.mesh.watch.waits import Waiting, waiting_for
+
+_ANSWERS_S = 3.0
+_DEPTH = 6
+
+
+class HangWatch:
+    """Looks at one rank's main thread; called again and again from a thread of its own.
+
+    Args:
+        store: reachable from all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        patience_s: seconds without a move until the others are asked.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, patience_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._patience_s = patience_s
+        self._main = threading.main_thread().ident
+        self._beats = 0
+        self._place: Any = None
+        self._since = time.monotonic()
+        self._answered = 0
+
+    def beat(self) -> None:
+        """A batch begins: wherever the main thread is found from now on, it has moved."""
+        self._beats += 1
+
+    def look(self) -> tuple[int, str] | None:
+        """The rank that the others wait for, and what is known about it, once this rank has waited too long.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        frames = self._frames()
+        place = self._beats, [(frame.f_code, frame.f_lasti) for frame in frames]
+        if place != self._place:
+            self._place, self._since = place, time.monotonic()
+        self._answer(frames)
+        if time.monotonic() - self._since < self._patience_s or not _waits(frames):
+            return None
+        return self._ask(frames)
+
+    def _frames(self) -> list[Any]:
+        frame = sys._current_frames().get(self._main or 0)
+        found: list[Any] = []
+        while frame is not None and len(found) < 40:
+            found.append(frame)
+            frame = frame.f_back
+        return found
+
+    def _answer(self, frames: list[Any]) -> None:
+        """Answer every question that any rank has asked."""
+        asked = self._store.add("hang/asked", 0)
+        if asked == self._answered:
+            return
+        waiting = waiting_for(frames) if _waits(frames) else Waiting()
+        note = {
+            "waits": _waits(frames),
+            "for": waiting.what,
+            "ranks": waiting.ranks,
+            "still_s": time.monotonic() - self._since,
+            "stack": "".join(traceback.format_list(traceback.extract_stack(frames[0])[-_DEPTH:])) if frames else "",
+            "collective": _unfinished_collective(),
+        }
+        while self._answered < asked:
+            self._answered += 1
+            self._store.set(f"hang/{self._answered}/{self._rank}", json.dumps(note))
+
+    def _ask(self, frames: list[Any]) -> tuple[int, str] | None:
+        question = self._store.add("hang/asked", 1)
+        until = time.monotonic() + _ANSWERS_S
+        while time.monotonic() < until:
+            self._answer(frames)
+            time.sleep(0.2)
+        notes = [self._note(question, rank) for rank in range(self._world_size)]
+        self._since = time.monotonic()  # ask again after as long a time, should nobody be to blame now
+        missing = [rank for rank, note in enumerate(notes) if note is None or not note["waits"]]
+        if missing:
+            culprit = missing[0]
+            return culprit, _report(culprit, notes, self._patience_s)
+        if all(note is not None and note["still_s"] >= self._patience_s / 2 for note in notes):
+            return self._rank, "all ranks wait for one another:\n" + _waiting(notes)
+        return None
+
+    def _note(self, question: int, rank: int) -> dict[str, Any] | None:
+        key = f"hang/{question}/{rank}"
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+
+def _waits(frames: list[Any]) -> bool:
+    """Whether the thread waits for other ranks: it is in torch's distributed code, or in a line that says so."""
+    if not frames:
+        return False
+    name = frames[0].f_code.co_filename
+    line = linecache.getline(name, frames[0].f_lineno)
+    return os.path.join("torch", "distributed") in name or name == host_channel.__file__ or ".wait(" in line
+
+
+def _unfinished_collective() -> str:
+    """What the flight recorder has of the newest collective that is not done; empty where it records none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    waiting = [entry for entry in entries if not entry.get("retired")]
+    if not waiting:
+        return ""
+    last = waiting[-1]
+    number = last["p2p_seq_id"] if last["is_p2p"] else last["collective_seq_id"]
+    return f"{last['profiling_name']} number {number} of group {' '.join(last['process_group'])}, {last['input_sizes']}"
+
+
+def _report(culprit: int, notes: list[dict[str, Any] | None], patience_s: float) -> str:
+    note = notes[culprit]
+    if note is None:
+        told = "It does not answer: its process is stopped, or its interpreter is held.\n"
+    else:
+        told = f"It waits for nobody and has been here for {note['still_s']:.0f} s:\n{note['stack']}"
+    missed = "".join(f"It misses the {what}.\n" for what in _missed(culprit, notes))
+    return (
+        f"it has taken no part for more than {patience_s:.0f} s (`hang_timeout`). {missed}{told}The others wait:\n"
+        f"{_waiting(notes)}"
+    )
+
+
+def _missed(culprit: int, notes: list[dict[str, Any] | None]) -> list[str]:
+    """What ranks wait for that ``culprit`` has to take part in; what anyone waits for, if nobody needs it directly."""
+    waiting = [note for note in notes if note is not None and note["waits"] and note["for"]]
+    direct = [note for note in waiting if culprit in note["ranks"]]
+    return list(dict.fromkeys(note["for"] for note in direct or waiting))[:3]
+
+
+def _waiting(notes: list[dict[str, Any] | None]) -> str:
+    lines = []
+    for rank, note in enumerate(notes):
+        if note is not None and note["waits"]:
+            last = note["stack"].strip().splitlines()[-2:]
+            seen = "".join(f", {note[key]}" for key in ("for", "collective") if note[key])
+            lines.append(f"  rank {rank}{seen}: {' '.join(part.strip() for part in last)}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Pairs of column- and row-parallel layers: found, proposed, chosen."""

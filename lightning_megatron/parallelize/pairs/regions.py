@@ -1,0 +1,224 @@
+"""Pairs of column- and row-parallel layers, read off a trace.
+
+A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that
+layer's input is computed completely: query, key and value before the output projection; up (and gate) before down.
+Splitting the outputs of the first and the input of the second then needs one sum at the end, whatever
+parameter-free code lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.attention import ColumnCut, HeadSizes, head_sizes
+from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes
+from lightning_megatron.parallelize.reading.trace import Trace
+
+Door = tuple[str, tuple[int | str, ...]]
+"""A module around projections, and the arguments (positions or keywords) in which it is handed what they read."""
+
+
+@dataclass
+class Region:
+    """Column-parallel layers and the row-parallel layer that ends them.
+
+    Attributes:
+        columns: names of the layers split by output, in execution order.
+        row: name of the layer split by input.
+        scope: name of the innermost module that holds them all.
+        gathered: whether the columns' outputs are gathered and the row's input is split again, because the code between
+            needs whole tensors.
+        tables: embeddings of per-head biases (relative positions) that the region reads; split by head unless gathered.
+        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums
+            unless gathered.
+        others: names of unsplit layers whose outputs it reads as well; their gradients would be partial, so such a
+            region can only be gathered.
+        cuts: how each column layer is cut.
+        attributes: (module name, attribute) -> local value.
+        arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
+            or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
+        sizes: attention sizes, if it is an attention.
+        narrowed: module and arguments whose width its code reads, to be shown the local one (see ``narrowing``).
+        tried: positions and keywords of the scope's arguments that were tensors when the cuts were tried, if they were.
+        note: what was decided and why, for people.
+    """
+
+    columns: list[str]
+    row: str
+    scope: str
+    gathered: bool = False
+    tables: list[str] = field(default_factory=list)
+    inner: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    cuts: dict[str, ColumnCut] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    arguments: dict[int | str, str] = field(default_factory=dict)
+    sizes: HeadSizes | None = None
+    narrowed: Door | None = None
+    tried: frozenset[int | str] | None = None
+    note: str = ""
+
+    @property
+    def members(self) -> list[str]:
+        """Columns and row."""
+        return [*self.columns, self.row]
+
+
+def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> list[Region]:
+    """All regions of a module, each layer in at most one, in execution order.
+
+    Args:
+        module: the traced module.
+        trace: its trace.
+        excluded: names of layers that are not to be split (heads of the vocabulary).
+    """
+    regions: list[Region] = []
+    taken: set[str] = set(excluded)
+    for row in trace.sources:
+        if row in taken or not is_linear(trace.calls[row].module):
+            continue
+        region = _region_before(module, trace, row, taken)
+        if region is not None:
+            regions.append(region)
+            taken.update(region.members)
+    return regions
+
+
+def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> list[Region]:
+    """Regions of a plan that names columns and rows.
+
+    Raises:
+        ValueError: a column's split output reaches no row.
+    """
+    named = [name for name, _ in module.named_modules() if name in styles]
+    rows = [name for name in named if styles[name].is_row]
+    columns = [name for name in named if styles[name].is_column]
+    regions, matched = [], set()
+    for row in rows:
+        if trace is not None and row in trace.sources:
+            members = [c for c in trace.sources if c in trace.sources[row] and c in columns]
+        else:
+            members = _nearest_columns(row, rows, columns, named)
+        if not members:
+            continue
+        matched.update(members)
+        region = describe(module, members, row, trace)
+        region.gathered = styles[row] is Style.ROWWISE_SPLIT_INPUT
+        regions.append(region)
+    _check_matched(styles, columns, matched, regions)
+    return regions
+
+
+def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | None) -> Region:
+    """The region of these layers, with what a trace says lies between them."""
+    region = Region(columns, row, common_parent([*columns, row]))
+    region.cuts = {name: ColumnCut.blocks(linear_sizes(module.get_submodule(name))[1]) for name in columns}
+    owner = module.get_submodule(parent(columns[0]))
+    region.sizes = head_sizes(owner, [linear_sizes(module.get_submodule(c))[1] for c in columns])
+    if trace is not None and row in trace.sources:
+        while region.scope not in trace.calls:
+            region.scope = parent(region.scope)
+        sources = trace.sources[row]
+        sizes = region.sizes
+        region.tables = [s for s in sources if sizes is not None and _per_head(trace, s, sizes)]
+        region.others = sorted(sources - {*columns, *region.tables})
+        region.others += ["the input of the module itself"] if row in trace.on_inputs else []
+        own = {id(p) for name in [*region.members, *region.tables] for p in module.get_submodule(name).parameters()}
+        region.inner = sorted(name for name in trace.between[row] if id(module.get_parameter(name)) not in own)
+    return region
+
+
+def _region_before(module: nn.Module, trace: Trace, row: str, taken: set[str]) -> Region | None:
+    sources = trace.sources[row]
+    columns = [s for s in trace.sources if s in sources and is_linear(trace.calls[s].module)]
+    if not columns or taken.intersection(columns) or any(trace.readers(column) != {row} for column in columns):
+        return None
+    region = describe(module, columns, row, trace)
+    return None if region.others else region
+
+
+def _per_head(trace: Trace, table: str, sizes: HeadSizes) -> bool:
+    embedding = trace.calls[table].module
+    return isinstance(embedding, nn.Embedding) and embedding.embedding_dim == sizes.heads
+
+
+def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set[str], regions: list[Region]) -> None:
+    """Every split output ends in a row-parallel layer, and both sides agree on whether it is gathered."""
+    for name in columns:
+        if name not in matched and styles[name] is not Style.COLWISE_GATHER_OUTPUT:
+            raise ValueError(
+                f"The plan splits the output of {name!r} ({styles[name].value}) but gives no row-parallel layer that "
+                "reads it; make that layer 'rowwise', or this one 'colwise_gather_output'."
+            )
+    for region in regions:
+        for name in region.columns:
+            gathers = styles[name] is Style.COLWISE_GATHER_OUTPUT
+            if gathers != region.gathered:
+                wanted = "rowwise_split_input" if gathers else "colwise_gather_output or rowwise for the other"
+                raise ValueError(
+                    f"The plan gives {name!r} {styles[name].value} and {region.row!r} {styles[region.row].value}, "
+                    f"which do not fit together; use {wanted}."
+                )
+
+
+def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[str]) -> list[str]:
+    """Without a trace: the columns under the closest common parent that has any.
+
+    Where several rows are as close, each has those registered between the row before and itself.
+    """
+    scope = parent(row)
+    while True:
+        inside = [c for c in columns if c.startswith(f"{scope}.") or not scope]
+        others = [r for r in rows if r != row and (r.startswith(f"{scope}.") or not scope)]
+        if inside and not others:
+            return inside
+        if inside or not scope:
+            before = columns_between(inside, others)
+            own = order.index(row)
+            after = max((order.index(other) for other in others if order.index(other) < own), default=-1)
+            return [c for c in before if after < order.index(c) < own] or before
+        scope = parent(scope)
+
+
+def columns_between(columns: list[str], other_rows: list[str]) -> list[str]:
+    """Columns that do not lie closer to another row."""
+    return [c for c in columns if all(len(common_parent([c, r])) <= len(common_parent(columns)) for r in other_rows)]
+
+
+def holder_of(trace: Trace, region: Region) -> Door | None:
+    """The module around the columns that was handed the very tensor they read, and the arguments it came in."""
+    holder = parent(region.columns[0])
+    if holder not in trace.calls or any(parent(name) != holder for name in region.columns):
+        return None
+    call, x = trace.calls[holder], trace.input_of(region.columns[0])
+    if any(trace.input_of(name) is not x for name in region.columns):
+        return None
+    places: list[int | str | None] = []
+    named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    for key, value in named:
+        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        places += [key if isinstance(value, Tensor) else None] * len(inside)
+    found = tuple(k for k, tensor in zip(places, call.tensors, strict=True) if k is not None and tensor is x)
+    return (holder, found) if found else None
+
+
+def parent(name: str) -> str:
+    """Name of the module that holds ``name``; empty at the top."""
+    return name.rpartition(".")[0]
+
+
+def common_parent(names: list[str]) -> str:
+    """Name of the innermost module that holds all of them."""
+    split = [parent(name).split(".") if parent(name) else [] for name in names]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

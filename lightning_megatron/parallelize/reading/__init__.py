@@ -1,0 +1,1 @@
+"""What a module is, read in execution order on a copy."""

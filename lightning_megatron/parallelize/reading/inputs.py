@@ -1,0 +1,242 @@
+"""A tiny input for a module nobody has described: token ids, an image, or a hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.parallelize.plan.huggingface import hugging_face_models, is_hugging_face
+from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes
+from lightning_megatron.parallelize.reading.trace import Trace, trace
+
+BATCH, LENGTH = 2, 11
+"""Chosen so that neither is a usual number of heads."""
+
+_MOST_OWN_SIZES = 8
+
+SHORT_LENGTHS = (7, 5, 3)
+"""For modules that take no sequence of `LENGTH`: a table of relative positions, say, has two entries per place."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A way to call one part of a module.
+
+    Attributes:
+        name: dotted name of the part, empty for the module itself.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def run_examples(module: nn.Module, example: Any = None) -> tuple[Trace | None, str]:
+    """Trace the module on an input that was given, or on the first guess that runs.
+
+    Args:
+        module: the module.
+        example: a tensor, a tuple of arguments, a dict of keyword arguments, or None to guess.
+
+    Returns:
+        The trace, names counted from ``module``, or None when nothing ran; and why not.
+    """
+    if example is not None:
+        return _merge(module, [_given(example)]), ""
+    models = hugging_face_models(module)
+    if models:
+        guesses: list[list[Example]] = [[Example(name, (), _hugging_face_inputs(m))] for name, m in models.items()]
+        traces = [_first_that_runs(module, guess) for guess in guesses]
+        found = [t for t, _ in traces if t is not None]
+        return (_join(found), "") if found else (None, traces[0][1])
+    return _first_that_runs(module, _guesses(module))
+
+
+def _given(example: Any) -> Example:
+    if isinstance(example, dict):
+        return Example("", (), example)
+    return Example("", tuple(example) if isinstance(example, (tuple, list)) else (example,), {})
+
+
+def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str]:
+    reason = ""
+    for guess in guesses:
+        try:
+            result = _merge(module, [guess])
+        except Exception as error:  # any guess may be wrong in any way; the first, of the module itself, tells most
+            reason = reason or f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
+            continue
+        if any(result.sources.values()):
+            return _with_siblings(module, guess, result), ""
+        reason = reason or f"{guess.name or type(module).__name__} runs, but no linear layer of it feeds another one"
+    return None, reason or "no part of the module takes token ids or a hidden state"
+
+
+def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
+    """When only a single layer of a list could be run: the other layers of the list as well, on the same input."""
+    prefix, _, index = example.name.rpartition(".")
+    if not index.isdigit():
+        return found
+    names = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
+    others = [Example(name, example.args, example.kwargs) for name in names if name != example.name]
+    return _join([found, _merge(module, others)])
+
+
+def _merge(module: nn.Module, examples: list[Example]) -> Trace:
+    traces = []
+    for example in examples:
+        part = module.get_submodule(example.name)
+        found = trace(part, example.args, example.kwargs, inner=bool(example.name))
+        traces.append(_prefixed(found, example.name))
+    return _join(traces)
+
+
+def _prefixed(found: Trace, prefix: str) -> Trace:
+    if not prefix:
+        return found
+
+    def full(name: str) -> str:
+        return f"{prefix}.{name}" if name else prefix
+
+    for call in found.calls.values():
+        call.name = full(call.name)
+    return Trace(
+        {full(n): c for n, c in found.calls.items()},
+        {full(n): c for n, c in found.counts.items()},
+        {full(n): {full(s) for s in sources} for n, sources in found.sources.items()},
+        {full(n): {full(p) for p in met} for n, met in found.between.items()},
+        {full(n) for n in found.results},
+        {full(p) for p in found.loose},
+        {full(n) for n in found.on_inputs},
+        [full(n) for n in found.roots],
+    )
+
+
+def _join(traces: list[Trace]) -> Trace:
+    joined = Trace(roots=[])
+    for found in traces:
+        joined.calls |= found.calls
+        joined.counts |= found.counts
+        joined.sources |= found.sources
+        joined.between |= found.between
+        joined.results |= found.results
+        joined.loose |= found.loose
+        joined.on_inputs |= found.on_inputs
+        joined.roots += found.roots
+    return joined
+
+
+def _device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter.device, parameter.dtype
+    return torch.device("cpu"), torch.float32
+
+
+def token_ids(module: nn.Module, vocabulary: int, length: int = LENGTH) -> Tensor:
+    """Ids [BATCH, length] spread over the vocabulary, on the module's device."""
+    ids = torch.arange(BATCH * length, device=_device_and_dtype(module)[0]) * 7 + 3
+    return (ids % max(1, vocabulary)).view(BATCH, length)
+
+
+def _hugging_face_inputs(model: Any) -> dict[str, Any]:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    ids = token_ids(model, getattr(config, "vocab_size", 8))
+    if model.main_input_name != "input_ids":
+        return _signals(model, ids)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+    return {"input_ids": ids, "use_cache": False} if hasattr(config, "use_cache") else {"input_ids": ids}
+
+
+def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Random images or sounds of the size that the configuration names, with ids for a decoder beside them."""
+    name, device_and_dtype = model.main_input_name, _device_and_dtype(model)
+    shape = _signal_shape(name, model.config)
+    if shape is None:
+        return dict(model.dummy_inputs)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(*device_and_dtype)
+    decoder = {"decoder_input_ids": ids, "use_cache": False} if model.config.is_encoder_decoder else {}
+    return {name: values, **decoder}
+
+
+def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
+    """Images [batch, channels, height, width]; sounds as samples, or as features over time in either order."""
+    if name == "pixel_values":
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", 64)
+        return (BATCH, getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
+    frames = 2 * getattr(config, "max_source_positions", 50)
+    bins = getattr(config, "num_mel_bins", 80)
+    if name == "input_values":
+        patched = hasattr(config, "time_stride")  # a spectrogram, cut into patches as an image is
+        return (BATCH, config.max_length, bins) if patched else (BATCH, 40 * frames)
+    if name == "input_features":
+        for key in ("input_feat_per_channel", "feature_projection_input_dim"):
+            if hasattr(config, key):
+                return BATCH, 40, getattr(config, key)
+        return BATCH, bins, frames
+    return None
+
+
+def _guesses(module: nn.Module) -> Iterator[Example]:
+    """Ids or a hidden state for the module, then for its largest part, and so on down; last, for single layers."""
+    given = getattr(module, "example_input_array", None)
+    if given is not None:
+        inner = _given(given)
+        yield Example("", inner.args, inner.kwargs)
+    name, part = "", module
+    while part is not None:
+        yield from (Example(name, args, {}) for args in _inputs(part))
+        name, part = _largest_child(name, part)
+
+
+def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
+    if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or is_hugging_face(part):
+        return
+    embeddings = [m for m in part.modules() if isinstance(m, nn.Embedding)]
+    if embeddings:
+        vocabulary = max(m.num_embeddings for m in embeddings)
+        tables = [m.num_embeddings for m in embeddings]
+        lengths = [LENGTH, *(n for n in [*tables, *_own_sizes(part)] if n <= 4096), *SHORT_LENGTHS]
+        for length in dict.fromkeys(lengths):
+            ids = token_ids(part, vocabulary, length)
+            yield (ids,)
+            yield (ids, ids)
+    device, dtype = _device_and_dtype(part)
+    for size in dict.fromkeys(_widths(part)):
+        values = torch.randn(BATCH, LENGTH, size, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        yield (values,)
+        yield (values[:, 0],)
+        yield (values, values)
+
+
+def _own_sizes(part: nn.Module) -> list[int]:
+    """Sizes of what modules other than torch's keep directly: positions and masks fix the length of a sequence."""
+    own = [m for m in part.modules() if not type(m).__module__.startswith("torch.nn.")]
+    tensors = [x for m in own for x in (*m.buffers(recurse=False), *m.parameters(recurse=False))]
+    return list(dict.fromkeys(size for x in tensors for size in x.shape[:-1] if size > 1))[:_MOST_OWN_SIZES]
+
+
+def _widths(part: nn.Module) -> Iterator[int]:
+    for m in part.modules():
+        if is_linear(m):
+            yield linear_sizes(m)[0]
+            return
+        if isinstance(m, nn.MultiheadAttention):
+            yield m.embed_dim
+            return
+
+
+def _largest_child(name: str, part: nn.Module) -> tuple[str, Any]:
+    children = [(sum(p.numel() for p in c.parameters()), n, c) for n, c in part.named_children()]
+    if not children or max(children, key=lambda c: c[0])[0] == 0:
+        return name, None
+    _, child, module = max(children, key=lambda c: c[0])
+    return (f"{name}.{child}" if name else child), module

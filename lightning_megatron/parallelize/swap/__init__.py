@@ -1,0 +1,1 @@
+"""Layers of the user's module replaced by their parallel twins."""

@@ -1,0 +1,237 @@
+"""Carries out a blueprint: turns modules into their parallel twins, in place, and keeps this rank's part.
+
+A twin is the same object with another class: names, hooks, references and tied parameters stay what they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.layers import (
+    ColumnParallelLinear,
+    ParallelMultiheadAttention,
+    RowParallelLinear,
+    ShardTable,
+    VocabParallelEmbedding,
+)
+from lightning_megatron.layers.shared_input import ColumnEntry
+from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.table import ParameterSharding, apply_specs
+from lightning_megatron.mesh.messages.collectives import copy_to_group
+from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
+from lightning_megatron.parallelize.pairs.blueprint import Blueprint
+from lightning_megatron.parallelize.pairs.regions import Region
+from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.kinds import is_linear, is_transposed, linear_sizes, local_class
+from lightning_megatron.parallelize.report import ModuleRow
+from lightning_megatron.parallelize.swap.narrowing import Narrowing
+from lightning_megatron.parallelize.swap.sequence import SequencePlan
+from lightning_megatron.parallelize.trial.replay import slice_arguments, tensor_arguments
+
+
+class Builder:
+    """Applies a blueprint and collects the table of parameters and the rows of the report."""
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None
+    ):
+        self.module = module
+        self.group = group
+        self.blueprint = blueprint
+        self.sequence = sequence
+        self.table: ShardTable = {}
+        self.rows: list[ModuleRow] = []
+
+    def build(self) -> None:
+        """Apply everything."""
+        for region in self.blueprint.regions:
+            self._region(region)
+        done = {name for region in self.blueprint.regions for name in region.members}
+        for name, style in self.blueprint.styles.items():
+            if name not in done:
+                self._single(name, style)
+        if self.sequence is not None:
+            self.sequence.install(self.group)
+            self.rows += self.sequence.rows()
+        order = {name: index for index, (name, _) in enumerate(self.module.named_modules())}
+        self.rows.sort(key=lambda row: order.get(row.name, 0))
+
+    def _region(self, region: Region) -> None:
+        sequence = self._sequence_of(region)
+        stream = None
+        if not region.gathered and sequence is None:
+            stream = RankStream(region.row, self.group.rank())
+        dims = (None, None) if sequence is None else sequence.dims(region)
+        brought_in = sequence is not None and sequence.enters_above(region)
+        entry = ColumnEntry(self.group, dims[0], stream, reduces=not brought_in)
+        for name in region.columns:
+            self._column(region, name, entry)
+        layer = self._twin(region.row, RowParallelLinear)
+        table = layer.shard_(
+            self.group, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry]
+        )
+        ends = "all-reduce" if sequence is None else "reduce-scatter"
+        back = " ".join(
+            filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else ""))
+        )
+        self._record(region.row, self.blueprint.styles[region.row], table, ends, back, region.note)
+        for name in region.tables if not region.gathered else ():
+            self._head_table(name)
+        whole = [f"{name}.weight" for name in region.tables] if region.gathered else []
+        for name in [*region.inner, *whole]:
+            spec = ShardSpec.whole(self.module.get_parameter(name).shape)
+            self.table[name] = ParameterSharding(spec, sums_gradient=not region.gathered)
+        self._adapt(region)
+        scope = self.module.get_submodule(region.scope)
+        scope.register_forward_hook(_end_of_region(entry, stream, region), always_call=True, with_kwargs=True)
+
+    def _sequence_of(self, region: Region) -> SequencePlan | None:
+        """The sequence plan, where it concerns the region."""
+        return self.sequence if self.sequence is not None and self.sequence.splits(region) else None
+
+    def _column(self, region: Region, name: str, entry: ColumnEntry) -> None:
+        layer, cut = self._twin(name, ColumnParallelLinear), region.cuts[name]
+        size, rank = self.group.size(), self.group.rank()
+        output = "gather" if region.gathered else "split"
+        if cut.keeps_parameter:
+            table = layer.shard_(self.group, entry=entry, rows=cut.ranges(size, rank), output=output)
+        else:
+            table = layer.shard_(self.group, entry=entry, segments=cut.segments, output=output)
+        first = name == region.columns[0]
+        sequence = self._sequence_of(region)
+        forward = ["all-gather"] if first and sequence is not None else []
+        forward += ["all-gather output"] if region.gathered else []
+        backward = ("all-reduce" if sequence is None else "reduce-scatter") if first else "shared"
+        owner = name.rpartition(".")[0]
+        note = [f"{attribute}={value}" for (o, attribute), value in region.attributes.items() if o == owner and first]
+        note += ["sees the local width"] if first and region.narrowed is not None and not region.gathered else []
+        note += ["key/value heads replicated"] if cut.keeps_parameter else []
+        self._record(name, self.blueprint.styles[name], table, " ".join(forward), backward, ", ".join(note))
+
+    def _adapt(self, region: Region) -> None:
+        for (owner, attribute), value in region.attributes.items():
+            setattr(self.module.get_submodule(owner), attribute, value)
+        if region.narrowed is not None and not region.gathered:
+            columns = [self.module.get_submodule(name) for name in region.columns]
+            Narrowing(region.narrowed[1], self.group.size()).install(
+                self.module.get_submodule(region.narrowed[0]), columns
+            )
+        if region.sizes is not None and not region.gathered:
+            hook = _slicing_hook(region, region.sizes.heads, self.group.size(), self.group.rank())
+            self.module.get_submodule(region.scope).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _head_table(self, name: str) -> None:
+        """An embedding of one value per head, cut by head."""
+        module = self.module.get_submodule(name)
+        assert isinstance(module, nn.Embedding)
+        shape = (module.num_embeddings, module.embedding_dim)
+        block = block_range(shape[1], self.group.size(), self.group.rank())
+        table = apply_specs(module, {"weight": ParameterSharding(ShardSpec.along(shape, 1, [block]))})
+        if f"{name}.weight" not in self.table:
+            self._record(name, "per-head table", table, "", "", "")
+
+    def _single(self, name: str, style: Style) -> None:
+        """A module that is split by itself."""
+        if style.is_column:
+            layer = self._twin(name, ColumnParallelLinear)
+            vocabulary = name in self.blueprint.heads
+            table = layer.shard_(self.group, output="logits" if vocabulary else "gather")
+            note = "logits stay split" if vocabulary else ""
+            self._record(name, style, table, "" if vocabulary else "all-gather output", "all-reduce", note)
+        elif style.is_row:
+            table = self._twin(name, RowParallelLinear).shard_(self.group, split_input=True)
+            self._record(name, style, table, "all-reduce", "all-gather", "")
+        elif style is Style.EMBEDDING_ROWWISE:
+            table = self._twin(name, VocabParallelEmbedding).shard_(self.group)
+            self._record(name, style, table, "all-reduce", "", "")
+        elif style is Style.HEADS:
+            dim = None if self.sequence is None else self.sequence.dim
+            layer = self._twin(name, ParallelMultiheadAttention)
+            table = layer.shard_(self.group, sequence_dim=dim, name=name)
+            ends = ("all-reduce", "all-reduce") if dim is None else ("all-gather, reduce-scatter",) * 2
+            self._record(name, style, table, *ends, "")
+        elif style is Style.MLA_KV_A_PROJ:
+            holder = self.module.get_submodule(name.rpartition(".")[0])
+            self.module.get_submodule(name).register_forward_hook(_summing_hook(holder.qk_rope_head_dim, self.group))
+            self.rows.append(ModuleRow(name, style.value, None, None, "", "all-reduce"))
+        elif style in (Style.REPLICATED_WITH_GRAD_ALLREDUCE, Style.SEQUENCE_PARALLEL):
+            summed = style is Style.REPLICATED_WITH_GRAD_ALLREDUCE
+            for key, parameter in self.module.get_submodule(name).named_parameters(prefix=name):
+                if key not in self.table and (summed or (self.sequence is not None and self.sequence.covers(key))):
+                    self.table[key] = ParameterSharding(ShardSpec.whole(parameter.shape), True)
+                    summed = True
+            self.rows.append(ModuleRow(name, style.value, None, None, note="gradient summed" if summed else ""))
+
+    def _twin(self, name: str, base: Any) -> Any:
+        module = self.module.get_submodule(name)
+        if is_linear(module) and not isinstance(module, base):
+            module.in_features, module.out_features = linear_sizes(module)  # type: ignore[assignment]
+            transposed = is_transposed(module)
+            module.__class__ = local_class(module, base)
+            if transposed:
+                module.transposed = True  # type: ignore[assignment]
+        elif not isinstance(module, base):
+            module.__class__ = local_class(module, base)
+        return module
+
+    def _record(self, name: str, style: Style | str, table: ShardTable, forward: str, backward: str, note: str) -> None:
+        self.table |= {f"{name}.{key}": value for key, value in table.items()}
+        shown = table.get("weight") or next(iter(table.values()))
+        label = style.value if isinstance(style, Style) else style
+        self.rows.append(
+            ModuleRow(name, label, shown.spec.global_shape, shown.spec.local_shape, forward, backward, note)
+        )
+
+
+def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region) -> Callable[..., None]:
+    """Lets go of whatever a forward that was cut short has left open, and says how a failed one's plan was tried."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        entry.forget()
+        if stream is not None:
+            stream.forget()
+        error = sys.exc_info()[1] if output is None else None
+        unseen = tensor_arguments(args, kwargs) - region.tried if error is not None and region.tried is not None else ()
+        if error is not None and unseen:
+            named = " and ".join(f"argument {key}" if isinstance(key, int) else f"`{key}`" for key in unseen)
+            error.add_note(
+                f"{region.scope!r} is split over the tensor-parallel ranks by a plan that was tried on a call without "
+                f"{named}: the module as a whole did not run on the input that was guessed for it, or it calls this "
+                "part in other ways than it did then. A tensor with one entry per head has to be cut as the heads are. "
+                "Set `example_input_array` on the LightningModule to an input that makes this call."
+            )
+
+    return hook
+
+
+def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """The last ``rotary`` features go to local heads directly: their gradient is summed; the rest is summed later."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, rotated = output.split([output.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([latent, copy_to_group(rotated, group)], dim=-1)
+
+    return hook
+
+
+def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable[..., Any]:
+    """Cuts arguments with one entry per head: those that the trial found, and those that it did not see and whose shape
+    tells, such as a mask [batch, heads, queries, keys] that a model makes for padded batches only.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        which = dict(region.arguments)
+        if region.tried is not None:
+            for key in tensor_arguments(args, kwargs) - region.tried:
+                x = args[key] if isinstance(key, int) else kwargs[key]
+                if x.dim() == 4 and x.shape[1] == heads:
+                    which[key] = "heads"
+        return slice_arguments(args, kwargs, which, heads, parts, rank) if which else None
+
+    return hook

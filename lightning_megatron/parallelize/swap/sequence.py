@@ -1,0 +1,285 @@
+"""Sequence parallelism for modules that know nothing of it (Korthikanti et al., arXiv 2205.05198).
+
+Between regions (norms, dropout, residual additions) activations are split along the sequence:
+
+    embedding -> [split] -> layer 0 ... layer n-1 -> [gather] -> final norm, head
+                             |
+                             norm, + : on s/t     attention, MLP: [all-gather] .. local heads .. [reduce-scatter]
+
+The sequence is put together where a region begins: at the call of the module that holds the projections, when that
+module was handed the very tensor they read (attention code takes shapes from it), else at the projections. It is
+split again by the row-parallel layer's reduce-scatter. Parameters that act on sequence shards get partial
+gradients, and the table says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
+from lightning_megatron.parallelize.pairs.blueprint import Blueprint
+from lightning_megatron.parallelize.pairs.regions import Door, Region, holder_of
+from lightning_megatron.parallelize.plan.huggingface import hugging_face_models
+from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.inputs import LENGTH
+from lightning_megatron.parallelize.reading.trace import Call, Trace
+from lightning_megatron.parallelize.report import ModuleRow
+from lightning_megatron.parallelize.trial.token_gradients import check_gradients
+from lightning_megatron.parallelize.trial.tokens import check_between, check_layers
+
+
+@dataclass
+class SequencePlan:
+    """Where activations are split along the sequence and where they are whole.
+
+    Attributes:
+        module: the module.
+        layers: names of the trunk's layers, in execution order.
+        dim: the sequence's dim in their hidden state.
+        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and the
+            arguments, or None when the projections gather it.
+    """
+
+    module: nn.Module
+    layers: list[str]
+    dim: int
+    doors: dict[str, Door | None] = field(default_factory=dict)
+
+    def splits(self, region: Region) -> bool:
+        """Whether the region lies in the trunk, where the sequence is split."""
+        return region.row in self.doors
+
+    def dims(self, region: Region) -> tuple[int | None, int]:
+        """Gather dim of the region's projections (None: gathered above them) and scatter dim of its row."""
+        return (None if self.doors[region.row] is not None else self.dim), self.dim
+
+    def enters_above(self, region: Region) -> bool:
+        """Whether the sequence is gathered at the call of a module around the projections."""
+        return self.doors[region.row] is not None
+
+    def covers(self, name: str) -> bool:
+        """Whether a parameter belongs to a layer of the trunk."""
+        return any(name.startswith(f"{layer}.") for layer in self.layers)
+
+    def install(self, group: dist.ProcessGroup) -> None:
+        """Hook the splits, gathers and dropout streams into the trunk."""
+        first, last = self.module.get_submodule(self.layers[0]), self.module.get_submodule(self.layers[-1])
+        first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
+        last.register_forward_hook(_gathering(self.dim, group))
+        for name in self.layers:
+            layer, stream = self.module.get_submodule(name), RankStream(name, group.rank())
+            layer.register_forward_pre_hook(_opening(stream), with_kwargs=True, prepend=True)
+            layer.register_forward_hook(_closing(stream))
+            layer.register_forward_hook(_forgetting(stream), always_call=True)
+        for name, keys in {door for door in self.doors.values() if door is not None}:
+            hook = _entering(keys, self.dim, group)
+            self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def rows(self) -> list[ModuleRow]:
+        """Lines of the report for the trunk's two ends."""
+        return [
+            ModuleRow(self.layers[0], "sequence split", None, None, "", "all-gather"),
+            ModuleRow(self.layers[-1], "sequence gather", None, None, "all-gather", ""),
+        ]
+
+
+def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
+    """Find the trunk and the doors of a blueprint's regions.
+
+    Raises:
+        ValueError: the module could not be traced, or its structure does not allow sequence shards.
+    """
+    trace = blueprint.trace
+    if trace is None:
+        raise ValueError(
+            f"`sequence_parallel=True` needs a forward of {type(module).__name__} on a tiny input to find its layers "
+            f"({blueprint.untraced}); set `example_input_array`, or turn it off."
+        )
+    _check_outputs(module)
+    layers = _trunk(module, blueprint, trace)
+    call = trace.calls[layers[0]]
+    dim = _sequence_dim(_hidden(call), layers[0])
+    plan = SequencePlan(module, layers, dim)
+    _check_heads(blueprint, trace)
+    for region in blueprint.regions:
+        if any(region.row.startswith(f"{layer}.") for layer in layers):
+            plan.doors[region.row] = _door(trace, region, layers)
+    check_layers(module, blueprint, trace, layers, plan.doors, dim)
+    check_between(module, trace, layers, dim)
+    check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
+    return plan
+
+
+def _check_outputs(module: nn.Module) -> None:
+    """Refuse Hugging Face models that collect what their layers say about single tokens."""
+    for name, model in hugging_face_models(module).items():
+        for option in ("output_router_logits", "output_hidden_states"):
+            if getattr(model.config, option, False) is True:
+                raise ValueError(
+                    f"`sequence_parallel=True`: {name or type(model).__name__!r} has `config.{option}=True`, which "
+                    "collects a value for every token from its layers, and a layer sees only a part of them. Set it to "
+                    "False, or turn sequence parallelism off."
+                )
+
+
+def _check_heads(blueprint: Blueprint, trace: Trace) -> None:
+    """Refuse attention to something else than the layer's own tokens, which is not split as they are."""
+    for name, style in blueprint.styles.items():
+        if style is not Style.HEADS or name not in trace.calls:
+            continue
+        call = trace.calls[name]
+        given: dict[str, Any] = dict(zip(("query", "key"), call.args, strict=False)) | call.kwargs
+        query, key = given["query"], given["key"]
+        if query is not key and not (query.shape == key.shape and torch.equal(query, key)):  # a trace keeps copies
+            raise ValueError(
+                f"`sequence_parallel=True`: the query and the key of {name!r} are different tensors (cross-attention); "
+                "turn sequence parallelism off."
+            )
+
+
+def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:
+    """Layers of the one list that holds the regions."""
+    names = [region.row for region in blueprint.regions]
+    names += [name for name, style in blueprint.styles.items() if style is Style.HEADS]
+    trunks: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        places = [i for i, p in enumerate(parts) if p.isdigit()]
+        if places:
+            trunks[".".join(parts[: places[0]])] = None
+    if len(trunks) != 1:
+        found = ", ".join(map(repr, trunks)) or "none"
+        raise ValueError(
+            f"`sequence_parallel=True` needs one list of layers that holds the column/row pairs; found {found}. Turn "
+            "it off for encoder-decoder models and for models without a trunk."
+        )
+    prefix = next(iter(trunks))
+    children = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
+    called = [name for name in trace.calls if name in children]
+    if not called:
+        raise ValueError(
+            f"`sequence_parallel=True` needs layers that are called; those of {prefix!r} are containers whose parts "
+            "are called one by one. Give them a `forward`, or turn it off."
+        )
+    return called
+
+
+def _hidden(call: Call) -> Tensor:
+    if call.args and isinstance(call.args[0], Tensor):
+        return call.args[0]
+    value = call.kwargs.get("hidden_states")
+    if isinstance(value, Tensor):
+        return value
+    raise ValueError(f"`sequence_parallel=True`: {call.name!r} is not called with a hidden state first; turn it off.")
+
+
+def _sequence_dim(hidden: Tensor, name: str) -> int:
+    places = [d for d in range(hidden.dim() - 1) if hidden.shape[d] == LENGTH]
+    if hidden.dim() == 3 and not places:
+        return 1
+    if hidden.dim() != 3:
+        raise ValueError(
+            f"`sequence_parallel=True`: {name!r} gets a hidden state of shape {tuple(hidden.shape)}; it needs "
+            "[batch, seq, hidden] or [seq, batch, hidden]."
+        )
+    return places[0]
+
+
+def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
+    inputs = {id(trace.input_of(name)) for name in region.columns}
+    if len(inputs) > 1:
+        raise ValueError(
+            f"`sequence_parallel=True`: {', '.join(map(repr, region.columns))} read different tensors "
+            "(cross-attention, or low-rank projections of their own); turn sequence parallelism off."
+        )
+    door = holder_of(trace, region)
+    if door is None or door[0] in layers:
+        return None
+    _check_other_readers(trace, region, door[0], trace.input_of(region.columns[0]))
+    return door
+
+
+def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -> None:
+    for name in trace.sources:
+        inside = name.startswith(f"{holder}.") and name not in region.members
+        if inside and trace.calls[name].tensors and trace.input_of(name) is x:
+            raise ValueError(
+                f"`sequence_parallel=True`: {name!r} reads the same tensor as {region.columns[0]!r} but is not split; "
+                "turn sequence parallelism off, or add it to the plan."
+            )
+
+
+def _replace(
+    args: tuple[Any, ...], kwargs: dict[str, Any], keys: Sequence[int | str], change: Callable[[Tensor], Tensor]
+) -> Any:
+    """Arguments with one tensor changed, wherever in them it stands."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    changed: Any = None
+    for key in keys:
+        if key in named:
+            changed = change(named[key]) if changed is None else changed
+            named[key] = changed
+    return tuple(named[index] for index in range(len(args))), {key: named[key] for key in kwargs}
+
+
+def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+    def change(x: Tensor) -> Tensor:
+        length, size = x.shape[dim], group.size()
+        if length % size:
+            below, above = length // size * size, (length // size + 1) * size
+            raise ValueError(
+                f"The sequence length {length} is not divisible by tensor_parallel_size={size}, which "
+                f"sequence_parallel=True needs: pad or cut to {above} or {below}, or set sequence_parallel=False."
+            )
+        return split_to_group(x, dim, group)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replace(args, kwargs, (0,) if args else ("hidden_states",), change)
+
+    return hook
+
+
+def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _replace(args, kwargs, keys, lambda x: gather_for_shards(x, dim if x.dim() > 2 else 0, group))
+
+    return hook
+
+
+def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return gather_from_group(output, dim, group)
+        return type(output)([gather_from_group(output[0], dim, group), *output[1:]])
+
+    return hook
+
+
+def _opening(stream: RankStream) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if module.training and tensors:
+            stream.open(tensors[0].device)
+
+    return hook
+
+
+def _closing(stream: RankStream) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        stream.close()
+
+    return hook
+
+
+def _forgetting(stream: RankStream) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        stream.forget()
+
+    return hook

@@ -1,0 +1,1 @@
+"""A plan tried on a copy against the unsplit module."""

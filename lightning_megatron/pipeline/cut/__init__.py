@@ -1,0 +1,1 @@
+"""Where a module is cut into stages, and which stage owns what."""

@@ -1,0 +1,239 @@
+"""Copies of trained parts that hooks update: averaged weights (EMA), mean teachers, momentum encoders, target networks.
+
+A step does not train them; a hook walks a copy and its source side by side and mixes the one into the other. Under a
+pipeline each stage has only its own part of the source. So every stage keeps the whole copy, but outside of a step it
+shows, of the copy, just what it has the source of::
+
+    source   layers.0  layers.1 │ layers.2  layers.3        stage 0 updates copies of 0 and 1, stage 1 those of 2 and 3
+    copy     layers.0  layers.1   layers.2  layers.3        both keep all four; what changed is handed round
+
+Names, ``zip`` over both, and ``torch.optim.swa_utils.AveragedModel`` then do the right thing, and every parameter of
+the copy is updated by the stage that can. ``strategy.logs.averaged_copies`` hands the results round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_megatron.pipeline.cut.trunk import Trunk
+
+_NAMES = re.compile(r"(ema|avg|average|averaged|teacher|target|momentum|shadow|swa|slow)(_|$)", re.IGNORECASE)
+_Look = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a module keeps beside its trained weights.
+
+    Attributes:
+        sources: of each module that is a copy its dotted name, that of its source (``""`` where several could be), and
+            what the names inside both begin with.
+        buffers: buffers that hold averages of parameters.
+    """
+
+    sources: tuple[tuple[str, str, str, str], ...] = ()
+    buffers: tuple[str, ...] = ()
+
+    def covers(self, name: str) -> bool:
+        """Whether the part or parameter ``name`` belongs to a copy."""
+        return any(name == copy or name.startswith(f"{copy}.") for copy, *_ in self.sources)
+
+    def lie_in(self, part: str) -> bool:
+        """Whether ``part`` belongs to a copy, or has one inside."""
+        return self.covers(part) or any(copy.startswith(f"{part}.") for copy, *_ in self.sources)
+
+    def without_trained(self, module: nn.Module, trained: Set[int]) -> Copies:
+        """Those that no optimizer updates: a part may be called like a copy and be none.
+
+        Args:
+            module: the whole module, cut or not.
+            trained: ids of the parameters that an optimizer updates.
+        """
+        kept = [entry for entry in self.sources if not _has_trained(module.get_submodule(entry[0]), trained)]
+        return replace(self, sources=tuple(kept))
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """Everything that hooks may write, by name."""
+        named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+        return {name: tensor for name, tensor in named if name in self.buffers or self.covers(name)}
+
+
+def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
+    """Look for parts that are frozen, or called a copy, and have the names and shapes of a trained part.
+
+    Args:
+        module: the whole module, real or on the meta device.
+        trunk: its layers; never a copy themselves.
+    """
+    looks: dict[_Look, list[str]] = {}
+    for name, child in module.named_modules():
+        if name and any(parameter.requires_grad for parameter in child.parameters()):
+            looks.setdefault(_look(child), []).append(name)
+    found = dict(_walk(module, "", trunk, looks))
+    pairs: list[tuple[str, str, str, str]] = []
+    for name, candidates in found.items():
+        if _is_shared(module, name):
+            continue
+        originals = [other for other in candidates if not any(_inside(other, copy) for copy in found)]
+        pairs.append(_pair(module, name, originals))
+    return Copies(tuple(pairs), _averages(module, trunk))
+
+
+def _pair(module: nn.Module, name: str, candidates: list[str]) -> tuple[str, str, str, str]:
+    source = _source(name, candidates)
+    if not source:
+        return name, "", "", ""
+    return name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source))
+
+
+def _has_trained(module: nn.Module, trained: Set[int]) -> bool:
+    named = nn.Module.named_parameters(module)
+    return not isinstance(module, AveragedModel) and any(p.requires_grad and id(p) in trained for _, p in named)
+
+
+def _walk(module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if path == trunk.name or any(path == layer for layer in trunk.layer_names):
+            continue
+        candidates = [other for other in looks.get(_look(child), []) if not _inside(other, path)]
+        if candidates and not _inside(trunk.name, path) and _is_copy(path, child):
+            yield path, candidates
+        else:
+            yield from _walk(child, path, trunk, looks)
+
+
+def _is_copy(path: str, module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    frozen = not any(parameter.requires_grad for parameter in parameters)
+    called = isinstance(module, AveragedModel) or any(_NAMES.search(part) for part in path.split("."))
+    return bool(parameters) and (frozen or called)
+
+
+def _is_shared(module: nn.Module, path: str) -> bool:
+    """Whether a part is another name of something else, or tied to it: then it holds the same weights, not a copy."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(parameter) for name, parameter in named if _inside(name, path)}
+    return any(id(parameter) in inside for name, parameter in named if not _inside(name, path))
+
+
+def _source(copy: str, candidates: list[str]) -> str:
+    """The module that ``copy`` is a copy of: the only one that looks so, or the only one with such a name."""
+    outer = [name for name in candidates if not any(name != other and _inside(name, other) for other in candidates)]
+    if len(outer) == 1:
+        return outer[0]
+    leaf = copy.rpartition(".")[2]
+    named = [name for name in outer if re.search(rf"(^|_){re.escape(name.rpartition('.')[2])}(_|$)", leaf)]
+    return named[0] if len(named) == 1 else ""
+
+
+def _inside(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")
+
+
+def _look(module: nn.Module) -> _Look:
+    """Names and shapes of a module's parameters, without the prefix that all of them have."""
+    start = len(_prefix(module))
+    return tuple((name[start:], tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def _prefix(module: nn.Module) -> str:
+    """What the names of all parameters begin with: ``"module."`` in a wrapper."""
+    paths = [name.split(".")[:-1] for name, _ in module.named_parameters()]
+    shared = [levels[0] for levels in takewhile(lambda levels: len(set(levels)) == 1, zip(*paths, strict=False))]
+    return "".join(f"{level}." for level in shared)
+
+
+def _averages(module: nn.Module, trunk: Trunk) -> tuple[str, ...]:
+    """Buffers of a module that keeps averages of parameters in them: it has one of each shape of a layer's."""
+    layer = next((layer for layer in trunk.layers(module) if any(True for _ in layer.parameters())), None)
+    if layer is None:
+        return ()
+    wanted = Counter(tuple(parameter.shape) for parameter in layer.parameters())
+    found: list[str] = []
+    for name, child in module.named_modules():
+        if any(_inside(name, inner) for inner in trunk.layer_names):
+            continue
+        direct = [(key, buffer) for key, buffer in child._buffers.items() if buffer is not None]
+        if not wanted - Counter(tuple(buffer.shape) for _, buffer in direct):
+            found += [f"{name}.{key}" if name else key for key, _ in direct]
+    return tuple(found)
+
+
+class CopyView:
+    """Installed as ``named_parameters``, ``named_buffers`` and ``state_dict`` on the modules of a copy: shows what this
+    stage has the source of.
+
+    Args:
+        module: a module inside the copy.
+        path: its name in the copy.
+        method: name of the method it stands for.
+        match: gives the tensor's name in the source for its name in the copy; ``None`` if it has none there.
+        source: what the copy is a copy of.
+        shown: whether the whole copy is seen: in a step, and if an optimizer turned out to update it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        method: str,
+        match: Callable[[str], str | None],
+        source: nn.Module,
+        shown: Callable[[], bool],
+    ) -> None:
+        self._module, self._path, self._method = module, path, method
+        self._match, self._source, self._shown = match, source, shown
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole = getattr(type(self._module), self._method)(self._module, *args, **kwargs)
+        if self._shown() or args or kwargs.get("destination") is not None:
+            return whole
+        prefix = str(kwargs.get("prefix", ""))
+        if self._method != "state_dict":
+            return ((name, tensor) for name, tensor in whole if self._is_here(name.removeprefix(prefix)))
+        for name in [name for name in whole if not self._is_here(name.removeprefix(prefix))]:
+            del whole[name]
+        return whole
+
+    def _is_here(self, name: str) -> bool:
+        """Whether the source of tensor ``name`` is here; what other stages own is a plain attribute on this one."""
+        matched = self._match(f"{self._path}.{name}" if self._path else name)
+        if matched is None:
+            return True
+        owner, _, leaf = matched.rpartition(".")
+        try:
+            return leaf not in self._source.get_submodule(owner).__dict__
+        except AttributeError:
+            return True
+
+
+def install_views(module: nn.Module, copies: Copies, shown: Callable[[str], bool]) -> None:
+    """Let every module inside the copies show what this stage has the source of.
+
+    Args:
+        module: the whole module, cut.
+        copies: what was found before the cut.
+        shown: whether the whole copy of that name is to be seen.
+    """
+    for name, source_name, own_prefix, source_prefix in copies.sources:
+        if not source_name:
+            continue
+        copy, source = module.get_submodule(name), module.get_submodule(source_name)
+        match = partial(_match, own_prefix, source_prefix)
+        for path, child in list(copy.named_modules()):
+            for method in ("named_parameters", "named_buffers", "state_dict"):
+                setattr(child, method, CopyView(child, path, method, match, source, partial(shown, name)))
+
+
+def _match(own_prefix: str, source_prefix: str, name: str) -> str | None:
+    return source_prefix + name.removeprefix(own_prefix) if name.startswith(own_prefix) else None

@@ -1,0 +1,290 @@
+"""Deciding which stage owns what.
+
+Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the
+module's code uses it (``pipeline.cut.reading``): before the trunk on the first stage, after it on
+the last, between the layers or at an unknown time on every stage. Whatever ends up on several stages has its
+gradients summed over them, so a cautious placement costs memory and never numbers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_megatron.pipeline.cut.averaged_copies import Copies, find_copies
+from lightning_megatron.pipeline.cut.balance import balance, balance_unequal
+from lightning_megatron.pipeline.cut.reading import Phase, Uses, read_uses
+from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+
+log = logging.getLogger(__name__)
+
+PLACES = ("first", "last", "all")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where every part of a module lives.
+
+    Attributes:
+        trunk: the distributed layers.
+        bounds: per virtual stage, the half-open range of layer indices it runs.
+        owners: per virtual stage, the stage (rank along the pipeline) it lives on.
+        units: dotted name of each module or direct parameter outside the trunk -> stages that keep it.
+        holders: parameter name -> stages that hold it; every alias of a tied parameter has the same entry.
+        before: units that run before the layers and at no other time.
+        after: units that run after the layers and at no other time.
+        early_buffers: buffers that every stage has, of modules that run before the layers and at no other time.
+        late_buffers: the other buffers that every stage has.
+        copies: what hooks keep up to date from the weights.
+    """
+
+    trunk: Trunk
+    bounds: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    units: Mapping[str, frozenset[int]]
+    holders: Mapping[str, frozenset[int]] = field(repr=False)
+    before: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+    early_buffers: tuple[str, ...] = ()
+    late_buffers: tuple[str, ...] = ()
+    copies: Copies = field(default_factory=Copies)
+
+    def layers_of(self, stage: int) -> frozenset[int]:
+        """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
+        owned = [range(*bounds) for bounds, owner in zip(self.bounds, self.owners, strict=True) if owner == stage]
+        return frozenset(index for indices in owned for index in indices)
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether the part that parameter ``name`` belongs to is computed on every stage."""
+        stages = frozenset(self.owners)
+        return any(held == stages and _covers(unit, name) for unit, held in self.units.items())
+
+    def shared_stage_sets(self) -> list[tuple[int, ...]]:
+        """Sets of stages that hold a parameter together, each once, sorted."""
+        return sorted({tuple(sorted(stages)) for stages in self.holders.values() if len(stages) > 1})
+
+
+def make_partition(
+    module: nn.Module,
+    schedule: Schedule,
+    *,
+    pipeline_layers: str = "auto",
+    pipeline_split: str | Sequence[int] = "auto",
+    placement: Mapping[str, str] | None = None,
+    stage_speeds: Sequence[float] | None = None,
+    hooks_write: bool = False,
+) -> Partition:
+    """Cut ``module`` for ``schedule``.
+
+    Args:
+        module: the whole module, real or on the meta device.
+        schedule: any schedule of the run; only its stages, chunks and placement matter.
+        pipeline_layers: dotted name of the trunk, or ``"auto"``.
+        pipeline_split: layers per virtual stage, or ``"auto"`` to balance forward FLOPs.
+        placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
+        stage_speeds: relative speed of each stage's devices, where they differ; ``"auto"`` balances by it.
+        hooks_write: whether a hook may update copies of trained parts, which every stage then keeps.
+
+    Raises:
+        ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
+    """
+    trunk = find_trunk(module, pipeline_layers)
+    stages = schedule.virtual_stages
+    owners = tuple(schedule.owner(stage)[0] for stage in range(stages))
+    uses = read_uses(module, trunk)
+    copies = find_copies(module, trunk) if hooks_write else Copies()
+    places = _place_units(module, trunk, uses, copies, placement or {})
+    units = _stages_of_places(places, owners)
+    sizes = _split(module, trunk, uses, owners, pipeline_split, stage_speeds)
+    starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    bounds = tuple(itertools.pairwise(starts))
+    holders = _holders(module, trunk, bounds, owners, units)
+    before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
+    early, late = _shared_buffers(module, trunk, uses, units)
+    return Partition(trunk, bounds, owners, units, holders, before, after, early, late, copies)
+
+
+def _shared_buffers(
+    module: nn.Module, trunk: Trunk, uses: Uses, units: Mapping[str, frozenset[int]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Buffers outside the layers and outside the units, by when they are used: before the layers only, or else."""
+    early: list[str] = []
+    late: list[str] = []
+    for name, _ in module.named_buffers():
+        if any(name.startswith(f"{part}.") for part in (*trunk.layer_names, *units)):
+            continue
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        (early if phases == {Phase.BEFORE} else late).append(name)
+    return tuple(early), tuple(late)
+
+
+def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
+    """Dotted names of the parts outside the trunk that hold parameters: whole submodules, or direct parameters.
+
+    Containers without a forward of their own (``nn.ModuleDict``, ``nn.ModuleList``) are opened, because their children
+    may run at different times.
+    """
+    names: list[str] = []
+    _collect_units(module, "", trunk, names)
+    return names
+
+
+def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
+    """The submodules among :func:`unit_names`."""
+    found = [_lookup(module, name) for name in unit_names(module, trunk)]
+    return [part for part in found if isinstance(part, nn.Module)]
+
+
+def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str]) -> None:
+    prefix = f"{name}." if name else ""
+    names.extend(f"{prefix}{parameter}" for parameter, value in module._parameters.items() if value is not None)
+    if name == trunk.name:
+        return
+    for child_name, child in module.named_children():
+        path = f"{prefix}{child_name}"
+        holds_trunk = path == trunk.name or trunk.name.startswith(f"{path}.")
+        opened = isinstance(child, (nn.ModuleDict, nn.ModuleList))
+        if holds_trunk or opened:
+            _collect_units(child, path, trunk, names)
+        elif any(True for _ in child.parameters()):
+            names.append(path)
+
+
+def _place_units(
+    module: nn.Module, trunk: Trunk, uses: Uses, copies: Copies, overrides: Mapping[str, str]
+) -> dict[str, frozenset[str]]:
+    """Where each unit outside the trunk goes, as a subset of :data:`PLACES`."""
+    places: dict[str, frozenset[str]] = {}
+    for name in unit_names(module, trunk):
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        if not phases or Phase.DURING in phases or copies.lie_in(name):
+            places[name] = frozenset({"all"})
+        else:
+            ends = {Phase.BEFORE: "first", Phase.AFTER: "last"}
+            places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
+    unknown = [name for name, place in places.items() if "all" in place]
+    _apply_overrides(places, overrides)
+    if unknown:
+        log.info(
+            "kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown
+        )
+    return places
+
+
+def _stages_of_places(places: Mapping[str, frozenset[str]], owners: tuple[int, ...]) -> dict[str, frozenset[int]]:
+    stages = {"first": frozenset({owners[0]}), "last": frozenset({owners[-1]}), "all": frozenset(owners)}
+    return {name: frozenset().union(*(stages[end] for end in place)) for name, place in places.items()}
+
+
+def _covers(unit: str, used: str) -> bool:
+    return used == unit or used.startswith(f"{unit}.") or unit.startswith(f"{used}.")
+
+
+def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, str]) -> None:
+    for pattern, place in overrides.items():
+        matched = [name for name in units if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"`pipeline_placement` names {pattern!r}, which matches none of the parts outside the trunk: "
+                f"{', '.join(units) or 'there are none'}."
+            )
+        if place not in PLACES:
+            raise ValueError(f"`pipeline_placement[{pattern!r}]={place!r}` must be one of {', '.join(PLACES)}.")
+        for name in matched:
+            units[name] = frozenset({place})
+
+
+def _split(
+    module: nn.Module,
+    trunk: Trunk,
+    uses: Uses,
+    owners: Sequence[int],
+    split: str | Sequence[int],
+    speeds: Sequence[float] | None,
+) -> list[int]:
+    layers, stages = len(trunk.layer_names), len(owners)
+    if layers < stages:
+        raise ValueError(
+            f"the trunk `{trunk.name}` has {layers} layers, fewer than the {stages} pipeline stages (times chunks); "
+            f"use `pipeline_parallel_size` × chunks of at most {layers}, or add layers."
+        )
+    if split == "auto":
+        costs, before, after = _costs(module, trunk, uses)
+        if speeds is not None:
+            return balance_unequal(costs, [speeds[owner] for owner in owners], before, after)
+        return balance(costs, owners, before, after)
+    if isinstance(split, str):
+        raise ValueError(f"`pipeline_split={split!r}` must be 'auto' or a list of {stages} layer counts.")
+    sizes = list(split)
+    if len(sizes) != stages or sum(sizes) != layers or any(size < 1 for size in sizes):
+        raise ValueError(
+            f"`pipeline_split={sizes}` must be {stages} positive layer counts that add up to the {layers} layers of "
+            f"`{trunk.name}`."
+        )
+    return sizes
+
+
+def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], float, float]:
+    """Forward FLOPs per token in units of 2: matrix elements of each layer, of what runs before and of what runs
+    after.
+    """
+    costs = [float(_matrix_elements(layer)) for layer in trunk.layers(module)]
+    before = after = 0.0
+    for name in unit_names(module, trunk):
+        phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
+        unit = _lookup(module, name)
+        if Phase.AFTER in phases:
+            after += _matrix_elements(unit, embeddings=True)
+        if phases == {Phase.BEFORE}:
+            before += _matrix_elements(unit)
+    if not any(costs):
+        costs = [1.0] * len(costs)
+    return costs, before, after
+
+
+def _lookup(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False) -> int:
+    """Elements of the weights that take part in matrix products; an embedding table only looks rows up."""
+    if isinstance(unit, nn.Parameter):
+        return 0
+    total = 0
+    for child in unit.modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and not embeddings:
+            continue
+        total += sum(p.numel() for p in child._parameters.values() if p is not None and p.dim() >= 2)
+    return total
+
+
+def _holders(
+    module: nn.Module,
+    trunk: Trunk,
+    bounds: tuple[tuple[int, int], ...],
+    owners: tuple[int, ...],
+    units: Mapping[str, frozenset[int]],
+) -> dict[str, frozenset[int]]:
+    places = dict(units)
+    for (start, stop), owner in zip(bounds, owners, strict=True):
+        places |= {trunk.layer_names[index]: frozenset({owner}) for index in range(start, stop)}
+    by_identity: dict[int, frozenset[int]] = {}
+    named = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        by_identity[id(parameter)] = by_identity.get(id(parameter), frozenset()) | _place_of(name, places)
+    return {name: by_identity[id(parameter)] for name, parameter in named}
+
+
+def _place_of(name: str, places: Mapping[str, frozenset[int]]) -> frozenset[int]:
+    while name:
+        if name in places:
+            return places[name]
+        name = name.rpartition(".")[0]
+    raise AssertionError("every parameter belongs to a layer or a unit")

@@ -1,0 +1,391 @@
+"""Reading, from the module's own code, which submodules run before the trunk and which after it.
+
+Registration order does not say when a submodule runs (OPT registers its final norm before its layers), and no batch
+exists when the stages are built. So the source of ``training_step`` and of every ``forward`` it leads to is read as a
+syntax tree, in the order Python would evaluate it. What cannot be read is reported as unknown, and the partition then
+keeps it on every stage: a wrong guess could cost numbers, an unknown costs only memory.
+
+::
+
+    x = self.wte(tokens) + self.wpe     BEFORE
+    for block in self.h:                DURING   (anything else named in the loop)
+        x = block(x)
+    return self.head(self.ln_f(x))      AFTER
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, names_in
+from lightning_megatron.pipeline.cut.resolver import Resolver
+from lightning_megatron.pipeline.cut.trunk import Trunk
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_INERT_CALLS = {
+    "len",
+    "enumerate",
+    "zip",
+    "list",
+    "tuple",
+    "range",
+    "isinstance",
+    "reversed",
+    "iter",
+    "hasattr",
+    "print",
+}
+_INERT_ATTRIBUTES = {"dtype", "device", "shape", "size", "ndim", "num_embeddings", "embedding_dim", "in_features",
+                     "out_features", "training", "config"}  # fmt: skip
+
+
+class Phase(enum.IntEnum):
+    """When something is used, relative to the trunk."""
+
+    BEFORE = 0
+    DURING = 1
+    AFTER = 2
+
+
+Uses = dict[str, set[Phase]]
+"""Dotted name of a submodule or parameter -> the phases in which the code uses it."""
+
+
+def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = STEP_METHODS) -> Uses:
+    """Phases in which each submodule and each direct parameter outside the trunk is used.
+
+    Args:
+        module: the whole module.
+        trunk: its trunk.
+        entry_points: methods where evaluation starts; missing ones are skipped.
+
+    Returns:
+        Uses by dotted name; names that the code never mentions are absent.
+    """
+    uses: Uses = {}
+    for entry in entry_points:
+        method = getattr(type(module), entry, None)
+        if method is None or getattr(method, "__module__", "").startswith(("lightning.", "torch.nn.modules.module")):
+            continue
+        _Reader(module, trunk, uses).read_method(module, method)
+    if not uses and "training_step" in entry_points:
+        _Reader(module, trunk, uses).read_method(module, type(module).forward)
+    return uses
+
+
+class _Reader(Resolver):
+    """Walks syntax trees in evaluation order, carrying the phase and the local aliases of modules."""
+
+    def __init__(self, root: nn.Module, trunk: Trunk, uses: Uses) -> None:
+        super().__init__()
+        self.uses = uses
+        self.phase = Phase.BEFORE
+        self.names = {id(child): name for name, child in root.named_modules()}
+        self.names |= {id(parameter): name for name, parameter in root.named_parameters()}
+        self.container = root.get_submodule(trunk.name)
+        self.last_layer = root.get_submodule(trunk.layer_names[-1])
+        self.layers = {id(layer) for layer in trunk.layers(root)}
+        prefixes = [""] + [trunk.name[:i] for i, char in enumerate(trunk.name) if char == "."]
+        self.ancestors = {id(root.get_submodule(prefix)) for prefix in prefixes}
+        self.active: set[tuple[int, str]] = set()
+        self.flows = Flows()
+        self.loop_layers: set[str] = set()
+        self.loop_results: set[str] = set()
+
+    def read_method(self, owner: nn.Module, method: Callable[..., Any], call: ast.Call | None = None) -> None:
+        """Read ``method`` with ``self`` bound to ``owner``; silently skips code without source."""
+        function = inspect.unwrap(method)
+        key = (id(owner), getattr(function, "__qualname__", repr(function)))
+        if key in self.active:
+            return
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return
+        definition = tree.body[0]
+        if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) or not definition.args.args:
+            return
+        outer_scope, outer_class = self.scope, self.owner_class
+        self.scope = {definition.args.args[0].arg: owner}
+        self.owner_class = _defining_class(type(owner), function)
+        self.active.add(key)
+        with self.flows.scope(self._argument_flows(definition, call)):
+            self.visit_all(definition.body)
+        self.active.discard(key)
+        self.scope, self.owner_class = outer_scope, outer_class
+
+    def _argument_flows(
+        self, definition: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call | None
+    ) -> dict[str, Parts]:
+        if call is None:
+            return {}
+        given: list[tuple[str, ast.expr]] = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+        given += [(parameter.arg, value) for parameter, value in zip(definition.args.args[1:], call.args, strict=False)]
+        return {name: NOTHING.union(*map(self.flows.of, names_in(value)), NOTHING) for name, value in given}
+
+    def visit_all(self, nodes: list[Any]) -> None:
+        for node in nodes:
+            self.visit(node)
+
+    def visit(self, node: ast.AST) -> None:
+        handler = getattr(self, f"visit_{type(node).__name__}", None)
+        if handler is not None:
+            handler(node)
+        else:
+            self.visit_all(list(ast.iter_child_nodes(node)))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        value = self.resolve(node.value)
+        if isinstance(value, nn.Module) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            self.scope[node.targets[0].id] = value
+            return
+        self._bind(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._bind([node.target], node.value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._bind([node.target], node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._bind([node.target], node.value, add=True)
+
+    def _bind(self, targets: Sequence[ast.expr], value: ast.expr, *, add: bool = False) -> None:
+        first = targets[0]
+        if isinstance(first, ast.Tuple) and isinstance(value, ast.Tuple) and len(first.elts) == len(value.elts):
+            for target, part in zip(first.elts, value.elts, strict=True):
+                self._bind([target], part)
+            return
+        before = self.phase
+        with self.flows.collecting() as found:
+            self.visit(value)
+        for target in targets:
+            self.flows.bind(target, found if self.phase is before else NOTHING, add=add)
+        self.visit_all(list(targets))
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if not all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
+            self.visit_all([node.left, *node.comparators])
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        before = self.phase
+        self.visit_all(node.body)
+        after_body, self.phase = self.phase, before
+        self.visit_all(node.orelse)
+        self.phase = max(self.phase, after_body)
+
+    def visit_For(self, node: ast.For) -> None:
+        self._visit_loop(node, [(node.target, node.iter)], node.body)
+
+    def visit_While(self, node: ast.While) -> None:
+        self._visit_loop(node, [], [node.test, *node.body])
+
+    def visit_ListComp(self, node: ast.ListComp) -> None:
+        bindings = [(generator.target, generator.iter) for generator in node.generators]
+        self._visit_loop(node, bindings, [node.elt, *(test for part in node.generators for test in part.ifs)])
+
+    visit_GeneratorExp = visit_SetComp = visit_ListComp  # type: ignore[assignment]
+
+    def _visit_loop(self, node: Any, bindings: list[tuple[ast.expr, ast.expr]], body: Sequence[ast.AST]) -> None:
+        sources = [source for _, source in bindings]
+        runs_trunk = self.phase is not Phase.AFTER and any(self._mentions_trunk(part) for part in (*sources, *body))
+        if runs_trunk:
+            names = {name for target, source in bindings for name in self._layer_names(target, source)}
+            runs_trunk = any(self._hands_on_layer(part, names) for part in body)
+        if not runs_trunk:
+            self.visit_all([*sources, *body])
+        else:
+            self._visit_trunk_loop([*sources, *body], names)
+        self.visit_all(getattr(node, "orelse", []))
+
+    def _visit_trunk_loop(self, body: Sequence[ast.AST], layers: set[str]) -> None:
+        outer = self.loop_layers, self.loop_results
+        self.loop_layers, self.loop_results = layers, assigned_in(body)
+        self.phase = Phase.DURING
+        self.visit_all(list(body))
+        self.phase = Phase.AFTER
+        self.flows.forget(self.loop_results)
+        self.loop_layers, self.loop_results = outer
+
+    def _layer_names(self, target: ast.expr, source: ast.expr) -> set[str]:
+        """Loop variables that hold layers in ``for target in source``."""
+        if not self._mentions_trunk(source):
+            return set()
+        call = source if isinstance(source, ast.Call) else None
+        name = getattr(call.func, "id", getattr(call.func, "attr", "")) if call is not None else ""
+        if isinstance(target, ast.Tuple) and call is not None:
+            if name in ("enumerate", "items") and len(target.elts) == 2:
+                return names_in(target.elts[1])
+            if name == "zip" and len(target.elts) == len(call.args):
+                pairs = zip(target.elts, call.args, strict=True)
+                return {found for part, argument in pairs for found in self._layer_names(part, argument)}
+        return names_in(target)
+
+    def _hands_on_layer(self, node: ast.AST, names: set[str]) -> bool:
+        """Whether ``node`` calls a layer or passes it on; ``layer.init_state(...)`` alone does not run it."""
+        if self._is_layer(node, names):
+            return True
+        if isinstance(node, ast.Attribute) and self._is_layer(node.value, names):
+            return node.attr in ("forward", "__call__", "values", "items", "modules", "children")
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":
+            return False
+        return any(self._hands_on_layer(child, names) for child in ast.iter_child_nodes(node))
+
+    def _is_layer(self, node: ast.AST, names: set[str]) -> bool:
+        return (isinstance(node, ast.Name) and node.id in names) or self.resolve(node) is self.container
+
+    def _mentions_trunk(self, node: ast.AST) -> bool:
+        return any(
+            isinstance(child, (ast.Name, ast.Attribute, ast.Subscript)) and self.resolve(child) is self.container
+            for child in ast.walk(node)
+            if not (isinstance(child, ast.Call) and self._is_inert(child))
+        ) and not self._only_length(node)
+
+    def _only_length(self, node: ast.AST) -> bool:
+        """Whether every mention of the trunk is ``len(trunk)``."""
+        measured = [c for c in ast.walk(node) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "len"]
+        inside = sum(self.resolve(child) is self.container for call in measured for child in call.args)
+        total = sum(
+            self.resolve(child) is self.container
+            for child in ast.walk(node)
+            if isinstance(child, (ast.Name, ast.Attribute))
+        )
+        return 0 < total <= inside
+
+    def visit_Call(self, node: ast.Call) -> None:
+        target = self.resolve(node.func)
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if self.phase is Phase.DURING and any(
+            self._hands_on_layer(p, self.loop_layers) for p in [node.func, *arguments]
+        ):
+            # What layers are given travels with the hidden state.
+            arguments = [part for part in arguments if not _is_variable(part)]
+        if getattr(node.func, "id", "") != "len":
+            self.visit_all(arguments)
+        if isinstance(target, nn.Module):
+            self._call_module(target, node)
+        elif inspect.ismethod(target) and isinstance(target.__self__, nn.Module):
+            self._call_method(target, node)
+        else:
+            self.visit(node.func)
+            if not self._is_inert(node) and self._passes_trunk(node):
+                self.phase = Phase.AFTER
+
+    def _call_module(self, module: nn.Module, call: ast.Call) -> None:
+        if module is self.container:
+            self.phase = Phase.AFTER
+        elif id(module) in self.layers:
+            self.phase = Phase.AFTER if module is self.last_layer else Phase.DURING
+        elif id(module) in self.ancestors:
+            self.read_method(module, type(module).forward, call)
+        else:
+            self._use(module)
+
+    def _call_method(self, method: Any, call: ast.Call) -> None:
+        owner = method.__self__
+        if method.__name__ in ("forward", "__call__"):
+            self._call_module_forward(owner, method, call)
+        elif id(owner) in self.ancestors:
+            self.read_method(owner, method.__func__, call)
+        else:
+            self._use(owner)
+
+    def _call_module_forward(self, owner: nn.Module, method: Any, call: ast.Call) -> None:
+        if id(owner) in self.ancestors:
+            forward = method.__func__ if method.__name__ == "forward" else type(owner).forward
+            self.read_method(owner, forward, call)
+        else:
+            self._call_module(owner, call)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in _INERT_ATTRIBUTES:
+            return
+        value = self.resolve(node)
+        if isinstance(value, nn.Module):
+            if value is not self.container and id(value) not in self.ancestors:
+                self._use_anywhere(value)
+        elif isinstance(value, nn.Parameter):
+            owner = self.resolve(node.value)
+            if isinstance(owner, nn.Module) and id(owner) in self.ancestors:
+                self._use(value)
+            else:
+                self._use_anywhere(value)
+        else:
+            self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        value = self.resolve(node)
+        if isinstance(value, nn.Module):
+            if value is not self.container and id(value) not in self.ancestors | self.layers:
+                self._use(value)
+        else:
+            self.visit(node.value)
+        self.visit(node.slice)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            return
+        self._use_variable(node.id)
+        value = self.scope.get(node.id)
+        if (
+            isinstance(value, nn.Module)
+            and value is not self.container
+            and id(value) not in self.ancestors | self.layers
+        ):
+            self._use_anywhere(value)
+
+    def _use_variable(self, variable: str) -> None:
+        """A variable's value is needed: so are the parts that made it, wherever the layers have not taken it along."""
+        parts = self.flows.of(variable)
+        self.flows.touch(parts)
+        if self.phase is Phase.AFTER or (self.phase is Phase.DURING and variable not in self.loop_results):
+            for part in parts:
+                self.uses[part].add(self.phase)
+
+    def _use(self, target: Any) -> None:
+        name = self.names.get(id(target))
+        if name and self.phase is Phase.BEFORE:
+            self.flows.touch([name])
+        if name:
+            self.uses.setdefault(name, set()).add(self.phase)
+
+    def _use_anywhere(self, target: Any) -> None:
+        """A mention that is not a call: its value may be used at any later point."""
+        for phase in Phase:
+            if phase >= self.phase and phase is not Phase.DURING:
+                name = self.names.get(id(target))
+                if name:
+                    self.uses.setdefault(name, set()).add(phase)
+        if self.phase is Phase.DURING:
+            self._use(target)
+
+    def _is_inert(self, node: ast.Call) -> bool:
+        return isinstance(node.func, ast.Name) and node.func.id in _INERT_CALLS
+
+    def _passes_trunk(self, node: ast.Call) -> bool:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return any(self.resolve(argument) is self.container for argument in arguments)
+
+
+def _is_variable(node: ast.expr) -> bool:
+    """Whether an argument is a variable, or an entry of one: ``mask``, ``masks[kind]``, ``*extra``."""
+    while isinstance(node, (ast.Subscript, ast.Starred)):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _defining_class(owner: type, function: Any) -> type | None:
+    for base in owner.__mro__:
+        candidate = base.__dict__.get(getattr(function, "__name__", ""))
+        if candidate is not None and inspect.unwrap(candidate) is function:
+            return base
+    return None

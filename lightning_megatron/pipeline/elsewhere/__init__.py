@@ -1,0 +1,1 @@
+"""What stands for the parts that other stages own."""

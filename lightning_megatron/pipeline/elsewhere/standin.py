@@ -1,0 +1,254 @@
+"""What remains, on one stage, of the parts that other stages own.
+
+A *hollow* module keeps its class, name, children and plain attributes, so code that reads them goes on working, but its
+parameters and buffers have become zero-stride tensors: the right shape, the bytes of one number. Called, it answers
+with zeros of the shapes its forward would return, found once per input shape by running that forward on fake tensors.
+
+Every such zero hangs in the autograd graph on one *sentinel*. A gradient that reaches a sentinel means that a loss
+depended on numbers another stage should have computed, and raises an error instead of training on zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.mesh.batches import signature
+from lightning_megatron.pipeline.elsewhere.absent import make_absent
+from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
+from lightning_megatron.pipeline.elsewhere.provenance import remedy
+
+Hidden = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter or buffer of it that is elsewhere, and a tensor like that on the meta device."""
+
+
+class Sentinel:
+    """Source of the zeros of one hollow part."""
+
+    def __init__(self, name: str, is_layer: bool = False) -> None:
+        self.name = name
+        self._is_layer = is_layer
+        self._sources: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zero-stride zeros of ``shape``; differentiable ones raise in backward."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        key = (dtype, device)
+        if key not in self._sources:
+            with torch.inference_mode(False):
+                source = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+            source.register_hook(self._refuse)
+            self._sources[key] = source
+        return self._sources[key].expand(shape)
+
+    def _refuse(self, grad: Tensor) -> None:
+        raise RuntimeError(
+            f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
+            f"input of the layers, but also where this stage computes. {remedy(self.name, self._is_layer)}"
+        )
+
+
+class HollowModule:
+    """One module whose tensors live on another stage.
+
+    Args:
+        module: hollowed in place by the constructor.
+        name: its dotted name.
+        device: where its zeros live.
+        is_running: whether a step or a backward runs, in which its tensors are zeros; see :mod:`.absent`.
+        keep: ids of parameters that this stage holds under another name (tied), which keep their entry.
+        shared: ids of modules inside that parts of this stage use too, such as one rotary table for all layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        device: torch.device,
+        is_running: Callable[[], bool],
+        keep: frozenset[int] = frozenset(),
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
+        self.module = module
+        self._device = device
+        self._is_running = is_running
+        self.sentinel = Sentinel(name)
+        self.hidden: list[Hidden] = []
+        for child in module.modules():
+            if id(child) not in shared:
+                self._hide_parameters(child, keep)
+                self._hide_buffers(child)
+        original: Any = type(module)
+        module.__class__ = _hollow_class(original)
+
+    def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in keep:
+                continue
+            hide_parameter(module, name, self.sentinel, self._device, self._is_running)
+            self.hidden.append((module, name, meta_like(parameter)))
+
+    def _hide_buffers(self, module: nn.Module) -> None:
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                del module._buffers[name]
+                empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
+                module.__dict__[name] = make_absent(empty, self.sentinel.name, self._is_running)
+                self.hidden.append((module, name, torch.empty_like(buffer, device="meta")))
+
+
+class _Elsewhere:
+    """Mixin of hollow modules: says why an attribute that a forward would have set is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}. This module is on another pipeline stage, where its forward may set `{name}`; pass values "
+                "between layers through their arguments and outputs, or use `pipeline_parallel_size=1`."
+            ) from None
+
+
+@functools.cache
+def _hollow_class(original: Any) -> Any:
+    """A subclass of ``original`` for its hollow instances; one per class, so that equal layers stay equal."""
+    return type(original.__name__, (_Elsewhere, original), {"__module__": original.__module__})
+
+
+def hide_parameter(
+    module: nn.Module, name: str, sentinel: Sentinel, device: torch.device, is_running: Callable[[], bool]
+) -> None:
+    """Replace one parameter by a zero-stride plain attribute of the same name."""
+    parameter = module._parameters.pop(name)
+    assert parameter is not None
+    zeros = sentinel.zeros(parameter.shape, parameter.dtype, device)
+    module.__dict__[name] = make_absent(zeros, sentinel.name, is_running)
+
+
+def meta_like(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape and dtype that takes no memory."""
+    empty = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def whole_view(hidden: list[Hidden]) -> Iterator[None]:
+    """Show hidden parameters and buffers again, on the meta device, so that code which only counts or names them sees
+    them all.
+    """
+    shown: list[tuple[nn.Module, str, Tensor, dict[str, Any]]] = []
+    for module, name, tensor in hidden:
+        table: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+        shown.append((module, name, module.__dict__.pop(name), table))
+        table[name] = tensor
+    try:
+        yield
+    finally:
+        for module, name, zeros, table in shown:
+            del table[name]
+            module.__dict__[name] = zeros
+
+
+def become(stand_in: Any, received: Tensor, training: bool) -> bool:
+    """Turn the very tensor that the user's code passed into the received one, so that other uses of it see it too.
+
+    ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done; not inside
+    the user's own activation checkpointing, which has saved the tensor already.
+    """
+    if type(stand_in) is not Tensor or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
+        return False
+    if not torch.is_grad_enabled():
+        if 0 in stand_in.stride():
+            return False
+        if not training:
+            stand_in.copy_(received)
+        return not training
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
+        return False
+    stand_in.detach_()
+    stand_in.data = received.detach()
+    stand_in.requires_grad_(received.requires_grad)
+    return True
+
+
+class OutputShapes:
+    """Shapes of what a forward returns, learned once per input signature and shared by modules that look the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self._plain: dict[Any, Any] = {}  # what one tensor in gives, by module and shape: most calls, so asked first
+        self._looks: dict[int, tuple[nn.Module, int]] = {}
+
+    def _look_of(self, module: nn.Module) -> int:
+        """Hash of a module's class, options and shapes: two embeddings may differ in nothing but their width."""
+        if id(module) not in self._looks:
+            tensors = [
+                tuple(value.shape)
+                for child in module.modules()
+                for value in (*child.__dict__.values(), *child._parameters.values(), *child._buffers.values())
+                if isinstance(value, Tensor)
+            ]
+            self._looks[id(module)] = (module, hash((type(module), repr(module), tuple(tensors))))
+        return self._looks[id(module)][1]
+
+    def stand_in(
+        self, module: nn.Module, sentinel: Sentinel, forward: Callable[..., Any], args: Any, kwargs: Any, reuse: bool
+    ) -> Any:
+        """Zeros shaped like ``forward(*args, **kwargs)``.
+
+        With ``reuse``, a leaf shaped like the first tensor argument is that tensor, which saves filling a new one; the
+        caller vouches that a sentinel already stands behind it.
+        """
+        leaves, spec = self._output_of(module, forward, args, kwargs)
+        first = _first_tensor(args, kwargs) if reuse else None
+        if spec is None:
+            return _fill(leaves[0], first, sentinel)
+        filled = [_fill(leaf, first, sentinel) for leaf in leaves]
+        return pytree.tree_unflatten(filled, spec)
+
+    def keeps(self, module: nn.Module, x: Any) -> bool:
+        """Whether ``module`` is known to return one tensor like its only argument."""
+        known = self._plain.get((id(module), module.training, x.shape, x.dtype)) if type(x) is Tensor else None
+        if known is None or known[1] is not None:
+            return False
+        leaf = known[0][0]
+        return isinstance(leaf, TensorShape) and leaf.shape == x.shape and leaf.dtype == x.dtype
+
+    def _output_of(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[list[Any], Any]:
+        plain = None
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            plain = (id(module), module.training, args[0].shape, args[0].dtype)
+            if plain in self._plain:
+                return self._plain[plain]  # type: ignore[no-any-return]
+        key = (self._look_of(module), module.training, signature(args), signature(kwargs))
+        if key not in self._known:
+            self._known[key] = abstract_run(module, forward, args, kwargs)
+        if plain is not None:
+            self._plain[plain] = self._known[key]
+        return self._known[key]  # type: ignore[no-any-return]
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    if args and type(args[0]) is Tensor:
+        return args[0]
+    return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+
+
+def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
+    if not isinstance(leaf, TensorShape):
+        return leaf
+    if first is not None and first.shape == leaf.shape and first.dtype == leaf.dtype:
+        return first
+    return sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone()

@@ -1,0 +1,1 @@
+"""What wraps a layer's ``forward``: recomputation, compilation, split backwards."""

@@ -1,0 +1,138 @@
+"""Compiling the trunk layer by layer.
+
+All layers of a trunk run the same code on different weights. ``torch.compile`` of the whole module would unroll them
+into one graph and compile every copy; here one function that takes the layer as an argument is compiled, so the second
+layer finds the code of the first. What the strategy does around layers (stage boundaries, random streams,
+recomputation) stays outside; collectives of tensor-parallel layers run between the compiled pieces of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+CompileOptions = bool | Mapping[str, Any]
+_SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+def check_compile(options: Any, schedule: Any, recompute: Any) -> None:
+    """Refuse what cannot be compiled.
+
+    Args:
+        options: ``True``, ``False``, or keyword arguments of ``torch.compile``.
+        schedule: the pipeline schedule.
+        recompute: the choice of activation recomputation.
+
+    Raises:
+        ValueError: naming the argument to change.
+    """
+    if options is False:
+        return
+    if options is not True and not isinstance(options, Mapping):
+        raise ValueError(
+            f"`compile_layers={options!r}` must be True, False, or a dict of arguments of `torch.compile` such as "
+            '{"mode": "max-autotune"}.'
+        )
+    if schedule in _SPLIT_BACKWARD:
+        raise ValueError(
+            f"`pipeline_schedule={schedule!r}` splits the backward of each linear, which compiled layers do as one "
+            "piece; use '1f1b', 'gpipe' or 'interleaved' with `compile_layers`."
+        )
+    if recompute is not None and recompute != "full" and not isinstance(recompute, Mapping):
+        raise ValueError(
+            f"`activation_recompute={recompute!r}` recomputes parts of layers, which `compile_layers` compiles as a "
+            "whole; use 'full' or {'every': n}."
+        )
+
+
+class CompiledCall:
+    """Runs one layer by code that all layers of the trunk share.
+
+    Args:
+        forward: the layer's own forward.
+        run: compiled ``run(layer, *args, **kwargs)``.
+    """
+
+    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.forward = forward
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # asked for shapes only
+            return self.forward(*args, **kwargs)
+        return self._run(self.forward.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def compile_layers(module: nn.Module, stage: StageModule | None, options: CompileOptions, pipeline_layers: str) -> None:
+    """Compile this rank's layers, or take back what an earlier run compiled when ``options`` is ``False``.
+
+    Raises:
+        ValueError: no trunk is found, or its layers are containers without a forward of their own.
+    """
+    if stage is not None:
+        _install(module, stage.partition.trunk, options, stage.partition.layers_of(stage.stage))
+        return
+    if options is False and not any(_is_compiled(child) for child in module.modules()):
+        return
+    _install(module, find_trunk(module, pipeline_layers), options, None)
+
+
+def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Collection[int] | None) -> None:
+    arguments = {} if isinstance(options, bool) else dict(options)
+    run: dict[type, Callable[..., Any]] = {}
+    for index, layer in enumerate(trunk.layers(module)):
+        holder, forward = _innermost(layer)
+        if options is False or (owned is not None and index not in owned):
+            _put(layer, holder, forward)
+            continue
+        own = type(layer).forward
+        if getattr(forward, "__func__", None) is not own or own is nn.Module.forward:
+            raise ValueError(
+                f"`compile_layers` compiles the `forward` that a layer's class defines, which "
+                f"`{trunk.layer_names[index]}` ({type(layer).__name__}) does not run; use `compile_layers=False`."
+            )
+        if type(layer) not in run:
+            run[type(layer)] = torch.compile(_code_of(own), **arguments)
+        _put(layer, holder, CompiledCall(forward, run[type(layer)]))
+
+
+def _code_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for each class, as compiled code is cached by function."""
+
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(layer, *args, **kwargs)
+
+    return run
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call: Any = module.__dict__.get("forward")
+    while call is not None and not isinstance(call, CompiledCall):
+        call = call.__dict__.get("forward") if hasattr(call, "__dict__") else None
+    return call is not None
+
+
+def _innermost(layer: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    """The last wrapper around a layer's own forward, compiled calls aside, and that forward."""
+    holder: Any = None
+    call: Any = layer.__dict__.get("forward", layer.forward)
+    while hasattr(call, "forward"):
+        if not isinstance(call, CompiledCall):
+            holder = call
+        call = call.forward
+    return holder, call
+
+
+def _put(layer: nn.Module, holder: Any, call: Callable[..., Any]) -> None:
+    if holder is not None:
+        holder.forward = call
+    elif isinstance(call, CompiledCall):
+        layer.forward = call  # type: ignore[method-assign, assignment]
+    else:
+        layer.__dict__.pop("forward", None)

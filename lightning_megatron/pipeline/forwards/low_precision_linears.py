@@ -1,0 +1,137 @@
+"""Which linears multiply 8-bit numbers (``precision="fp8-mixed"``), and where that is refused.
+
+Only linears inside the trunk's layers do: they hold most of the work, and are followed by a residual sum or a norm.
+Embeddings, the head and the loss are as in ``"bf16-mixed"``, and so are a linear whose weight (its part on this rank)
+has a dim that scaled products do not take, and the projections of ``nn.MultiheadAttention``, which it multiplies
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, Float8Call, fits
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.forwards.weight_gradients import is_plain_linear, is_sharded_linear
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+_CAPABILITY = (8, 9)
+
+
+def check_float8(device: torch.device, compile_layers: Any) -> None:
+    """Refuse what cannot multiply 8-bit numbers.
+
+    Raises:
+        ValueError: the device has no such products, or layers are to be compiled.
+    """
+    found = _lack(device)
+    if found is not None:
+        raise ValueError(
+            f"`precision='fp8-mixed'` needs an NVIDIA GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or "
+            f"more (Ada, Hopper, Blackwell), but this rank runs on {found}; use `precision='bf16-mixed'`."
+        )
+    if compile_layers is not False:
+        raise ValueError(
+            f"`compile_layers={compile_layers!r}` does not go with `precision='fp8-mixed'`: use "
+            "`compile_layers=False` or `precision='bf16-mixed'`."
+        )
+
+
+def _lack(device: torch.device) -> str | None:
+    """The device in words, if it lacks products of 8-bit numbers."""
+    if device.type != "cuda":
+        return f"`{device}`"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return f"{name}, by ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= _CAPABILITY else f"{name} of capability {capability[0]}.{capability[1]}"
+
+
+def multiply_in_8_bits(module: nn.Module, stage: StageModule | None, wanted: bool, pipeline_layers: str) -> None:
+    """Let this rank's linears in the trunk multiply 8-bit numbers, or take back what an earlier run did.
+
+    Says on global rank 0 which ones stay in 16 bits.
+
+    Raises:
+        ValueError: no trunk is found, or none of the linears in this rank's layers fits.
+    """
+    for child in module.modules():
+        _restore(child)
+    if not wanted:
+        return
+    trunk = stage.partition.trunk if stage is not None else find_trunk(module, pipeline_layers)
+    owned = stage.partition.layers_of(stage.stage) if stage is not None else range(len(trunk.layer_names))
+    chosen: list[tuple[str, Any]] = []
+    kept: list[tuple[str, Any]] = []
+    for name, linear in _linears(module, [trunk.layer_names[index] for index in sorted(owned)]):
+        (chosen if fits(*_shape(linear)) else kept).append((name, linear))
+    listed = ", ".join(f"`{name}` {list(_shape(linear))}" for name, linear in kept)
+    if owned and not chosen:
+        raise ValueError(
+            f"`precision='fp8-mixed'` finds no linear in the layers of `{trunk.name}` on this rank whose dims are "
+            f"multiples of {MULTIPLE}; there are {listed or 'none at all'}. Use `precision='bf16-mixed'`."
+        )
+    for _, linear in chosen:
+        _install(linear)
+    rank_zero_info(
+        f"fp8-mixed: {len(chosen)} linears on this rank multiply 8-bit numbers"
+        + (f"; in 16 bits, as a dim is no multiple of {MULTIPLE}: {listed}." if kept else ".")
+    )
+
+
+def _linears(module: nn.Module, layers: list[str]) -> Iterator[tuple[str, Any]]:
+    for layer in layers:
+        children = dict(module.get_submodule(layer).named_modules(prefix=layer))
+        inside = {
+            id(part)
+            for child in children.values()
+            if isinstance(child, nn.MultiheadAttention)
+            for part in child.children()
+        }
+        for name, child in children.items():
+            if id(child) not in inside and (_is_whole(child) or is_sharded_linear(child)):
+                yield name, child
+
+
+def _is_whole(module: nn.Module) -> bool:
+    return is_plain_linear(module) or (isinstance(module, RowParallelLinear) and module._sharding is None)
+
+
+def _shape(linear: Any) -> tuple[int, ...]:
+    """Of the weight that is multiplied here."""
+    weight = linear.local_weight() if hasattr(linear, "local_weight") else linear.weight
+    return tuple(weight.shape)
+
+
+def _install(linear: Any) -> None:
+    if not _is_whole(linear):
+        linear.products = FLOAT8
+        return
+    holder, call = None, linear.__dict__.get("forward")
+    while hasattr(call, "forward"):
+        holder, call = call, call.forward
+    if holder is None:
+        linear.__dict__["forward"] = Float8Call(linear)
+    else:
+        holder.forward = Float8Call(linear)
+
+
+def _restore(child: Any) -> None:
+    if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+        child.__dict__.pop("products", None)
+    holder, call = None, child.__dict__.get("forward")
+    while hasattr(call, "forward"):
+        holder, call = call, call.forward
+    if not isinstance(call, Float8Call):
+        return
+    if holder is None:
+        del child.__dict__["forward"]
+    else:
+        holder.forward = type(child).forward.__get__(child)

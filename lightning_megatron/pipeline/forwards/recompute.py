@@ -1,0 +1,228 @@
+"""Activation recomputation: keep what goes into a layer, and compute the rest again when its backward comes.
+
+A recomputed module keeps only its inputs between forward and backward (SC21, section 3.5; 2sbh bytes per layer instead
+of sbh(34 + 5as/h)). It is torch's non-reentrant checkpoint, put around the module's own ``forward``, so any module will
+do, frozen inputs and several outputs included; random generators are put back to where they were, so dropout draws the
+same masks. A split backward recomputes once: in ``I``, where the factors of ``W`` are kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.stage.calls import LayerCall
+from lightning_megatron.pipeline.stage.cursor import without_caches
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+Recompute = str | Mapping[str, int] | Sequence[str] | None
+_CHOICES = "None, 'full', 'selective', {'every': n}, or a list of names or patterns such as ['*.layers.0', '*.mlp']"
+
+
+def check_recompute(recompute: Any) -> None:
+    """Refuse what is not a choice of recomputation.
+
+    Raises:
+        ValueError: with the choices.
+    """
+    if recompute is None or recompute in ("full", "selective"):
+        return
+    if isinstance(recompute, Mapping):
+        every = recompute.get("every")
+        if set(recompute) == {"every"} and isinstance(every, int) and not isinstance(every, bool) and every >= 1:
+            return
+    elif not isinstance(recompute, str) and _is_list_of_names(recompute):
+        return
+    raise ValueError(f"`activation_recompute={recompute!r}` must be {_CHOICES}.")
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(entry, str) for entry in value)
+
+
+def install_recompute(
+    module: nn.Module, trunk: Trunk, recompute: Recompute, owned: Collection[int] | None = None
+) -> list[str]:
+    """Make layers forget and recompute their activations; call it once the module is cut and sharded.
+
+    Args:
+        module: the module.
+        trunk: its layers.
+        owned: indices of the layers on this stage; all when not given.
+        recompute: ``"full"``: every layer; ``{"every": n}``: layers 0, n, 2n, ...; ``"selective"``: only the attention
+            core ``softmax(q kᵀ) v`` of every layer (arXiv 2205.05198); patterns: the layers, or modules in them, whose
+            dotted names match.
+
+    Returns:
+        Names of the modules that are recomputed, in whole or in part.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    for layer in trunk.layers(module):
+        for inner in layer.modules():
+            _unwrap(inner)
+    if recompute is None:
+        return []
+    layers = [name for index, name in enumerate(trunk.layer_names) if owned is None or index in owned]
+    if recompute == "selective":
+        cores = AttentionCores(layers)
+        for name in layers:
+            _wrap(module.get_submodule(name), functools.partial(SelectiveCall, name=name, cores=cores))
+        return layers
+    chosen = [name for name in _chosen(module, trunk, recompute) if _within(name, layers)]
+    for name in chosen:
+        target = module.get_submodule(name)
+        _wrap(target, functools.partial(RecomputedCall, module=target))
+    return chosen
+
+
+def recompute_layers(module: nn.Module, stage: StageModule | None, recompute: Recompute, pipeline_layers: str) -> None:
+    """:func:`install_recompute` for this rank's layers, or for all of an uncut module's."""
+    if stage is None:
+        install_recompute(module, find_trunk(module, pipeline_layers), recompute)
+    else:
+        partition = stage.partition
+        install_recompute(module, partition.trunk, recompute, partition.layers_of(stage.stage))
+
+
+def _chosen(module: nn.Module, trunk: Trunk, recompute: str | Mapping[str, int] | Sequence[str]) -> Sequence[str]:
+    if recompute == "full":
+        return trunk.layer_names
+    if isinstance(recompute, Mapping):
+        return trunk.layer_names[:: recompute["every"]]
+    return _matching(module, trunk, recompute)
+
+
+def _within(name: str, layers: Sequence[str]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[str]:
+    """Names in the trunk that match, without those inside another match."""
+    candidates = [
+        f"{layer}.{inner}" if inner else layer
+        for layer in trunk.layer_names
+        for inner, _ in module.get_submodule(layer).named_modules()
+    ]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in candidates):
+            example = ", ".join(candidates[:6])
+            raise ValueError(
+                f"`activation_recompute` names {pattern!r}, which matches no module of `{trunk.name}`; names there are "
+                f"{example}, ..."
+            )
+    chosen: list[str] = []
+    for name in candidates:
+        if not _within(name, chosen) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            chosen.append(name)
+    return chosen
+
+
+def _wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """Put a wrapper around a module's own ``forward``, inside what the pipeline put around it."""
+    call: Any = module.__dict__.get("forward")
+    if isinstance(call, LayerCall):
+        call.forward = make(call.forward)
+    else:
+        module.forward = make(module.forward)  # type: ignore[method-assign]
+
+
+def _unwrap(module: nn.Module) -> None:
+    """Take away what an earlier run put around a module's ``forward``."""
+    call: Any = module.__dict__.get("forward")
+    while isinstance(call, LayerCall) and isinstance(call.forward, (RecomputedCall, SelectiveCall)):
+        call.forward = call.forward.forward
+    while isinstance(call, (RecomputedCall, SelectiveCall)):
+        call = call.forward
+        module.forward = call  # type: ignore[method-assign]
+
+
+class RecomputedCall:
+    """Runs a ``forward`` and keeps only its inputs.
+
+    Args:
+        forward: what to run. Arguments that it writes into, as ``nn.ReLU(inplace=True)`` does, are copied for it.
+        module: whose it is. Sharded modules are recomputed to their very end, so that what they open is closed.
+    """
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
+        self.forward = forward
+        self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
+        self._writes: bool | None = None  # into its arguments: unknown before the first call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
+        run = self._run_on_copies if self._writes is not False else self.forward
+        with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _run_on_copies(self, *args: Any, **kwargs: Any) -> Any:
+        """Run where arguments are, or may be, written into: the second run needs them as they were."""
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = [tensor._version for tensor in tensors]
+        output = self.forward(*args, **kwargs)
+        if self._writes is None:
+            self._writes = before != [tensor._version for tensor in tensors]
+        return output
+
+
+class AttentionCores(TorchFunctionMode):
+    """Recomputes every call of ``scaled_dot_product_attention`` made while it is active.
+
+    Args:
+        layers: names of the layers that will be asked; if none of them makes the call, the last one complains.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        super().__init__()
+        self._untried = set(layers)
+        self.found = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.found += 1
+        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+
+    def tried(self, layer: str) -> None:
+        """Note that a layer has run."""
+        self._untried.discard(layer)
+        if not self._untried and not self.found:
+            raise RuntimeError(
+                f"`activation_recompute='selective'` recomputes the attention core, and looked in layers such as "
+                f"`{layer}` for calls of `torch.nn.functional.scaled_dot_product_attention`; there are none. Use "
+                "'full', {'every': n} or a list of module names such as ['*.attention']; Hugging Face models make that "
+                "call with `attn_implementation='sdpa'`."
+            )
+
+
+class SelectiveCall:
+    """Runs a layer's ``forward`` with its attention core recomputed."""
+
+    def __init__(self, forward: Callable[..., Any], name: str, cores: AttentionCores) -> None:
+        self.forward = forward
+        self._name = name
+        self._cores = cores
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with self._cores:
+            output = self.forward(*args, **kwargs)
+        self._cores.tried(self._name)
+        return output

@@ -1,0 +1,381 @@
+"""Splitting a backward: the weight's half of every linear is put off until the schedule asks for it.
+
+A linear's backward is two products, and only one of them is waited for by the previous stage. In micro-batches whose
+backward the schedule splits, linears run through an autograd function that keeps the factors of the other product
+instead of multiplying them::
+
+    I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
+        └───▶ (g, x) put into the queue
+
+The product comes in the dtype of the gradient that it is added to, also where the factors have 16 bits.
+
+So autograd runs once per micro-batch, custom functions and recomputation included. Parameters of other modules get
+their gradients in ``I``. The method is that of zero bubble pipelining (arXiv 2401.10241); that one backward suffices
+follows from both factors being at hand in ``I``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.attend import attend_heads
+from lightning_megatron.layers.attention import ParallelMultiheadAttention
+from lightning_megatron.layers.float8 import FLOAT8, Float8Call
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.products import SIXTEEN_BIT, Products, bias_gradient, of_its_own
+from lightning_megatron.layers.weight_view import autocast_input, gradient_dtype
+
+
+class Factors(NamedTuple):
+    """A put-off product: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
+
+    Shapes: ``grad: [.., out]``, ``x: [.., in]``, weight ``[out, in]``, or ``[in, out]`` if ``transposed``. Of a packed
+    weight or bias, the rows are those that it is about.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    grad: Tensor
+    x: Tensor
+    transposed: bool
+    weight_rows: tuple[int, int] | None = None
+    bias_rows: tuple[int, int] | None = None
+    products: Products = SIXTEEN_BIT
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Whose gradients come of it."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def add(self) -> None:
+        """Multiply, and add to the gradients."""
+        grad = self.grad.reshape(-1, self.grad.shape[-1])
+        x = self.x.reshape(-1, self.x.shape[-1])
+        weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
+        if weight is None:
+            self.weight.grad = self._product(grad, x, gradient_dtype(self.weight))
+        elif weight.dtype == x.dtype and self.products is SIXTEEN_BIT:
+            weight.addmm_(*((x.t(), grad) if self.transposed else (grad.t(), x)))
+        else:
+            weight.add_(self._product(grad, x, weight.dtype))
+        if bias is not None:
+            bias.add_(bias_gradient(grad, bias.dtype))
+        elif self.bias is not None:
+            self.bias.grad = bias_gradient(grad, gradient_dtype(self.bias))
+
+    def _product(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.products is SIXTEEN_BIT and self.transposed:
+            return self.products.weight_gradient(x, grad, dtype)
+        found = self.products.weight_gradient(grad, x, dtype)
+        return found.t() if self.transposed else found
+
+
+def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tensor | None:
+    """The gradient to add to, if there is one yet; that of a packed parameter starts as zeros."""
+    if parameter is None or (parameter.grad is None and rows is None):
+        return None
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    return parameter.grad if rows is None else parameter.grad[slice(*rows)]
+
+
+class WeightGradients:
+    """Linears of one stage whose weight gradients can be put off.
+
+    Args:
+        layers: the modules in which to look for linears.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        self._calls: list[_LinearCall | _ShardedCall | _AttentionCall] = [
+            _LinearCall(self, m) for m in modules if is_plain_linear(m)
+        ]
+        self._calls += [_ShardedCall(self, m) for m in modules if is_sharded_linear(m)]
+        self._calls += [_AttentionCall(self, m) for m in modules if _is_packed_attention(m)]
+        self._queue: list[Factors] | None = None
+        self._splits = False
+        self._anchors: dict[torch.device, Tensor] = {}
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """Ids of the parameters whose gradients may be put off."""
+        return frozenset(
+            id(parameter) for call in self._calls for parameter in call.parameters if parameter is not None
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Run the linears through the splitting function; outside, they are what they were."""
+        self.switch(True)
+        try:
+            yield
+        finally:
+            self.switch(False)
+
+    def switch(self, splits: bool) -> None:
+        """Run the linears through the splitting function from now on, or no longer."""
+        if splits == self._splits:
+            return
+        self._splits = splits
+        for call in self._calls:
+            if splits:
+                call.install()
+            else:
+                call.remove()
+
+    @contextmanager
+    def putting_off(self, queue: list[Factors]) -> Iterator[None]:
+        """Collect the factors of a backward in ``queue`` instead of multiplying them."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+    def put(self, factors: Factors) -> None:
+        """Take the factors of a product.
+
+        Raises:
+            RuntimeError: no backward of the schedule is running.
+        """
+        if self._queue is None:
+            raise RuntimeError(
+                "the step runs a backward of its own (`torch.autograd.grad` or `.backward()`), which a schedule that "
+                "splits backwards cannot follow; use `pipeline_schedule='1f1b'` or 'interleaved'."
+            )
+        self._queue.append(factors)
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """A number that wants a gradient and gets none."""
+        if device not in self._anchors:
+            with torch.inference_mode(False):
+                self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
+
+
+def add_up(queue: list[Factors]) -> None:
+    """Do the products of a queue, and tell each parameter's hooks when its last one is there, as autograd would.
+
+    The queue is emptied as it goes, so that every pair of factors is let go of once multiplied.
+    """
+    awaited = Counter(id(parameter) for factors in queue for parameter in factors.parameters)
+    queue.reverse()
+    with torch.no_grad():
+        while queue:
+            factors = queue.pop()
+            factors.add()
+            for parameter in factors.parameters:
+                awaited[id(parameter)] -= 1
+                if not awaited[id(parameter)]:
+                    _tell_hooks(parameter)
+
+
+def _tell_hooks(parameter: nn.Parameter) -> None:
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes just ``x Wᵀ + b`` (``nn.Linear``) or ``x W + b`` (Hugging Face's ``Conv1D``)."""
+    if isinstance(module, nn.Linear):
+        whole = getattr(module, "_sharding", None) is None
+        return type(module).forward is nn.Linear.forward or (hasattr(module, "local_weight") and whole)
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_sharded_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear split over the tensor group that can leave its weight's gradient to others."""
+    return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not is_plain_linear(module)
+
+
+def _is_packed_attention(module: nn.Module) -> bool:
+    """Whether a module is torch's attention, whose projections are linears in all but name."""
+    forwards = (nn.MultiheadAttention.forward, ParallelMultiheadAttention.forward)
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward in forwards
+
+
+class _ShardedCall:
+    """Takes the factors of one sharded linear while a split schedule is active.
+
+    Attributes:
+        parameters: whose gradients come of them: the bias of a row-parallel linear is added after the sum, by autograd.
+    """
+
+    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+        self.module: Any = module
+        self._owner = owner
+        self._bias = module.bias if isinstance(module, ColumnParallelLinear) else None
+        self.parameters: tuple[Any, ...] = (module.weight, self._bias)
+
+    def install(self) -> None:
+        """Offer to take them."""
+        self.module.put_off = self
+
+    def remove(self) -> None:
+        """Take them no longer."""
+        del self.module.put_off
+
+    def __call__(self, grad: Tensor, x: Tensor) -> None:
+        weight, bias = self.module.weight, self._bias
+        trained = bias if bias is not None and bias.requires_grad else None
+        self._owner.put(Factors(weight, trained, grad, x, self.module.transposed, products=self.module.products))
+
+
+class _ForwardCall:
+    """Stands in for one module's ``forward`` while a split schedule is active."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.forward: Any = None
+        self._holder: Any = None
+
+    def install(self) -> None:
+        """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
+        wrapper = self.module.__dict__.get("forward")
+        if wrapper is None or isinstance(wrapper, Float8Call):
+            self._holder, self.forward = None, self.module.forward
+            self.module.__dict__["forward"] = self
+            return
+        holder = None
+        while hasattr(wrapper, "forward"):
+            holder, wrapper = wrapper, wrapper.forward
+        self._holder, self.forward = holder, wrapper
+        if holder is not None and getattr(wrapper, "__self__", None) is self.module:
+            holder.forward = self
+
+    def remove(self) -> None:
+        """Give the place back."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if isinstance(self.forward, Float8Call):
+                self.module.__dict__["forward"] = self.forward
+        elif self._holder is not None and self._holder.forward is self:
+            self._holder.forward = self.forward
+
+
+class _AttentionCall(_ForwardCall):
+    """Takes the factors of the projections of one ``nn.MultiheadAttention``, split over heads or not."""
+
+    def __init__(self, owner: WeightGradients, module: Any) -> None:
+        super().__init__(module)
+        self._owner = owner
+        weights = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        split = getattr(module, "_sharding", None) is not None  # its output's bias is added after the sum
+        output = None if split else module.out_proj.bias
+        self.parameters: tuple[Any, ...] = (*weights, module.in_proj_bias, module.out_proj.weight, output)
+
+    def install(self) -> None:
+        """Let the projections be put off."""
+        self.module.put_off = self.put_off
+        if not isinstance(self.module, ParallelMultiheadAttention):
+            super().install()
+
+    def remove(self) -> None:
+        """Put them off no longer."""
+        del self.module.put_off
+        if not isinstance(self.module, ParallelMultiheadAttention):
+            super().remove()
+
+    def put_off(self, name: str, rows: tuple[int, int] | None, grad: Tensor, x: Tensor) -> None:
+        """Take the factors of one projection."""
+        module = self.module
+        if name == "out_proj":
+            weight, bias = module.out_proj.weight, self.parameters[-1]
+        else:
+            weight, bias = getattr(module, f"{name}_weight"), module.in_proj_bias
+        trained = bias if bias is not None and bias.requires_grad else None
+        self._owner.put(Factors(weight, trained, grad, x, False, rows if name == "in_proj" else None, rows))
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        masks = (key_padding_mask, attn_mask, is_causal)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(query) is Tensor:
+            return attend_heads(self.module, (query, key, value), masks, need_weights, average_attn_weights)
+        return self.forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+
+class _LinearCall(_ForwardCall):
+    """Runs one linear through the splitting function."""
+
+    def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
+        super().__init__(module)
+        self._owner = owner
+        self._transposed = not isinstance(module, nn.Linear)
+        self.parameters: tuple[Any, ...] = (self.module.weight, self.module.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if not self._can_split(x, module.weight):
+            return cast(Tensor, self.forward(x))
+        x = autocast_input(x)
+        anchor = None if x.requires_grad else self._owner.anchor(x.device)
+        parameters = (module.weight, module.bias)
+        products = FLOAT8 if isinstance(self.forward, Float8Call) else SIXTEEN_BIT
+        return cast(Tensor, _SplitLinear.apply(self._owner, products, self._transposed, parameters, x, anchor))
+
+    @staticmethod
+    def _can_split(x: Any, weight: Any) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and type(x) in (Tensor, nn.Parameter)
+            and isinstance(weight, nn.Parameter)
+            and weight.requires_grad
+            and not weight._backward_hooks
+        )
+
+
+class _SplitLinear(torch.autograd.Function):
+    """x -> x weightᵀ + bias (x weight + bias if transposed).
+
+    Autograd does not see the parameters, or it would call their hooks in ``I`` already, without a gradient. ``anchor``
+    is a tensor that wants a gradient where ``x`` does not, so that a backward comes here at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        owner: WeightGradients,
+        products: Products,
+        transposed: bool,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
+        x: Tensor,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        ctx.owner, ctx.products, ctx.transposed, ctx.parameters = owner, products, transposed, parameters
+        ctx.save_for_backward(x)
+        weight, bias = parameters
+        with torch.autocast(x.device.type, enabled=False):
+            matrix = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
+            return of_its_own(products.product(x, matrix, None if bias is None else bias.to(x.dtype)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        trained_bias = bias if bias is not None and bias.requires_grad else None
+        ctx.owner.put(Factors(weight, trained_bias, grad, x, ctx.transposed, products=ctx.products))
+        if not ctx.needs_input_grad[4]:
+            return None, None, None, None, None, None
+        matrix = weight.to(grad.dtype)
+        x_grad = ctx.products.input_gradient(grad, matrix.t() if ctx.transposed else matrix)
+        return None, None, None, None, x_grad, None

@@ -1,0 +1,1 @@
+"""Timelines drawn: text, SVG, PNG, and traces for a browser."""

@@ -1,0 +1,176 @@
+"""Pictures of schedules: a text grid, an SVG, and a trace for chrome://tracing or Perfetto.
+
+The text grid is the one in which schedules are discussed and tested, a row per stage and a column per unit of time::
+
+    stage 0  F0 F1 .. .. B0 B1
+    stage 1  .. F0 B0 F1 B1 ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from xml.sax.saxutils import escape
+
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.pipeline.schedules.text import CONTINUED, IDLE, label, table
+
+# Colours by kind, one per chunk from dark to light; further chunks repeat.
+_COLOURS = {
+    Kind.FORWARD: ("#2f6db5", "#6fa3dc", "#a9cbee", "#d3e4f7"),
+    Kind.BACKWARD: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
+    Kind.BACKWARD_INPUT: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
+    Kind.BACKWARD_WEIGHT: ("#c9822b", "#e0aa68", "#efcfa5", "#f7e6d0"),
+}
+_LEGEND = (
+    (Kind.FORWARD, "forward"),
+    (Kind.BACKWARD, "backward (B) or its input half (I)"),
+    (Kind.BACKWARD_WEIGHT, "weight half (W)"),
+)
+
+
+def text_grid(timeline: Timeline, unit: float | None = None) -> str:
+    """Draw a timeline as text: ``..`` is idle, ``--`` continues the instruction on its left.
+
+    Args:
+        timeline: What happened when.
+        unit: Time per column; the shortest instruction's when not given. Times are rounded to columns.
+
+    Returns:
+        One line per stage.
+    """
+    spans = [end - start for starts, ends in _rows(timeline) for start, end in zip(starts, ends, strict=True)]
+    unit = unit or min((span for span in spans if span > 0), default=1.0)
+    rows = []
+    for steps, (starts, ends) in zip(timeline.schedule.instructions, _rows(timeline), strict=True):
+        cells: list[str] = []
+        for step, start, end in zip(steps, starts, ends, strict=True):
+            cells += [IDLE] * (round((start - timeline.start) / unit) - len(cells))
+            cells += [label(timeline.schedule, step)] + [CONTINUED] * (round((end - start) / unit) - 1)
+        rows.append(cells)
+    longest = max(len(cells) for cells in rows)
+    return table([cells + [IDLE] * (longest - len(cells)) for cells in rows])
+
+
+def svg(timeline: Timeline) -> str:
+    """Draw a timeline as an SVG picture with a time axis; instructions carry their times as tooltips.
+
+    Args:
+        timeline: What happened when.
+
+    Returns:
+        The SVG document.
+    """
+    schedule = timeline.schedule
+    shortest = min((bar[3] - bar[2] for bar in _bars(timeline) if bar[3] > bar[2]), default=1.0)
+    scale = min(28.0 / shortest, 16000.0 / max(timeline.makespan, shortest))
+    left, top, height = 70, 48, 22
+    width = left + timeline.makespan * scale + 20
+    bottom = top + height * schedule.stages
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 560):.0f}" height="{bottom + 52}"'
+        ' font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="10" y="18" font-size="14">{escape(title(timeline))}</text>',
+    ]
+    for rank in range(schedule.stages):
+        y = top + height * rank
+        parts.append(f'<text x="10" y="{y + 15}">stage {rank}</text>')
+        long = timeline.makespan * scale
+        parts.append(f'<rect x="{left}" y="{y + 1}" width="{long:.2f}" height="{height - 2}" fill="#eeeeee"/>')
+    for rank, step, start, end in _bars(timeline):
+        x, wide = left + (start - timeline.start) * scale, (end - start) * scale
+        parts.append(_bar(label(schedule, step), step, x, top + height * rank, wide, height, start, end))
+    parts += _axis(timeline, left, bottom, scale)
+    parts += _legend(left, bottom + 36)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1000.0) -> dict[str, Any]:
+    """A timeline in the trace-event format that chrome://tracing and Perfetto read.
+
+    Args:
+        timeline: What happened when.
+        microseconds: Length of one unit of the timeline's time; with 1000, a unit is shown as a millisecond.
+
+    Returns:
+        A dictionary to write as JSON: one complete event per instruction, one thread per stage.
+    """
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title(timeline)}}]
+    for rank in range(timeline.schedule.stages):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}})
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+    for rank, step, start, end in _bars(timeline):
+        events.append(
+            {
+                "name": label(timeline.schedule, step),
+                "cat": step.kind.name.lower(),
+                "ph": "X",
+                "ts": start * microseconds,
+                "dur": (end - start) * microseconds,
+                "pid": 0,
+                "tid": rank,
+                "args": {"kind": step.kind.value, "micro_batch": step.micro_batch, "chunk": step.chunk},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def title(timeline: Timeline) -> str:
+    """One line that names a timeline and its figures."""
+    schedule = timeline.schedule
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches,"
+        f" makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
+    )
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
+    return zip(timeline.starts, timeline.ends, strict=True)
+
+
+def _bars(timeline: Timeline) -> Iterator[tuple[int, Instruction, float, float]]:
+    """Rank, instruction, start and end of everything."""
+    for rank, steps in enumerate(timeline.schedule.instructions):
+        for step, start, end in zip(steps, timeline.starts[rank], timeline.ends[rank], strict=True):
+            yield rank, step, start, end
+
+
+def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: int, start: float, end: float) -> str:
+    colour, ink = colours_of(step)
+    bar = (
+        f'<rect x="{x:.2f}" y="{y + 1}" width="{max(wide, 0.3):.2f}" height="{height - 2}" fill="{colour}"'
+        f' stroke="white" stroke-width="0.6"><title>{name}: {start:g} to {end:g}</title></rect>'
+    )
+    if wide < 6.2 * len(name):
+        return bar
+    return f'{bar}<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{name}</text>'
+
+
+def colours_of(step: Instruction) -> tuple[str, str]:
+    """Colour of an instruction's bar, and of the letters on it."""
+    colours = _COLOURS[step.kind]
+    chosen = step.chunk % len(colours)
+    return colours[chosen], "#000000" if chosen else "#ffffff"
+
+
+def _axis(timeline: Timeline, left: int, bottom: int, scale: float) -> list[str]:
+    step = max(timeline.makespan / 10, 1e-12)
+    parts = []
+    for tick in range(11):
+        x = left + tick * step * scale
+        time = timeline.start + tick * step
+        parts.append(f'<line x1="{x:.2f}" y1="{bottom}" x2="{x:.2f}" y2="{bottom + 4}" stroke="#666666"/>')
+        parts.append(f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#666666">{time:g}</text>')
+    return parts
+
+
+def _legend(left: int, y: int) -> list[str]:
+    parts = []
+    for number, (kind, name) in enumerate(_LEGEND):
+        x = left + 90 * number + (140 if number == 2 else 0)
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+    return parts

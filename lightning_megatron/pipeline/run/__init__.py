@@ -1,0 +1,1 @@
+"""The loop that runs a stage's instructions, and the links between stages."""

@@ -1,0 +1,376 @@
+"""Runs this rank's list of instructions; knows no schedule by name.
+
+One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. The list has been worked out beforehand
+(:mod:`~lightning_megatron.pipeline.run.program`), so running it is a loop over methods, one per action. What a forward
+leaves for its backward is held in a table keyed by (chunk, micro-batch) and dropped the moment the backward has run, so
+the activations in flight are exactly those that the schedule's checker counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_megatron.mesh.batches import map_tensors, shape_signature
+from lightning_megatron.mesh.watch.waits import Waiting
+from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.run.clock import StepRecorder
+from lightning_megatron.pipeline.run.finality import final_parameters
+from lightning_megatron.pipeline.run.links import StageLinks, Transfer
+from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
+from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
+from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+Place = tuple[int, int]
+Program = list[tuple[Callable[[Slot], None], Slot]]
+
+
+class GradientSink(Protocol):
+    """What the executor tells the gradient engine."""
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
+
+
+@dataclass
+class Step:
+    """One step to run through the pipeline.
+
+    Attributes:
+        schedule: lowered schedule.
+        call: the user's step, taking a micro-batch and its number.
+        micro_batches: the batch, cut; the same on every stage.
+        name: of the user's step, such as ``"training_step"``.
+        loss_scales: factor of each micro-batch's loss in backward; ``None`` for evaluation.
+        outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
+    """
+
+    schedule: Schedule
+    call: Callable[[Any, int], Any]
+    micro_batches: Sequence[Any]
+    name: str
+    loss_scales: Sequence[float] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Whether backwards run."""
+        return self.loss_scales is not None
+
+
+class PipelineExecutor:
+    """Executes schedules on one stage.
+
+    Args:
+        stage: this rank's part of the module.
+        links: transfers to the other stages; ``None`` with one stage.
+        device: device of the loss scale.
+        variable_shapes: send the shapes along with every boundary instead of only for new micro-batch shapes.
+        recorder: notes when each computation of a training step starts and ends.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        links: StageLinks | None,
+        device: torch.device,
+        variable_shapes: bool = False,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self._stage = stage
+        self._links = links
+        self._device = device
+        self._variable_shapes = variable_shapes
+        self._recorder = recorder
+        self.gradients: GradientSink | None = None
+        self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self._trained = (-1.0, -1.0)
+        self._split: frozenset[Place] = frozenset()
+        self._programs: dict[
+            int, tuple[frozenset[Place], Program, Schedule]
+        ] = {}  # by id; the schedule is kept alive with it
+        self._weights: WeightGradients | None = None
+        self.runs: dict[Place, StageRun] = {}
+
+    def expect_gradients(self, arriving: float, leaving: float) -> None:
+        """Forget what activations looked like if parameters were frozen or unfrozen, here or on a stage before.
+
+        Args:
+            arriving: number that stands for which parameters of the stages before are trained.
+            leaving: the same, with this stage's.
+        """
+        if (arriving, leaving) == self._trained:
+            return
+        if arriving != self._trained[0]:
+            self._received_leaves.clear()
+        if leaving != self._trained[1]:
+            self._sent_leaves.clear()
+        self._trained = (arriving, leaving)
+
+    def run(self, step: Step) -> None:
+        """Run ``step``; returns when this rank's instructions are done and its sends have left."""
+        self._split, program = self._program(step.schedule)
+        self._begin(step)
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            if self._split:
+                stack.callback(self._weight_gradients().switch, False)
+            if self._recorder is not None and step.training:
+                self._recorder.run(step.schedule, program)
+            else:
+                for act, slot in program:
+                    act(slot)
+            if self._links is not None:
+                self._links.finish()
+
+    def _begin(self, step: Step) -> None:
+        self._step = step
+        self._last = step.schedule.virtual_stages - 1
+        self._signatures: dict[int, Any] = {}
+        self.runs = {}
+        self._inputs: dict[Place, Boundary] = {}
+        self._roots: dict[Place, list[Any]] = {}
+        self._output_grads: dict[Place, list[Tensor]] = {}
+        self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
+        self._factors: dict[Place, list[Factors]] = {}
+        self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
+
+    def _forget(self) -> None:
+        """Let go of everything that belongs to one step."""
+        self._begin(Step(self._step.schedule, self._step.call, (), self._step.name))
+
+    def _weight_gradients(self) -> WeightGradients:
+        if self._weights is None:
+            trunk, stage = self._stage.partition.trunk, self._stage
+            owned = sorted(stage.partition.layers_of(stage.stage))
+            self._weights = WeightGradients(stage.module.get_submodule(trunk.layer_names[index]) for index in owned)
+        return self._weights
+
+    def _program(self, schedule: Schedule) -> tuple[frozenset[Place], Program]:
+        """Whose backwards are split, and the actions of this stage; worked out once per schedule."""
+        known = self._programs.get(id(schedule))
+        if known is not None:
+            return known[:2]
+        actions: dict[Action, Callable[[Slot], None]] = {
+            action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
+        }
+        early = self._links is not None and self._links.posts_ahead and not self._variable_shapes
+        steps = schedule.instructions[self._stage.stage]
+        split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
+        slots = compile_stage(schedule, self._stage.stage, post_early=early)
+        program: Program = []
+        finals = self._final_parameters(schedule, bool(split))
+        for slot in slots:
+            final = finals.get(slot.position)
+            computes = final is not None and slot.action.name.startswith("BACKWARD")
+            note = replace(slot, action=Action.FINAL)
+            if computes:
+                program.append((_Announcement(self, final), note))
+            program.append((actions[slot.action], slot))
+            if computes:
+                program.append((_Announcement(self, False), note))
+        self._programs[id(schedule)] = (split, program, schedule)
+        return split, program
+
+    def _final_parameters(self, schedule: Schedule, split: bool) -> dict[int, Any]:
+        put_off = self._weight_gradients().parameters if split else frozenset()
+        stage = self._stage
+        return dict(final_parameters(stage.module, stage.partition, schedule, stage.stage, put_off))
+
+    def _switch_linears(self, place: Place) -> None:
+        """Let them be split if the backward of ``place`` is."""
+        if self._split:
+            self._weight_gradients().switch(place in self._split)
+
+    def _forward(self, slot: Slot) -> None:
+        step, place = self._step, slot.place
+        self._switch_linears(place)
+        received = self._inputs.pop(place, None) or Boundary()
+        batch, training = step.micro_batches[slot.micro_batch], step.training
+        run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
+        if slot.virtual == self._last:
+            if training:
+                self.runs[place] = run
+            else:
+                step.outputs[slot.micro_batch] = run.output
+            return
+        if training or slot.onward is None:
+            self.runs[place] = run
+        if training:
+            self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
+        if slot.onward is not None:
+            self._inputs[slot.onward] = self._as_input(run.sent, self._stage.may_write(slot.virtual + 1, step.name))
+            run.sent = Boundary(run.sent.leaves)
+
+    def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
+        """What the next piece, on this very rank, receives: numbers of its own, if it may write into them, because this
+        piece's backward may need them as they are.
+        """
+        tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
+        if self._step.training:
+            tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
+        return Boundary(sent.leaves, tensors)
+
+    def _backward(self, slot: Slot) -> None:
+        place = slot.place
+        self._switch_linears(place)  # for layers that are recomputed
+        run = self.runs.pop(place)
+        cursor = self._stage.cursor
+        cursor.resume(self._stage.partition.bounds[slot.virtual], run)
+        if slot.virtual == self._last:
+            self._backward_from_loss(run)
+            self._step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
+        else:
+            roots, grads = self._roots.pop(place), self._output_grads.pop(place)
+            if roots:
+                torch.autograd.backward(roots, grads)
+        cursor.end()
+        if slot.virtual == 0:
+            return
+        found = run.received.gradients()
+        if slot.onward is not None:
+            self._output_grads[slot.onward] = found
+        else:
+            self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
+
+    def _backward_from_loss(self, run: StageRun) -> None:
+        assert self._step.loss_scales is not None
+        loss = loss_of(run.output)
+        if loss.requires_grad:
+            scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
+            torch.autograd.backward(loss, scale)
+
+    def _backward_input(self, slot: Slot) -> None:
+        queue: list[Factors] = []
+        with self._weight_gradients().putting_off(queue):
+            self._backward(slot)
+        self._factors[slot.place] = queue
+
+    def _backward_weight(self, slot: Slot) -> None:
+        add_up(self._factors.pop(slot.place))
+
+    def _key(self, slot: Slot, virtual: int) -> Any:
+        signature = self._signatures.get(slot.micro_batch)
+        if signature is None:
+            signature = self._signatures[slot.micro_batch] = shape_signature(self._step.micro_batches[slot.micro_batch])
+        return (virtual, self._step.name, signature)
+
+    def _send_forward(self, slot: Slot) -> None:
+        assert self._links is not None
+        training = self._step.training
+        run = self.runs[slot.place] if training else self.runs.pop(slot.place)
+        leaves = run.sent.leaves
+        if not training:
+            leaves = tuple(Leaf(leaf.index, leaf.shape, leaf.dtype, False) for leaf in leaves)
+        key = self._key(slot, slot.virtual + 1)
+        known = None if self._variable_shapes else self._sent_leaves.get(key)
+        if known is None:
+            self._links.send_object(slot.peer, leaves, slot.tag)
+            self._sent_leaves[key] = leaves
+        elif known != leaves:
+            raise RuntimeError(
+                f"micro-batches of one shape led to different activations between layers: {_shapes(known)} before, "
+                f"{_shapes(leaves)} now. The step cuts or pads by the batch's content; pass "
+                "`MegatronStrategy(variable_shapes=True)`."
+            )
+        self._links.send(slot.peer, run.sent.tensors, slot.tag, scatter=True)
+        run.sent = Boundary(run.sent.leaves)  # the transfer keeps them alive until it is done; backward has its roots
+
+    def _send_backward(self, slot: Slot) -> None:
+        assert self._links is not None
+        grads, scatter = self._input_grads.pop(slot.place)
+        self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
+
+    def _post_forward_early(self, slot: Slot) -> None:
+        known = self._received_leaves.get(self._key(slot, slot.virtual))
+        if known is not None:
+            self._post(slot, 0, known, scatter=True)
+
+    def _post_backward_early(self, slot: Slot) -> None:
+        if slot.place in self.runs:
+            self._post_backward(slot)
+
+    def _post_forward(self, slot: Slot) -> None:
+        """Post a receive. Shapes not known yet come first and are waited for; the sender waits for nobody."""
+        assert self._links is not None
+        if (0, slot.place) in self._arriving:
+            return
+        key = self._key(slot, slot.virtual)
+        if self._variable_shapes or key not in self._received_leaves:
+            self._received_leaves[key] = self._links.receive_object(slot.peer, slot.tag)
+        self._post(slot, 0, self._received_leaves[key], scatter=True)
+
+    def _post_backward(self, slot: Slot) -> None:
+        if (1, slot.place) not in self._arriving:
+            leaves = self.runs[slot.place].sent.leaves
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            self._post(slot, 1, wanted, scatter=leaves[0].requires_grad)
+
+    def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf], *, scatter: bool) -> None:
+        """Post a receive; the hidden state, which comes first, may come in parts, other values come whole."""
+        assert self._links is not None
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        transfer = self._links.receive(slot.peer, shapes, slot.tag, scatter=scatter)
+        self._arriving[direction, slot.place] = (transfer, leaves)
+
+    def _wait_forward(self, slot: Slot) -> None:
+        transfer, leaves = self._arriving.pop((0, slot.place))
+        tensors = transfer.wait()
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            tensor.requires_grad_(leaf.requires_grad)
+        self._inputs[slot.place] = Boundary(tuple(leaves), tensors)
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What is at work in a method that is given ``slot``."""
+        slot = seen.get("slot")
+        if slot is None or slot.action is Action.FINAL:
+            return None
+        words = slot.action.name.lower().split("_")
+        what = {"wait": "arrival of the", "post": "receive of the", "send": "send of the"}.get(
+            words[0], "computation of the"
+        )
+        direction = "forward" if "forward" in words else "backward"
+        return Waiting(f"{what} {direction} pass of micro-batch {slot.micro_batch}, virtual stage {slot.virtual}")
+
+    def _wait_backward(self, slot: Slot) -> None:
+        transfer, _ = self._arriving.pop((1, slot.place))
+        self._output_grads[slot.place] = transfer.wait()
+
+
+class _Announcement:
+    """Tells the gradient engine, before a backward, which gradients are the last of the step."""
+
+    def __init__(self, executor: PipelineExecutor, final: Any) -> None:
+        self._executor = executor
+        self._final = final
+
+    def __call__(self, slot: Slot) -> None:
+        if self._executor.gradients is not None:
+            self._executor.gradients.set_final(self._final)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned: the tensor itself, or the entry ``"loss"`` of a mapping.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
+            f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
+        )
+    return loss
+
+
+def _shapes(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in leaves]

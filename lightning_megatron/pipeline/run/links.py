@@ -1,0 +1,214 @@
+"""Sending activations and gradients between stages.
+
+Sends do not block: a blocking send in the steady state of 1F1B, where two neighbours send to each other at the same
+time, deadlocks. A sent tensor is kept alive until its transfer is done; only when two more have been sent down the same
+link is it waited for, so that a fast stage does not pile up what a slow one has yet to fetch (gloo tells that a send is
+done to nobody but who waits for it). The order of all transfers stands even if every send waited. Receives may be
+posted ahead of use where the backend matches messages by tag (gloo); NCCL matches by order alone, so there they are
+posted exactly where the schedule says. Between CPU processes of one host, messages go through memory that both have
+mapped (:mod:`~lightning_megatron.mesh.messages.host_channel`).
+
+Tensor-parallel ranks of one stage hold equal boundary tensors. Sending all of them t times would carry the same numbers
+over t links, so each rank sends its t-th and the receivers put the whole together (SC21, section 4.1)::
+
+    stage 0, tensor 0   [a b] ──a──▶ stage 1, tensor 0   a ──┐ all-gather ┌──▶ [a b]
+    stage 0, tensor 1   [a b] ──b──▶ stage 1, tensor 1   b ──┘            └──▶ [a b]
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.mesh.messages.host_channel import open_channels
+from lightning_megatron.mesh.watch.waits import Waiting, numbers
+
+_NOTES = 1 << 20  # tag of messages that no schedule lists
+
+
+class Transfer:
+    """A receive in flight: call :meth:`wait` for its tensors.
+
+    Args:
+        tensors: buffers.
+        works: their receives.
+        whole: shape of the first tensor if its buffer is for this rank's part of it only.
+        replicas: the group whose parts make the whole.
+        source: global rank that sends.
+    """
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        works: list[Any],
+        whole: tuple[int, ...] | None = None,
+        replicas: Any = None,
+        source: int = -1,
+    ) -> None:
+        self._source = source
+        self._tensors = tensors
+        self._works = works
+        self._whole = whole
+        self._replicas = replicas
+
+    def wait(self) -> list[Tensor]:
+        """Block until every tensor has arrived (on a GPU: make the current stream wait) and return them."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._whole is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tensors[0] = raw_all_gather(self._tensors[0], 0, self._replicas).view(self._whole)
+            self._whole = None
+        return self._tensors
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What :meth:`wait` is about."""
+        if not self._works:
+            return None
+        return Waiting(f"message of {numbers(self._tensors[0])} from rank {self._source}", (self._source,))
+
+
+class StageLinks:
+    """Point-to-point transfers of one rank with the other stages of its pipeline.
+
+    Args:
+        group: the pipeline's process group.
+        ranks: global ranks of the pipeline, first stage first.
+        device: where tensors live.
+        replicas: group of ranks of the same stage that hold equal boundary tensors, if any.
+
+    Attributes:
+        scatter_from: size in bytes from which a tensor is sent in parts; below, latency is all there is.
+        under_way: messages of one kind to one stage that may be under way at once.
+        through_memory: whether CPU processes of one host hand messages over in memory, not through the backend.
+    """
+
+    scatter_from = 64 * 1024
+    under_way = 2
+    through_memory = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: torch.device,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self._group = group
+        self._ranks = list(ranks)
+        self._device = device
+        self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor | None]]]] = {}
+        backend = dist.get_backend(group)
+        self.posts_ahead = backend != "nccl"
+        beside = self.through_memory and device.type == "cpu" and backend == "gloo"
+        self._channels = open_channels(group) if beside else {}
+
+    def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
+        """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
+        pending = self._pending.setdefault((stage, tag), deque())
+        while len(pending) >= self.under_way:
+            _wait_for(pending.popleft())
+        channel = self._channels.get(self._ranks[stage])
+        under_way: list[tuple[Any, Tensor | None]] = []
+        for index, tensor in enumerate(tensors):
+            data = tensor.detach().contiguous()
+            if scatter and index == 0 and self._scatters(data.shape, data.dtype):
+                assert self._replicas is not None
+                data = data.view(self._replicas.size(), -1)[self._replicas.rank()]
+            if channel is not None:
+                under_way.append((channel.send(data, tag), None))
+                continue
+            work = dist.isend(data, self._ranks[stage], group=self._group, tag=tag)
+            under_way.append((work, data))
+        pending.append(under_way)
+
+    def _scatters(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        elements = math.prod(shape)
+        if self._replicas is None or elements * dtype.itemsize < max(1, self.scatter_from):
+            return False
+        return elements % self._replicas.size() == 0
+
+    def receive(
+        self, stage: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], tag: int, *, scatter: bool = False
+    ) -> Transfer:
+        """Start receiving tensors of the given shapes and dtypes from ``stage``; ``scatter`` as the sender has it."""
+        whole = None
+        if scatter and shapes and self._scatters(*shapes[0]):
+            assert self._replicas is not None
+            whole, dtype = shapes[0]
+            shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        channel = self._channels.get(self._ranks[stage])
+        if channel is not None:
+            works: list[Any] = [channel.receive(tensor, tag) for tensor in tensors]
+        else:
+            works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
+        return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
+
+    def send_object(self, stage: int, value: Any, tag: int) -> None:
+        """Start sending a small Python object; its length goes first."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.send(stage, [torch.tensor([data.numel()], device=self._device), data.to(self._device)], tag)
+
+    def receive_object(self, stage: int, tag: int) -> Any:
+        """Receive a small Python object sent by :meth:`send_object`."""
+        (length,) = self.receive(stage, [((1,), torch.int64)], tag).wait()
+        (data,) = self.receive(stage, [((int(length.item()),), torch.uint8)], tag).wait()
+        return pickle.loads(data.cpu().numpy().tobytes())
+
+    def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
+        """Tell the next stage some numbers, and hear those of the stage before.
+
+        Called ahead of a step's first activation, for which every stage but the first waits anyhow.
+
+        Args:
+            stage: this rank's stage.
+            mine: numbers; equally many on every stage. The last one is told as its sum over the stages so far.
+
+        Returns:
+            The numbers of the stage before; ``None`` on the first.
+        """
+        heard: list[float] | None = None
+        if stage > 0:
+            (before,) = self.receive(stage - 1, [((len(mine),), torch.float64)], _NOTES).wait()
+            heard = list(before.tolist())
+        if stage < len(self._ranks) - 1:
+            told = mine if heard is None else [*mine[:-1], mine[-1] + heard[-1]]
+            self.send(stage + 1, [torch.tensor(told, dtype=torch.float64, device=self._device)], _NOTES)
+        return heard
+
+    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
+        """What a method waits for that sends: that ``stage`` fetches what was sent before."""
+        if "pending" not in seen or "stage" not in seen:
+            return None
+        rank = self._ranks[seen["stage"]]
+        return Waiting(f"rank {rank} to fetch what was sent to it", (rank,))
+
+    def finish(self) -> None:
+        """Wait for all sends; called at the end of a step."""
+        for (stage, _), pending in self._pending.items():  # noqa: B007 -- `stage` tells what is waited for
+            while pending:
+                _wait_for(pending.popleft())
+
+    def close(self) -> None:
+        """Close the connections to processes of this host; those that wait for this one learn it."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
+
+
+def _wait_for(sends: list[tuple[Any, Tensor | None]]) -> None:
+    for work, _ in sends:
+        work.wait()

@@ -1,0 +1,1 @@
+"""One pipeline stage: the user's step run on this rank's part of the module."""

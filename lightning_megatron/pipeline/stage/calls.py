@@ -1,0 +1,106 @@
+"""What a cut module's layers and parts have in place of their ``forward``: each call asks the cursor what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.elsewhere.standin import Sentinel
+from lightning_megatron.pipeline.stage.cursor import StageCursor, in_backward
+
+
+class LayerCall:
+    """Installed as ``forward`` on every trunk layer; asks the cursor what to do with each call."""
+
+    def __init__(self, cursor: StageCursor, index: int, name: str, module: nn.Module) -> None:
+        self.cursor = cursor
+        self.index = index
+        self.module = module
+        self.sentinel = Sentinel(name, is_layer=True)
+        self.forward = module.forward
+        self._main = _first_parameter(self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_layer(self.index, self, args, kwargs)
+
+    def main_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Indices, among the flattened arguments, of the tensors in the first argument (the hidden state)."""
+        if args:
+            main, offset = args[0], 0
+        else:
+            name = self._main if self._main in kwargs else next(iter(kwargs))
+            main, offset = kwargs[name], 0
+            for key, value in kwargs.items():
+                if key == name:
+                    break
+                offset += len(pytree.tree_leaves(value))
+        leaves = pytree.tree_leaves(main)
+        found = tuple(offset + i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        if not found:
+            raise RuntimeError(
+                f"layer `{self.sentinel.name}` was called with a {type(main).__name__} as its first argument; a "
+                "pipeline sends the first argument of a layer to the next stage, so it must be a tensor or a nest of "
+                "tensors."
+            )
+        return found
+
+
+class InnerCall(LayerCall):
+    """Installed on the modules inside a layer that is a mere container: the first of them to be called enters the
+    layer.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward() and self.cursor.is_inside(self.index):
+            return self.cursor.call_inside(self.index, self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class GuardedNames:
+    """Installed as ``named_parameters`` on a module with parts elsewhere.
+
+    Reading the first few is harmless (for a dtype). Reading all of them inside a step would silently leave out what
+    other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
+    """
+
+    def __init__(self, cursor: StageCursor, name: str, module: nn.Module) -> None:
+        self._cursor, self._name, self._module = cursor, name, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(self._module).named_parameters(self._module, *args, **kwargs)
+        self._cursor.parameters_read = True
+        if self._cursor.running:
+            raise RuntimeError(
+                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
+                "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
+                "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
+            )
+
+
+class PartCall:
+    """Installed as ``forward`` on every hollow part outside the trunk."""
+
+    def __init__(self, cursor: StageCursor, module: nn.Module, sentinel: Sentinel) -> None:
+        self.cursor = cursor
+        self.module = module
+        self.sentinel = sentinel
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_part(self, args, kwargs)
+
+
+class FirstCall(PartCall):
+    """Installed as ``forward`` on owned parts that run before the layers, where a stage has several pieces of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cursor.call_first_part(self, args, kwargs)
+
+
+def _first_parameter(forward: Callable[..., Any]) -> str:
+    parameters = list(inspect.signature(forward).parameters)
+    return parameters[0] if parameters else ""

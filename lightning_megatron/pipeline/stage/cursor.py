@@ -1,0 +1,375 @@
+"""Following the user's step through the layers, call by call.
+
+The step is not rewritten. It runs as it is, on one micro-batch, over a module whose layers have been wrapped::
+
+    def training_step(self, batch):          layers  0   1 │ 2   3 │ 4   5
+        x = self.embed(batch)                        └───────────────────── this stage runs 2 and 3
+        for layer in self.layers:            0, 1    skipped: stand-in output
+            x = layer(x, mask)               2       its first argument is replaced by what stage 0 sent
+        return loss(self.head(x), batch)     4       its first argument is sent on, and the step ends here
+
+A :class:`StageCursor` follows the layer calls of one run and does the replacing, skipping and ending.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
+from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
+from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
+from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
+
+if TYPE_CHECKING:
+    from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
+
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+
+
+class StageDone(BaseException):
+    """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
+
+
+class StageCursor:
+    """Follows the layer calls of one run of the user's step on one virtual stage.
+
+    Raises:
+        RuntimeError: the layers are called twice, out of order, or not at all.
+    """
+
+    def __init__(self, layers: int, trunk: str, streams: SegmentStreams) -> None:
+        self._layers = layers
+        self._trunk = trunk
+        self._streams = streams
+        self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.watch_plan = WatchPlan()
+        self._writers: set[tuple[int, int]] = set()
+        self._watch: Provenance | None = None
+        self.shapes = OutputShapes()
+        self.stage_module: Any = None
+        self.running = False
+        self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
+        self._next = 0
+
+    def isolate_parts(self, parts: list[nn.Module]) -> None:
+        """Let ``parts``, those outside the trunk, draw from streams of their own where they run before it."""
+        self._parts = PartHooks(parts, self._streams, self._before_trunk)
+
+    def _before_trunk(self) -> int | None:
+        return self.micro_batch if self.running and self._next == 0 else None
+
+    def use_streams(self, streams: SegmentStreams) -> None:
+        """Draw from other streams from now on: a later run's."""
+        self._streams = streams
+        self._parts.use_streams(streams)
+
+    def begin(
+        self, bounds: tuple[int, int], micro_batch: int, received: Boundary, where: str, watch: Provenance | None = None
+    ) -> None:
+        """Prepare for one run of the layers ``bounds`` on ``received``.
+
+        Args:
+            bounds: first layer, and the one after the last.
+            micro_batch: its number in the step.
+            received: what the stage before sent.
+            where: name of the step.
+            watch: follows the step's values, in the first run of its kind.
+        """
+        self.first, self.stop = bounds
+        self.where, self.training = where, where == "training_step"
+        self._watch = watch
+        self.micro_batch = micro_batch
+        self.received = received
+        self.sent = Boundary()
+        self._aliases: dict[int, tuple[Any, Tensor]] = {}
+        self._made: dict[int, Tensor] = {}
+        self._next = 0
+        self.running, self.parameters_read = True, False
+        self._seeds = self._streams.enter_micro_batch(micro_batch, range(1 + self.first, 2 + self.stop))
+
+    def end(self) -> None:
+        """Finish a run: nothing of the micro-batch stays referenced here."""
+        self.running = False
+        if self.received.written:
+            self._writers.add((self.first, self.stop))
+        self.received = self.sent = Boundary()
+        self._aliases, self._made = {}, {}
+        if self._watch is not None:
+            self.watch_plan.note_run((self.first, self.stop), self.where)
+            self._watch = None
+
+    def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
+        """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
+        self.first, self.stop = bounds
+        self.micro_batch = run.micro_batch
+        self.received = run.received
+
+    def writes(self, bounds: tuple[int, int]) -> bool:
+        """Whether the layers ``bounds`` have written into what they received."""
+        return bounds in self._writers
+
+    @property
+    def sends(self) -> bool:
+        """Whether the present run ends by sending to another stage."""
+        return self.stop < self._layers
+
+    def check_output(self, output: Any, module: nn.Module) -> None:
+        """Complain about a step whose results are made of stand-ins."""
+        if self._watch is not None:
+            self._watch.refuse_away(output, f"what `{self.where}` returned")
+            self._watch.refuse_away_metrics(module)
+
+    def refuse_away(self, value: Any, what: str) -> None:
+        """Complain if ``value`` is made of stand-ins.
+
+        Raises:
+            RuntimeError: naming the part that it depends on.
+        """
+        if self._watch is not None:
+            self._watch.refuse_away(value, what)
+
+    def check_finished(self) -> None:
+        """Complain about a step that returned without having called every layer."""
+        if self._next < self.stop or self.sends:
+            called = f"called only {self._next} of the {self._layers}" if self._next else "did not call the"
+            raise RuntimeError(
+                f"the step {called} layers of `{self._trunk}`; under a pipeline every layer must be called exactly "
+                f"once, and layer {self._next} was not called. If these are not the module's layers, name them with "
+                "`pipeline_layers=...`; otherwise use `pipeline_parallel_size=1`."
+            )
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
+        if self.running and 0 < index < self.first - 1 and self._passes_on(index, call, args, kwargs):
+            self._next += 1
+            return args[0]
+        if in_backward():
+            return self._recompute(index, call, args, kwargs)
+        if self._watch is None:
+            return self._follow(index, call, args, kwargs)
+        with self._watch.paused():
+            return self._follow(index, call, args, kwargs)
+
+    def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a skipped layer, neither the first nor the last of them, may hand on its input, a stand-in, as its
+        output: the usual case of a late stage, and so decided before all else.
+        """
+        plain = index == self._next and self._watch is None and not kwargs and len(args) == 1 and not in_backward()
+        return plain and self.shapes.keeps(call.module, args[0])
+
+    def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_order(index)
+        self._next += 1
+        if index < self.first:
+            return self._skip(index, call, args, kwargs)
+        if index == self.stop:
+            self._capture(call, args, kwargs)
+        args, kwargs = self._substitute(index, call, args, kwargs)
+        self._streams.enter_known(self._seeds[1 + index])
+        output = self._compute(call, args, kwargs)
+        if type(output) is not Tensor or self._made:
+            self._note_made(args, kwargs, output)
+        if index == self._layers - 1:
+            self._streams.enter_known(self._seeds[1 + self._layers])
+        return output
+
+    def is_inside(self, index: int) -> bool:
+        """Whether layer ``index``, a container of modules that are called one by one, has been entered already."""
+        return self.running and self._next == index + 1
+
+    def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A further call inside a layer that is a container."""
+        if self._watch is None:
+            return self._skip(index, call, args, kwargs) if index < self.first else call.forward(*args, **kwargs)
+        with self._watch.paused():
+            skips = index < self.first
+            return self._skip(index, call, args, kwargs) if skips else self._compute(call, args, kwargs)
+
+    def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._watch is None:
+            return call.forward(*args, **kwargs)
+        self._watch.refuse_away((args, kwargs), f"an argument of layer `{call.sentinel.name}`")
+        output = call.forward(*args, **kwargs)
+        self._watch.note_made(output)
+        return output
+
+    def _skip(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of a layer before this stage's. The last one gives a tensor of its own, which will become the
+        input.
+        """
+        reuse = 0 < index < self.first - 1
+        args, kwargs = without_caches(args, kwargs)
+        return self._stand_in(call, args, kwargs, reuse)
+
+    def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:
+        if self._watch is None:
+            return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+        with self._watch.paused():
+            zeros = self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+        self._watch.note_away(zeros, call.sentinel.name)
+        return zeros
+
+    def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for a part outside the trunk that another stage owns."""
+        if self.running and not in_backward() and (self.first == 0 or self._next > self.first):
+            raise RuntimeError(self._misplaced(call.sentinel.name))
+        return self._stand_in(call, args, kwargs)
+
+    def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for a part that runs before the layers, on the stage that owns it."""
+        if not self.running or self.first == 0 or in_backward():
+            return call.forward(*args, **kwargs)
+        return self._stand_in(call, args, kwargs)
+
+    def _misplaced(self, part: str) -> str:
+        option = f'pipeline_placement={{"{part}": "all"}}'
+        keep = f"keep it on every stage with `MegatronStrategy({option})`"
+        if self._next == 0:
+            return f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}."
+        return (
+            f"`{part}` was called when layer {self._next} of `{self._trunk}` was expected, and it is not on this "
+            "stage. If the step leaves layers out, it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
+            f"if `{part}` belongs there, {keep}."
+        )
+
+    def _check_order(self, index: int) -> None:
+        if not self.running:
+            raise RuntimeError(
+                f"the layers of `{self._trunk}` were called outside of a training, validation, test or predict step. "
+                "They are spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` "
+                "for this."
+            )
+        if index == self._next:
+            return
+        if index < self._next:
+            last = self._next - 1
+            what = f"layer {index} of `{self._trunk}` was called again after layer {last}: the layers are called twice"
+        else:
+            what = (
+                f"layer {index} of `{self._trunk}` was called, but layer {self._next} comes next: a layer was left out"
+            )
+        raise RuntimeError(
+            f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second "
+            "forward, no generation, no layer dropping) or use `pipeline_parallel_size=1`."
+        )
+
+    def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = _flatten(args, kwargs)
+        main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
+        side = self._side_of(leaves, main)
+        tensors = [self._original(leaves[index]) for index in (*main, *side)]
+        self.sent = Boundary(
+            tuple(
+                Leaf(index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for index, tensor in zip((*main, *side), tensors, strict=True)
+            ),
+            tensors,
+        )
+        raise StageDone
+
+    def _note_made(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Remember what layers made that takes no gradient, such as counts, for as long as it is handed on."""
+        handed = {id(leaf) for leaf in _flatten(args, kwargs)} if self._made else set()
+        self._made = {key: leaf for key, leaf in self._made.items() if key in handed}
+        outputs = () if type(output) is Tensor else pytree.tree_leaves(output)
+        self._made |= {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
+
+    def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
+        """Arguments besides the hidden state that the next stage cannot compute: found by watching, then remembered.
+        What has a gradient always belongs to them, and so does what a layer gave.
+        """
+        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in main]
+        given = {i for i, leaf in tensors if id(leaf) in self._made or id(leaf) in self._aliases}
+        known = self._side_indices.get((self.stop, self.where), ())
+        if self._watch is not None:
+            self._refuse_stand_ins(leaves)
+            known = tuple(i for i, leaf in tensors if self._watch.travels(leaf) or id(leaf) in self._aliases)
+        if torch.is_grad_enabled():
+            known = tuple(i for i, leaf in tensors if leaf.requires_grad or i in known)
+            self._side_indices[self.stop, self.where] = known
+        return tuple(i for i, _ in tensors if i in known or i in given)
+
+    def _refuse_stand_ins(self, leaves: list[Any]) -> None:
+        foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
+        self.refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
+
+    def _original(self, tensor: Tensor) -> Tensor:
+        alias = self._aliases.get(id(tensor))
+        return alias[1] if alias is not None else tensor
+
+    def _substitute(
+        self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.first == 0 or (index > self.first and not self._aliases):
+            return args, kwargs
+        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
+        if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
+            if become(args[0], self.received.tensors[0], self.training):
+                self.received.tensors[0] = args[0]
+            return (self._arrived(0), *args[1:]), kwargs
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if index == self.first:
+            self._insert_received(leaves)
+        else:
+            leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
+        return new_args, new_kwargs
+
+    def _insert_received(self, leaves: list[Any]) -> None:
+        """Put what the stage before sent in the place of the stand-ins, which become it wherever they can."""
+        used: set[int] = set()
+        for place, leaf in enumerate(self.received.leaves):
+            stand_in, new = leaves[leaf.index], id(leaves[leaf.index]) not in used
+            became = new and become(stand_in, self.received.tensors[place], self.training)
+            if became:
+                self.received.tensors[place] = stand_in
+            tensor = self._arrived(place)
+            if new and not became:
+                self._aliases[id(stand_in)] = (stand_in, tensor)
+            used.add(id(stand_in))
+            leaves[leaf.index] = tensor
+            if self._watch is not None:
+                self._watch.note_made(tensor)
+
+    def _arrived(self, place: int) -> Tensor:
+        """A received tensor, into which layers may write if any did so in the first run."""
+        writes = self._watch is not None or self.writes((self.first, self.stop))
+        return self.received.arrive(place) if writes else self.received.tensors[place]
+
+    def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index == self.first and self.first > 0:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
+                leaves[leaf.index] = tensor
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self._streams.enter(self.micro_batch, 1 + index)
+        return call.forward(*args, **kwargs)
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments without Hugging Face's key-value caches, which every further run of a layer would append to."""
+    if any(_is_cache(value) for value in (*args, *kwargs.values())):
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__.startswith("transformers.cache_utils")
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a call's arguments; pytree is asked only where there is a nest."""
+    values = [*args, *kwargs.values()]
+    if all(type(value) in _LEAVES for value in values):
+        return values
+    return pytree.tree_leaves((args, kwargs))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread: a layer call now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)

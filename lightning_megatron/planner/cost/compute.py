@@ -1,0 +1,196 @@
+"""Time on the GPU itself: matrix products, attention and passes over memory of one layer.
+
+A layer's time is not its FLOPs over a peak: a product that is cut small by tensor parallelism or a small micro-batch
+fills neither the tiles nor the pipelines of the chip, and every norm, activation and (without fused attention) score
+matrix is a trip through memory. Each of these is counted here for one tensor rank and one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.planner.model.cluster import Gpu
+from lightning_megatron.planner.model.constants import Constants
+from lightning_megatron.planner.model.recipe import Recipe
+from lightning_megatron.planner.model.shape import ModelShape
+
+_TILE = 128 * 128
+_ALIGNMENT = 8
+_LOGIT_BYTES = 30.0
+"""Bytes moved per logit for a 16-bit product, a 32-bit softmax and its gradient (about eight passes)."""
+_OPTIMIZER_BYTES = 34.0
+"""Bytes moved per parameter by Adam with 32-bit master weights: read gradient, master and moments; write all back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Reads and writes of whole tensors, in elements per token of width ``hidden``, ``inner`` or ``heads``."""
+
+    hidden: float
+    inner: float
+    qkv: float
+
+
+def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
+    """Memory passes of norms, residuals, dropout, activation and rotary or bias work of one layer.
+
+    Fused kernels read their inputs and write their output once. Without fusion a norm is about five kernels, an
+    activation with gate two, rotary embedding three.
+    """
+    drop = 2.5 if recipe.software.dropout else 0.0
+    if recipe.software.fused_kernels:
+        hidden, inner, qkv = (14.0, (3.0, 5.0), 2.0) if backward else (10.0, (2.0, 3.0), 2.0)
+    else:
+        hidden, inner, qkv = (30.0, (6.0, 8.0), 8.0) if backward else (20.0, (4.0, 5.0), 6.0)
+    return Passes(hidden + drop, inner[gated], qkv)
+
+
+def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str) -> float:
+    """Seconds of one matrix product [rows, inner] x [inner, columns].
+
+    The share of the peak falls with the output's size (the last wave of tiles is partly idle) and with the inner
+    dimension (each tile fills and drains its pipeline); memory traffic is a lower bound.
+    """
+    flops = 2.0 * rows * columns * inner
+    element = {"fp8": 1.0, "fp32": 4.0, "fp64": 8.0}.get(precision, 2.0)
+    tiles = 1.0 + constants.tile_waste * gpu.processors * _TILE / (rows * columns)
+    pipeline = 1.0 + constants.k_half / inner
+    compute = flops / (gpu.peak(precision) * constants.gemm(gpu.generation, precision)) * tiles * pipeline
+    traffic = (rows * inner + inner * columns) * element + max(element, 2.0) * rows * columns
+    return max(compute, traffic / (gpu.bandwidth * constants.memory))
+
+
+def product_and_gradients(
+    rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str
+) -> tuple[float, float, float]:
+    """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
+    return (
+        gemm_seconds(rows, columns, inner, gpu, constants, precision),
+        gemm_seconds(rows, inner, columns, gpu, constants, precision),
+        gemm_seconds(inner, columns, rows, gpu, constants, precision),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds of one layer for one micro-batch on one tensor rank, without communication."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    attention_core: float
+
+    @property
+    def backward(self) -> float:
+        """Both gradients."""
+        return self.input_gradient + self.weight_gradient
+
+
+def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> LayerSeconds:
+    """Time of one transformer layer on one tensor rank for one micro-batch."""
+    tokens = recipe.micro_batch * shape.seq / recipe.context
+    tensor = recipe.tensor
+    width = shape.head_size * shape.heads / tensor
+    inner = shape.inner / tensor
+    products = [
+        (shape.qkv_width / tensor, float(shape.hidden)),
+        (float(shape.hidden), width),
+        *([(inner, float(shape.hidden))] * (2 if shape.gated else 1)),
+        (float(shape.hidden), inner),
+    ]
+    forward = data = weight = 0.0
+    for columns, depth in products:
+        times = product_and_gradients(tokens, columns, depth, gpu, constants, recipe.precision)
+        forward, data, weight = forward + times[0], data + times[1], weight + times[2]
+    core_forward, core_backward = _attention_seconds(shape, recipe, gpu, constants)
+    forward += core_forward + _elementwise_seconds(shape, recipe, gpu, constants, False)
+    data += core_backward + _elementwise_seconds(shape, recipe, gpu, constants, True)
+    floor, wait = constants.launch, constants.blocking if recipe.software.blocking_launches else 0.0
+    forward = max(forward, floor) + wait
+    return LayerSeconds(forward, max(data, floor) + wait, max(weight, floor) + wait, core_forward)
+
+
+def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, backward: bool) -> float:
+    """Seconds of a layer's passes over memory in one direction."""
+    passes = _passes(recipe, shape.gated, backward)
+    tokens = recipe.micro_batch * shape.seq / recipe.context
+    split = recipe.tensor if recipe.sequence_parallel else 1
+    elements = passes.hidden * shape.hidden / split
+    elements += (passes.inner * shape.inner + passes.qkv * shape.qkv_width) / recipe.tensor
+    bytes_moved = (
+        recipe.element * tokens * elements * (1.0 if recipe.software.fused_kernels else constants.eager_passes)
+    )
+    if recipe.precision == "fp8":
+        inputs = 2.0 * shape.hidden + (shape.inner + shape.head_size * shape.heads) / recipe.tensor
+        bytes_moved += 4.0 * tokens * inputs
+    return bytes_moved / (gpu.bandwidth * constants.memory)
+
+
+def _attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """Seconds of scores, softmax and their product with the values: forward and backward."""
+    if recipe.software.fused_attention:
+        return _fused_attention_seconds(shape, recipe, gpu, constants)
+    return _unfused_attention_seconds(shape, recipe, gpu, constants)
+
+
+def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """Causal FlashAttention: half of the score matrix, and 2.5 times the forward's FLOPs in the backward."""
+    heads = shape.heads / recipe.tensor
+    flops = 2.0 * recipe.micro_batch * heads * shape.head_size * shape.seq * shape.seq / recipe.context
+    forward = flops / (gpu.peak(_head_precision(recipe)) * constants.attention(gpu.generation))
+    return forward, 2.5 * forward
+
+
+def _unfused_attention_seconds(
+    shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants
+) -> tuple[float, float]:
+    """Scores written to memory: two batched products, and passes of softmax and dropout over the score matrix."""
+    batch = recipe.micro_batch * shape.heads / recipe.tensor
+    rows = shape.seq / recipe.context
+    product = batch * _batched_product_seconds(rows, shape.seq, shape.head_size, batch, gpu, constants)
+    scores = 2.0 * batch * rows * shape.seq / (gpu.bandwidth * constants.memory)
+    passes = constants.score_passes * scores
+    return 2.0 * product + passes, 4.0 * product + 1.25 * passes
+
+
+def _batched_product_seconds(
+    rows: float, columns: float, inner: int, batch: float, gpu: Gpu, constants: Constants
+) -> float:
+    """Seconds of one of many equal products of a batch; head sizes that are no multiple of 8 miss the tensor cores."""
+    if inner % _ALIGNMENT:
+        return 2.0 * rows * columns * inner / (gpu.peak_16 * constants.misaligned)
+    together = gemm_seconds(rows * batch, columns, inner, gpu, constants, "bf16")
+    return together / batch
+
+
+def head_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """Seconds of the output head and the loss for one micro-batch: forward and backward."""
+    tokens = recipe.micro_batch * shape.seq / recipe.context
+    columns = shape.vocab / recipe.tensor
+    forward, data, weight = product_and_gradients(
+        tokens, columns, float(shape.hidden), gpu, constants, _head_precision(recipe)
+    )
+    loss = _LOGIT_BYTES * tokens * columns / (gpu.bandwidth * constants.memory)
+    return forward + 0.5 * loss, data + weight + 0.5 * loss
+
+
+def _head_precision(recipe: Recipe) -> str:
+    """Precision of the output head: 16-bit where the layers' products are 8-bit."""
+    return "bf16" if recipe.precision == "fp8" else recipe.precision
+
+
+def accumulation_seconds(parameters: float, recipe: Recipe, gpu: Gpu, constants: Constants) -> float:
+    """Seconds in which one micro-batch's weight gradients of ``parameters`` are added to those of the step.
+
+    A separate kernel reads the new gradient and the sum, and writes the sum. Products that add into the sum themselves
+    hide that behind their own work; so does a shard, which is a fraction of the weights.
+    """
+    if recipe.software.direct_gradients or recipe.sharding in ("fsdp", "hsdp") or recipe.micro_batches == 1:
+        return 0.0
+    moved = recipe.element + 2.0 * recipe.bytes_per_gradient
+    return moved * parameters / (gpu.bandwidth * constants.memory)
+
+
+def optimizer_seconds(parameters: float, gpu: Gpu, constants: Constants) -> float:
+    """Seconds of gradient norm and Adam over the ``parameters`` that one rank updates."""
+    return _OPTIMIZER_BYTES * parameters / (gpu.bandwidth * constants.memory)

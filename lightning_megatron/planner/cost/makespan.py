@@ -1,0 +1,79 @@
+"""Length of a pipelined step from the costs of its virtual stages.
+
+A prediction runs the real schedule through the simulator. Closed forms of the bubble serve where thousands of layouts
+are compared, or one layout thousands of times.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lightning_megatron.pipeline.schedules.by_name import make_schedule
+from lightning_megatron.pipeline.schedules.dependencies import Costs
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.schedules.simulation import simulate
+from lightning_megatron.planner.cost.stages import StageSeconds, rank_costs
+from lightning_megatron.planner.model.recipe import VEE_SCHEDULES, Recipe
+
+
+def closed_form(costs: list[StageSeconds], recipe: Recipe) -> float:
+    """Seconds from the first forward to the last backward, by the schedules' known bubbles.
+
+    The slowest rank works without pause for all m micro-batches; before and after, one micro-batch crosses the other
+    ranks: (m - 1) max T + sum T for GPipe and 1F1B, the crossing divided by v when interleaved. Zero-bubble schedules
+    put weight gradients W into the bubble: (p-1)(F + I - W) for ZB-H1, (p-1)(F + I - 2W) for ZB-H2, where I is the
+    input gradient (arXiv 2401.10241); the V schedules wait for one crossing of one chunk's forward.
+    """
+    ranks = rank_costs(costs, recipe)
+    totals = [cost.total + 2.0 * cost.flight for cost in ranks]
+    busy = recipe.micro_batches * max(cost.total for cost in ranks)
+    if recipe.pipeline == 1:
+        return busy
+    crossing = sum(totals) - max(totals)
+    if recipe.schedule in ("gpipe", "1f1b"):
+        return busy + crossing
+    if recipe.schedule == "interleaved":
+        return busy + crossing / recipe.chunks
+    if recipe.schedule in VEE_SCHEDULES:
+        return busy + sum(cost.forward for cost in ranks) / recipe.chunks
+    others = (recipe.pipeline - 1) / recipe.pipeline
+    weights = sum(cost.weight_gradient for cost in ranks) * others
+    if recipe.schedule == "zb-h1":
+        return busy + max(0.0, crossing - 2.0 * weights)
+    late_start = 0.0 if recipe.software.post_validation else sum(cost.forward for cost in ranks) * others
+    return busy + max(0.0, crossing - 3.0 * weights, late_start)
+
+
+def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
+    """Seconds of the real schedule's step, by the simulator.
+
+    A pipeline repeats itself once it is full, so a long step is two short ones and the difference between them as often
+    as needed; the two differ by one round of p micro-batches.
+    """
+    if recipe.pipeline == 1:
+        return recipe.micro_batches * sum(cost.total for cost in costs)
+    stages, count = recipe.pipeline, recipe.micro_batches
+    long = 3 * stages + count % stages
+    if count <= long:
+        return _span(costs, recipe, count)
+    longer = _span(costs, recipe, long)
+    return longer + (count - long) // stages * (longer - _span(costs, recipe, long - stages))
+
+
+def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
+    """Length of a step of ``micro_batches`` micro-batches; a rank's longest span where ranks run on across steps."""
+    schedule = _schedule(recipe.schedule, recipe.pipeline, micro_batches, recipe.chunks)
+    times = Costs(
+        forward=tuple(cost.forward + 0.5 * cost.transfer for cost in costs),
+        backward_input=tuple(cost.input_gradient + 0.5 * cost.transfer for cost in costs),
+        backward_weight=tuple(cost.weight_gradient for cost in costs),
+        latency=max(cost.flight for cost in costs),
+    )
+    timeline = simulate(schedule, times)
+    return max(timeline.spans) if recipe.software.post_validation else timeline.makespan
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """The real schedule; layouts that share it differ only in their costs."""
+    return make_schedule(name, stages, micro_batches, chunks=chunks)

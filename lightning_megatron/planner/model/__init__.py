@@ -1,0 +1,1 @@
+"""What is run, where, and how: shapes, clusters, recipes."""

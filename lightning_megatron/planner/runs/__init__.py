@@ -1,0 +1,1 @@
+"""Published runs, and how far predictions are from them."""

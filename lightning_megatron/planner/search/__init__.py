@@ -1,0 +1,1 @@
+"""Which layouts fit, which is fastest, and why."""

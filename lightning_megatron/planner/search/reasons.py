@@ -1,0 +1,144 @@
+"""Why a layout won, in the terms of the papers that layouts come from (arXiv 2104.04473, takeaways 1 to 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from lightning_megatron.planner.cost.prediction import Prediction, predict
+from lightning_megatron.planner.model.cluster import GIB, Cluster
+from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
+from lightning_megatron.planner.model.recipe import VEE_SCHEDULES
+from lightning_megatron.planner.model.shape import ModelShape
+
+_KINDS = {
+    "compute": "compute (efficiency of matrix products)",
+    "tensor_communication": "exposed tensor-parallel communication",
+    "pipeline_bubble": "the pipeline bubble",
+    "pipeline_transfer": "stage-to-stage transfers",
+    "data_communication": "exposed gradient reduction",
+    "optimizer": "the optimizer",
+    "other": "waiting for the slowest rank",
+}
+
+
+def explain(
+    shape: ModelShape,
+    cluster: Cluster,
+    ranked: Sequence[Prediction],
+    *,
+    least: int | None = None,
+    constants: Constants = DEFAULT_CONSTANTS,
+) -> str:
+    """A paragraph on the first layout, and what the second loses on.
+
+    Args:
+        shape: the model.
+        cluster: the machine.
+        ranked: predictions, fastest first; at least one.
+        least: the fewest GPUs t p that one replica fits on, where known.
+        constants: calibrated efficiencies.
+    """
+    best = ranked[0]
+    sentences = [_tensor(best, cluster), _pipeline(best), _micro_batch(best, shape, cluster, constants)]
+    sentences += [_data(best, least), _memory(best, shape)]
+    if len(ranked) > 1:
+        sentences.append(compare(best, ranked[1]))
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _tensor(best: Prediction, cluster: Cluster) -> str:
+    """On the tensor-parallel size."""
+    tensor = best.recipe.tensor
+    share = 100 * best.breakdown.tensor_communication / best.iteration_seconds
+    if tensor == 1:
+        return "No tensor parallelism: layers fit without it, so its collectives would only cost time."
+    place = "inside a node's NVLink" if tensor <= cluster.gpus_per_node else "across nodes"
+    return f"Tensor parallelism of {tensor} stays {place}; its collectives cost {share:.1f}% of the step."
+
+
+def _pipeline(best: Prediction) -> str:
+    """On the pipeline's size, schedule and bubble."""
+    recipe = best.recipe
+    if recipe.pipeline == 1:
+        return "No pipeline: the model fits without one, so there is no bubble."
+    share = 100 * best.breakdown.pipeline_bubble / best.iteration_seconds
+    chunks = f" with {recipe.chunks} chunks per rank" if recipe.chunks > 1 else ""
+    return (
+        f"{recipe.pipeline} pipeline stages run {recipe.schedule}{chunks} over {recipe.micro_batches} micro-batches of "
+        f"{recipe.micro_batch}; the bubble is {share:.1f}% of the step{_ideal_bubble(best)}."
+    )
+
+
+def _ideal_bubble(best: Prediction) -> str:
+    """The paper's bubble beside the simulated one, for the schedules it is about."""
+    recipe = best.recipe
+    if recipe.schedule in VEE_SCHEDULES or recipe.schedule.startswith("zb"):
+        return ", for weight gradients fill it"
+    ideal = (recipe.pipeline - 1) / (recipe.chunks * recipe.micro_batches)
+    name = "(p - 1)/(v m)" if recipe.chunks > 1 else "(p - 1)/m"
+    return f" ({name} of even stages would be {100 * ideal:.1f}% of their work)"
+
+
+def _micro_batch(best: Prediction, shape: ModelShape, cluster: Cluster, constants: Constants) -> str:
+    """On the micro-batch: larger ones fill the GPU, smaller ones the pipeline."""
+    recipe = best.recipe
+    reasons = []
+    for size in (recipe.micro_batch // 2, 2 * recipe.micro_batch):
+        if not size or recipe.global_batch % (recipe.data * size):
+            continue
+        other = predict(shape, replace(recipe, micro_batch=size), cluster, constants=constants)
+        if not other.fits:
+            reasons.append(f"{size} would not fit like this")
+            continue
+        slower = 100 * (other.iteration_seconds / best.iteration_seconds - 1)
+        if slower > 0:
+            reasons.append(f"{size} would be {slower:.1f}% slower for {_reason(best, other)}")
+    return f"As micro-batch, {' and '.join(reasons)}." if reasons else ""
+
+
+def _gaps(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Seconds by kind that ``other`` takes more than ``best`` for as many sequences."""
+    ours, theirs = asdict(best.breakdown), asdict(other.breakdown)
+    scale = best.recipe.global_batch / other.recipe.global_batch
+    return {name: scale * theirs[name] - ours[name] for name in _KINDS}
+
+
+def _reason(best: Prediction, other: Prediction) -> str:
+    """The kind of seconds by which ``other`` exceeds ``best`` most."""
+    gaps = _gaps(best, other)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return "recomputation" if worst == "compute" and other.recomputed > best.recomputed else _KINDS[worst]
+
+
+def _data(best: Prediction, least: int | None) -> str:
+    """On data parallelism."""
+    recipe = best.recipe
+    if recipe.replicas == 1:
+        return ""
+    share = 100 * best.breakdown.data_communication / best.iteration_seconds
+    state = "its optimizer state is sharded" if recipe.sharding != "none" else "every replica keeps all optimizer state"
+    replica = recipe.tensor * recipe.pipeline
+    why = "one replica takes no fewer" if replica == least else f"one would fit on {least}, but slower"
+    size = f"A replica has {replica} GPU{'s' * (replica > 1)} ({why})" if least is not None else "The model is repeated"
+    return f"{size}, and {recipe.data} replicas share the batch ({state}); what of that is exposed costs {share:.1f}%."
+
+
+def _memory(best: Prediction, shape: ModelShape) -> str:
+    """On memory and recomputation."""
+    used, capacity = best.memory.total / GIB, best.capacity / GIB
+    recompute = "layers are recomputed, or it would not fit" if best.recomputed else "nothing is recomputed"
+    size = f"{shape.parameters / 1e9:.1f}B parameters"
+    return f"{size} take {used:.0f} of {capacity:.0f} GiB on the fullest rank; {recompute}."
+
+
+def compare(best: Prediction, other: Prediction) -> str:
+    """What ``other`` loses against ``best``, and what it gains in return."""
+    slower = 100 * (best.tokens_per_second / other.tokens_per_second - 1)
+    gaps = _gaps(best, other)
+    lost = f"{100 * max(gaps.values()) / best.iteration_seconds:.1f}%"
+    runner = f"The runner-up ({other.recipe.describe()}) is {slower:.1f}% slower"
+    text = f"{runner}: it loses {lost} on {_reason(best, other)}"
+    if min(gaps.values()) < -0.002 * best.iteration_seconds:
+        text += f", and gains less than that on {_reason(other, best)}"
+    return text + "."

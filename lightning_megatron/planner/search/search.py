@@ -1,0 +1,269 @@
+"""Search of layouts: every way to run a model on so many GPUs, the ones that fit, and which is fastest.
+
+The search is exhaustive but for rules that cannot change the winner: recomputation is added only where memory needs it,
+for it only costs time. Closed forms of the bubble rank all candidates; the best are predicted again with their real
+schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_megatron.planner.cost.makespan import closed_form
+from lightning_megatron.planner.cost.memory import peak_memory, recompute_share
+from lightning_megatron.planner.cost.prediction import Prediction, predict
+from lightning_megatron.planner.model.cluster import Cluster
+from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
+from lightning_megatron.planner.model.recipe import LIGHTNING, VEE_SCHEDULES, Recipe, Software
+from lightning_megatron.planner.model.shape import ModelShape
+from lightning_megatron.planner.search.reasons import explain
+
+_REFINED = 12
+_MOST_CHUNKS = 12
+_LARGEST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the search may choose from.
+
+    Args:
+        schedules: pipeline schedules by name.
+        shardings: ``none`` and ``zero1`` for this package's strategy; ``fsdp`` also where there is no pipeline.
+        precision: of the matrix products.
+        software: traits of the training stack.
+        tensor, pipeline, micro_batch: fixed values, or None for all.
+        largest_tensor: most tensor ranks; None means those of one node.
+        headroom: share of memory that stays free, for a prediction of memory is not exact either.
+
+    Raises:
+        ValueError: ``headroom`` is no share.
+    """
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    shardings: tuple[str, ...] = ("zero1", "none")
+    precision: str = "bf16"
+    software: Software = LIGHTNING
+    tensor: int | None = None
+    pipeline: int | None = None
+    micro_batch: int | None = None
+    largest_tensor: int | None = None
+    headroom: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"`headroom={self.headroom}` is a share of memory; it must lie in 0 to below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ranked layouts.
+
+    Args:
+        shape, cluster, gpus, global_batch: the question.
+        ranked: predictions of layouts that fit, fastest first.
+        considered: layouts looked at.
+        too_large: of these, how many do not fit even with full recomputation.
+        explanation: why the first is first, and what the second loses on.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    gpus: int
+    global_batch: int
+    ranked: tuple[Prediction, ...]
+    considered: int
+    too_large: int
+    explanation: str
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest layout that fits."""
+        return self.ranked[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the question, the ranking and the explanation."""
+        return {
+            "gpus": self.gpus,
+            "gpu": self.cluster.gpu.name,
+            "global_batch": self.global_batch,
+            "parameters": self.shape.parameters,
+            "considered": self.considered,
+            "too_large": self.too_large,
+            "explanation": self.explanation,
+            "layouts": [prediction.as_dict() for prediction in self.ranked],
+        }
+
+
+def plan(
+    shape: ModelShape,
+    cluster: Cluster,
+    gpus: int,
+    global_batch: int | None = None,
+    *,
+    replica_batch: int | None = None,
+    limits: Limits | None = None,
+    constants: Constants = DEFAULT_CONSTANTS,
+    top: int = 10,
+) -> Plan:
+    """Find the fastest layouts of a model on so many GPUs.
+
+    Args:
+        shape: the model.
+        cluster: the machine.
+        gpus: GPUs to use, all of them.
+        global_batch: sequences per optimizer step.
+        replica_batch: instead of these, sequences that each replica's loader gives; layouts with more replicas then
+            take more in a step.
+        limits: what to choose from.
+        constants: calibrated efficiencies.
+        top: layouts to return.
+
+    Raises:
+        ValueError: no layout divides, or none fits; the message says which and what would help.
+    """
+    if (global_batch is None) == (replica_batch is None):
+        raise ValueError("give either `global_batch` or `replica_batch`")
+    limits = limits or Limits()
+    for name, value in (("gpus", gpus), ("global_batch", global_batch or replica_batch or 0), ("top", top)):
+        if value < 1:
+            raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
+    considered = too_large = 0
+    found: list[Prediction] = []
+    for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
+        considered += 1
+        fitting = cheapest_fitting(shape, recipe, cluster, limits.headroom)
+        if fitting is None:
+            too_large += 1
+            continue
+        found.append(predict(shape, fitting, cluster, constants=constants, makespan=closed_form))
+    if not found:
+        raise ValueError(_nothing_found(shape, cluster, gpus, global_batch or replica_batch or 0, considered, limits))
+    found.sort(key=_slowness)
+    refined = [predict(shape, item.recipe, cluster, constants=constants) for item in found[: max(_REFINED, top)]]
+    ranked = tuple(sorted(refined, key=_slowness)[:top])
+    least = min(item.recipe.tensor * item.recipe.pipeline for item in found)
+    text = explain(shape, cluster, ranked, least=least, constants=constants)
+    return Plan(shape, cluster, gpus, ranked[0].recipe.global_batch, ranked, considered, too_large, text)
+
+
+def _slowness(prediction: Prediction) -> float:
+    """Seconds per token: orders layouts also where their steps take different batches."""
+    return 1.0 / prediction.tokens_per_second
+
+
+def candidates(
+    shape: ModelShape,
+    cluster: Cluster,
+    gpus: int,
+    global_batch: int | None,
+    limits: Limits,
+    replica_batch: int | None = None,
+) -> Iterator[Recipe]:
+    """All recipes that divide the GPUs, the heads, the layers and the batch, without recomputation."""
+    largest = limits.largest_tensor or cluster.gpus_per_node
+    for tensor in _divisors(gpus, limits.tensor):
+        if tensor > largest or not _tensor_divides(shape, tensor):
+            continue
+        for pipeline in _divisors(gpus // tensor, limits.pipeline):
+            data = gpus // tensor // pipeline
+            batch = global_batch if replica_batch is None else replica_batch * data
+            if pipeline > shape.layers or not batch or batch % data:
+                continue
+            yield from _recipes(shape, tensor, pipeline, data, batch, limits)
+
+
+def _recipes(
+    shape: ModelShape, tensor: int, pipeline: int, data: int, global_batch: int, limits: Limits
+) -> Iterator[Recipe]:
+    """Recipes of one choice of tensor, pipeline and data sizes."""
+    per_replica = global_batch // data
+    schedules = list(_schedules(shape, pipeline, limits.schedules))
+    for micro_batch in _divisors(per_replica, limits.micro_batch):
+        if micro_batch > _LARGEST_MICRO_BATCH:
+            continue
+        for schedule, chunks in schedules:
+            for sharding in limits.shardings:
+                if data == 1 and sharding != limits.shardings[0]:
+                    continue  # one replica has nothing to shard over: all choices are the same
+                if sharding in ("fsdp", "hsdp") and pipeline > 1:
+                    continue
+                for sequence in (True, False) if tensor > 1 else (True,):
+                    yield Recipe(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        data=data,
+                        micro_batch=micro_batch,
+                        global_batch=global_batch,
+                        chunks=chunks,
+                        schedule=schedule,
+                        sharding=sharding,
+                        sequence_parallel=sequence,
+                        precision=limits.precision,
+                        software=limits.software,
+                    )
+
+
+def _divisors(number: int, fixed: int | None) -> list[int]:
+    """Divisors of ``number``, or the fixed one where it divides."""
+    if fixed is not None:
+        return [fixed] if number % fixed == 0 else []
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _tensor_divides(shape: ModelShape, tensor: int) -> bool:
+    """Whether heads and the MLP split evenly over the tensor ranks (key/value heads split or are repeated)."""
+    heads = shape.key_value_heads
+    shared = heads % tensor == 0 or tensor % heads == 0
+    return shape.heads % tensor == 0 and shared and shape.inner % tensor == 0
+
+
+def _schedules(shape: ModelShape, pipeline: int, allowed: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Schedules and chunks that ``pipeline`` ranks can have; the layers must divide into interleaved chunks."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    for name in allowed:
+        if name == "interleaved":
+            for chunks in range(2, min(_MOST_CHUNKS, shape.layers // pipeline) + 1):
+                slots = pipeline * chunks
+                if shape.layers % slots == 0 or (shape.layers + 2) % slots == 0:
+                    yield name, chunks
+        elif name in VEE_SCHEDULES:
+            if shape.layers >= 2 * pipeline:
+                yield name, 2
+        else:
+            yield name, 1
+
+
+def cheapest_fitting(shape: ModelShape, recipe: Recipe, cluster: Cluster, headroom: float = 0.0) -> Recipe | None:
+    """The recipe with the least recomputation that fits and leaves the share ``headroom`` of memory free, or None."""
+    for recompute in ("none", "full"):
+        tried = replace(recipe, recompute=recompute)
+        share = recompute_share(shape, tried, cluster)
+        if peak_memory(shape, tried, cluster, share).total <= (1.0 - headroom) * cluster.gpu.memory:
+            return tried
+    return None
+
+
+def _nothing_found(
+    shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, considered: int, limits: Limits
+) -> str:
+    """Why a search came back empty, and what would help."""
+    if not considered:
+        fixed = [f"`{name}={getattr(limits, name)}`" for name in ("tensor", "pipeline", "micro_batch")]
+        asked = [text for text in fixed if "None" not in text]
+        held = f" with {', '.join(asked)}" if asked else ""
+        return (
+            f"no layout of `gpus={gpus}`{held} divides heads={shape.heads}, layers={shape.layers} and "
+            f"`global_batch={global_batch}`; choose {'other sizes, or ' if asked else ''}`global_batch` as a multiple "
+            "of a divisor of `gpus`"
+        )
+    least = shape.parameters * 6.0 / cluster.gpu.memory
+    return (
+        f"none of {considered} layouts of {shape.parameters / 1e9:.1f}B parameters fits on `gpus={gpus}` "
+        f"{cluster.gpu.name}; weights and gradients alone need about {max(1, round(least))} GPUs, so raise `gpus`, "
+        "lower the sequence length, or use GPUs with more memory"
+    )

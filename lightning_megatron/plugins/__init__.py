@@ -1,1 +1,0 @@
-"""Lightning plugins of the strategy."""

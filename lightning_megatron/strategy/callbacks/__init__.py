@@ -1,0 +1,1 @@
+"""Callbacks for what only this strategy can tell."""

@@ -1,0 +1,91 @@
+"""Shows what a pipeline did in one training step, beside what the simulator says it should have done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.pipeline.pictures.drawing import chrome_trace, svg
+from lightning_megatron.pipeline.run.clock import measured_costs
+from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
+from lightning_megatron.strategy.strategy import MegatronStrategy
+
+
+class PipelineTimeline(Callback):
+    """Writes a picture and a trace of one step's computations on all stages.
+
+    Needs ``MegatronStrategy(record_timeline=True)`` and at least two stages. Global rank 0 writes, for its own
+    pipeline, ``timeline-step<n>.svg``; ``timeline-step<n>.json``, for https://ui.perfetto.dev or ``chrome://tracing``;
+    and ``timeline-step<n>-predicted.svg``, the simulator's picture for the mean times that were measured and free
+    messages. The difference is what messages, and uneven times, really cost.
+
+    Args:
+        directory: where to; by default ``trainer.default_root_dir``.
+        batch: which training batch of the run, from 1; the first ones warm caches up.
+
+    Attributes:
+        measured: the step, once it has run.
+        predicted: the simulator's.
+
+    Raises:
+        ValueError: ``batch`` is below 1.
+    """
+
+    def __init__(self, directory: str | Path | None = None, batch: int = 10) -> None:
+        if batch < 1:
+            raise ValueError(f"`batch={batch}` must be at least 1.")
+        self._directory = directory
+        self._batch = batch
+        self._seen = 0
+        self.measured: Timeline | None = None
+        self.predicted: Timeline | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a strategy that records nothing."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, MegatronStrategy) or not strategy.records_timeline:
+            raise MisconfigurationException(
+                "PipelineTimeline needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
+                f"has {type(strategy).__name__} without it."
+            )
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Collect the chosen step; every rank takes part."""
+        self._seen += 1
+        if self._seen != self._batch:
+            return
+        assert isinstance(trainer.strategy, MegatronStrategy)
+        self.measured = trainer.strategy.measured_timeline()
+        if self.measured is None:
+            return
+        self.predicted = simulate(self.measured.schedule, measured_costs(self.measured))
+        rank_zero_info(self.summary())
+        if trainer.is_global_zero:
+            self._write(Path(self._directory or trainer.default_root_dir))
+
+    def summary(self) -> str:
+        """The step in one line."""
+        assert self.measured is not None and self.predicted is not None
+        schedule = self.measured.schedule
+        return (
+            f"batch {self._batch}, {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches: "
+            f"{self.measured.makespan:.4g} s, bubble of the step {self.measured.step_bubble_fraction:.1%}; "
+            f"predicted {self.predicted.makespan:.4g} s, {self.predicted.step_bubble_fraction:.1%}"
+        )
+
+    def _write(self, directory: Path) -> None:
+        assert self.measured is not None and self.predicted is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"timeline-step{self._batch}"
+        (directory / f"{name}.svg").write_text(svg(self.measured))
+        (directory / f"{name}-predicted.svg").write_text(svg(self.predicted))
+        trace = chrome_trace(self.measured, microseconds=1e6)
+        (directory / f"{name}.json").write_text(json.dumps(trace))

@@ -1,0 +1,299 @@
+"""Refusals: what cannot work is said before any work starts, with the argument to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+
+from lightning_megatron.data_parallel.update.trial import Independence
+from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
+from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+
+
+def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
+    """Refuse axis sizes that no number of devices could satisfy.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+    named = {"pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
+    if data != "auto":
+        named["data_parallel_size"] = data
+    for name, size in named.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            choices = "'auto' or an integer" if name == "data_parallel_size" else "an integer"
+            raise ValueError(f"`{name}={size!r}` must be {choices} of at least 1.")
+
+
+def check_tensor_options(tensor: int, plan: Any, sequence_parallel: Any) -> None:
+    """Refuse tensor-parallel options that would be ignored or cannot be meant.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if plan != "auto" and (not isinstance(plan, Mapping) or not plan):
+        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a dict of pattern -> style, not empty.")
+    if tensor == 1 and plan != "auto":
+        raise ValueError("`tensor_parallel_plan` is given, but `tensor_parallel_size=1`; set `tensor_parallel_size`.")
+    if tensor == 1 and sequence_parallel:
+        raise ValueError("`sequence_parallel=True` needs `tensor_parallel_size` of at least 2.")
+
+
+def check_options(
+    *,
+    micro_batch_size: Any,
+    evaluation_micro_batch_size: Any,
+    pipeline_schedule: Any,
+    pipeline_schedule_options: Mapping[str, Any] | None,
+    virtual_pipeline_parallel_size: Any,
+    pipeline_split: Any,
+    pipeline_parallel_size: int,
+    bucket_size_mb: Any,
+    micro_batch_loss_weight: Callable[..., Any] | None,
+) -> None:
+    """Refuse option values that are wrong whatever the module.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    sizes = {"micro_batch_size": micro_batch_size, "evaluation_micro_batch_size": evaluation_micro_batch_size}
+    for name, size in sizes.items():
+        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"`{name}={size!r}` must be 'auto' or an integer of at least 1.")
+    chunks, options = virtual_pipeline_parallel_size, dict(pipeline_schedule_options or {})
+    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+        raise ValueError(f"`virtual_pipeline_parallel_size={chunks!r}` must be an integer of at least 1, or left out.")
+    shape = schedule_shape(pipeline_schedule, chunks, options.get("placement"))
+    # Built once for the chosen sizes, so that a wrong option or an impossible schedule of one's own is refused here.
+    make_schedule(pipeline_schedule, pipeline_parallel_size, 2 * pipeline_parallel_size, chunks=chunks, **options)
+    if pipeline_split != "auto":
+        expected = pipeline_parallel_size * shape.chunks
+        valid = not isinstance(pipeline_split, str) and isinstance(pipeline_split, Sequence)
+        if not valid or len(pipeline_split) != expected or any(not isinstance(n, int) or n < 1 for n in pipeline_split):
+            raise ValueError(
+                f"`pipeline_split={pipeline_split!r}` must be 'auto' or a list of {expected} positive layer counts, "
+                "one per pipeline stage and chunk, in the order of the layers; or 'profile'."
+            )
+    if not isinstance(bucket_size_mb, (int, float)) or bucket_size_mb <= 0:
+        raise ValueError(f"`bucket_size_mb={bucket_size_mb!r}` must be a positive number of MiB.")
+    if micro_batch_loss_weight is not None and not callable(micro_batch_loss_weight):
+        raise ValueError("`micro_batch_loss_weight` must be a function of the micro-batch that returns a number.")
+
+
+def check_run(trainer: pl.Trainer, module: pl.LightningModule, stages: int, micro_batch_size: int | str) -> None:
+    """Refuse what a module or a callback does that this strategy cannot do.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    callbacks = callbacks_of(trainer)
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the whole module, which no rank holds; remove it from "
+                "`Trainer(callbacks=...)`, or average exported checkpoints."
+            )
+    for thing in (*callbacks, *trainer.loggers):
+        if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(
+            "pytorch_lightning"
+        ):
+            raise MisconfigurationException(
+                f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
+            )
+    if stages > 1:
+        _check_pipeline(module, stages)
+    if stages > 1 or micro_batch_size != "auto":
+        _check_steps(module)
+
+
+def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
+    advice = "use `pipeline_parallel_size=1`."
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"manual optimization runs its own backward, which `pipeline_parallel_size={stages}` cannot schedule; set "
+            f"`self.automatic_optimization = True`, or {advice}"
+        )
+    for name, child in module.named_modules():
+        config = getattr(child, "config", None)
+        if getattr(config, "output_router_logits", False) is True:
+            raise MisconfigurationException(
+                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss collects "
+                f"values from the layers of all stages. Set it to False, or {advice}"
+            )
+
+
+def _check_steps(module: pl.LightningModule) -> None:
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; remove "
+            "the override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        function = getattr(module, step)
+        if callable(function) and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
+                "take a `batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
+            )
+
+
+def check_own_split(**options: tuple[Any, Any]) -> None:
+    """Refuse options that would be ignored for a module that has split itself with ``parallelize_module`` or
+    ``fully_shard``.
+
+    Args:
+        options: name of an option -> its value, and the only value that fits.
+
+    Raises:
+        MisconfigurationException: with the option to change.
+    """
+    for name, (value, wanted) in options.items():
+        if value != wanted:
+            raise MisconfigurationException(
+                f"`{name}={value!r}` does not fit a module whose own `configure_model` has split it (its parameters "
+                f"are DTensors): use `{name}={wanted!r}`, or leave the splitting to this strategy."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
+    """Refuse optimizers that need the whole model at once when it is spread over stages.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if stages == 1:
+        return
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot "
+            "schedule; return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS takes inner products over all parameters, which lie on different stages; use another "
+                "optimizer, or `pipeline_parallel_size=1`."
+            )
+
+
+def check_independence(
+    optimizers: Sequence[Optimizer], least: Independence, layout: Layout, shards: int, lowered: bool
+) -> None:
+    """Refuse optimizers that need more of the model at once than a rank holds.
+
+    Args:
+        optimizers: the module's.
+        least: the smallest thing that they update by itself.
+        layout: axis sizes.
+        shards: ranks that share the optimizer's work.
+        lowered: whether layers compute with 16-bit copies of the weights.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+    if least is Independence.NONE and shards > 1:
+        raise MisconfigurationException(
+            f"{names} needs {least.value} (found by a trial on small matrices), but `optimizer_sharding` shares them "
+            f"out over {shards} replicas; pass `MegatronStrategy(optimizer_sharding=False)`, or use an optimizer that "
+            "updates every parameter by itself."
+        )
+    if least is Independence.NONE and layout.pipeline * layout.tensor > 1:
+        raise MisconfigurationException(
+            f"{names} needs {least.value} (found by a trial on small matrices), but `pipeline_parallel_size="
+            f"{layout.pipeline}` and `tensor_parallel_size={layout.tensor}` spread them over ranks; use an optimizer "
+            "that updates every parameter by itself, or set both to 1."
+        )
+    if least is Independence.NONE and lowered:
+        raise MisconfigurationException(
+            f"{names} needs {least.value}, or calls its closure several times (found by a trial on small matrices); "
+            "mixed precision updates float32 copies of the weights, which the closure does not see. Use "
+            "`precision='32-true'` or 'bf16-true'."
+        )
+
+
+def check_scaled(module: pl.LightningModule) -> None:
+    """Refuse what a dynamic loss scale cannot follow.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "`precision='16-mixed'` scales the loss by a number that changes from step to step, which manual "
+            "optimization cannot follow; use `precision='bf16-mixed'`, or set `self.automatic_optimization = True`."
+        )
+
+
+def check_own_gradients(loss_scale: Any, nonfinite: Any, reduce_dtype: Any) -> None:
+    """Refuse what this package does to gradients, for a module whose own code has split it.
+
+    Raises:
+        MisconfigurationException: with the option to leave out.
+    """
+    wanted = {"precision='16-mixed'": loss_scale, "nonfinite": nonfinite, "gradient_reduce_dtype": reduce_dtype}
+    for name, value in wanted.items():
+        if value is not None:
+            raise MisconfigurationException(
+                f"`{name}` does not go together with a module that splits itself in `configure_model` "
+                "(`parallelize_module`, `fully_shard`), whose gradients torch sums; leave it out, or let "
+                "`tensor_parallel_size` split the module."
+            )
+
+
+def check_gradient_options(reduce_dtype: Any, nonfinite: Any) -> None:
+    """Refuse values that cannot be meant.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if reduce_dtype is not None and (not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point):
+        raise ValueError(f"`gradient_reduce_dtype={reduce_dtype!r}` must be a dtype such as torch.bfloat16, or None.")
+    if nonfinite not in (None, "raise", "skip"):
+        raise ValueError(f"`nonfinite={nonfinite!r}` must be 'raise', 'skip', or None.")
+
+
+def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
+    """Refuse an overlap that would do nothing, or that compiled layers would not wait for.
+
+    Raises:
+        ValueError: with the option to change.
+    """
+    if not isinstance(overlap, bool):
+        raise ValueError(f"`overlap_parameter_gather={overlap!r}` must be True or False.")
+    if overlap and sharding is False:
+        raise ValueError(
+            "`overlap_parameter_gather=True` needs `optimizer_sharding`, without which nothing is gathered."
+        )
+    if overlap and compile_layers:
+        raise ValueError(
+            "`overlap_parameter_gather=True` waits in the hooks of layers, which `compile_layers` compiles away; leave "
+            "out one of the two."
+        )
+
+
+def already_cut(earlier: StageModule, stages: int) -> str:
+    """Message for a module that another layout's run has cut."""
+    before = len(set(earlier.partition.owners))
+    return (
+        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a "
+        f"run with {stages} stages needs a new module. Build it again and load the checkpoint."
+    )
+
+
+def already_split(before: int, tensor: int) -> str:
+    """Message for a module that another layout's run has split over tensor-parallel ranks."""
+    return (
+        f"this module was set up for `tensor_parallel_size={before}` by an earlier run and holds this rank's part; a "
+        f"run with `tensor_parallel_size={tensor}` needs a new module. Build it again and load the checkpoint."
+    )

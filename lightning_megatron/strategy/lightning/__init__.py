@@ -1,0 +1,1 @@
+"""The one place that touches private names of Lightning."""

@@ -1,0 +1,96 @@
+"""``torch.nn.utils.clip_grad_norm_`` in a user's hook, where no rank holds all gradients.
+
+A norm over ``self.parameters()`` would be that of one stage, or of slices. While a run lasts, the norms that torch
+takes of gradients come here, and are those of one process or an error::
+
+    all gradients of this rank, read through the module      norm over the whole model
+    those of one layer, or of one part outside the layers    norm here, where all of it is
+    anything else                                            refused: it may go on on other stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+_NAME = "_get_total_norm"
+
+
+class HandClipping:
+    """Stands for torch's norm of gradients.
+
+    Args:
+        module: the user's module, divided.
+        stage: this rank's part of it; ``None`` with one stage.
+        tensor: how parameters are split over tensor-parallel ranks.
+        norm: gives the 2-norm over the whole model of the gradients of some of this rank's parameters; collective.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: StageModule | None,
+        tensor: TensorState,
+        norm: Callable[[Iterable[nn.Parameter]], Tensor],
+    ) -> None:
+        self._module, self._stage, self._tensor = module, stage, tensor
+        self._norm = norm
+        self._original: Any = None
+
+    def start(self) -> None:
+        """Take the place of torch's function."""
+        self._original = getattr(clip_grad, _NAME)
+        for owner, name in ((clip_grad, _NAME), (torch.nn.utils, "get_total_norm")):
+            setattr(owner, name, self)
+
+    def stop(self) -> None:
+        """Give it back."""
+        if self._original is not None:
+            setattr(clip_grad, _NAME, self._original)
+            torch.nn.utils.get_total_norm = self._original
+            self._original = None
+
+    def __call__(
+        self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        named = dict(type(self._module).named_parameters(self._module))
+        owners = {id(p.grad): (name, p) for name, p in named.items() if p.grad is not None}
+        given = [owners[id(tensor)] for tensor in tensors if id(tensor) in owners]
+        names = [name for name, _ in given]
+        if len(given) < len(tensors) or not given or self._is_whole_here(names):
+            return self._original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        if float(norm_type) != 2.0 or not self._is_for_all(len(given) == len(owners)):
+            raise RuntimeError(
+                f"a norm (order {norm_type:g}) of {len(given)} gradients was taken by `clip_grad_norm_` or "
+                f"`get_total_norm`, from `{names[0]}` to `{names[-1]}`, but this rank holds only a part of the model: "
+                "other ranks may have more of them. Clip with `self.clip_gradients(optimizer, gradient_clip_val=..., "
+                "gradient_clip_algorithm='norm')` in `configure_gradient_clipping`, or with "
+                "`Trainer(gradient_clip_val=...)`; for the number alone use `self.trainer.strategy.gradient_norm()`."
+            )
+        total = self._norm([parameter for _, parameter in given]).to(tensors[0].device, tensors[0].dtype)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"the total norm of the gradients is {float(total)}, so they cannot be clipped.")
+        return total
+
+    def _is_for_all(self, complete: bool) -> bool:
+        """Whether every rank takes this norm together, of all its gradients."""
+        return self._stage is None or (complete and self._stage.cursor.parameters_read)
+
+    def _is_whole_here(self, names: list[str]) -> bool:
+        """Whether gradients of these parameters are entirely on this rank, alike on all ranks that have them."""
+        if any(name in self._tensor.table for name in names):
+            return False
+        if self._stage is None:
+            return True
+        partition = self._stage.partition
+        parts = (*partition.trunk.layer_names, *partition.units)
+        found = {next((part for part in parts if name == part or name.startswith(f"{part}.")), "") for name in names}
+        return len(found) == 1

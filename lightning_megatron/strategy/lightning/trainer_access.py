@@ -1,0 +1,113 @@
+"""Translations between what Lightning handles (whole modules, optimizers by index) and what a rank holds (parts,
+by name).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoints.state.stored import GroupNames
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.strategy.logs.step_logs import StepResult
+
+
+class _FailureCallback(Callback):
+    """Comes first among the callbacks, so that a failure is known before any other callback starts a collective."""
+
+    def __init__(self, report: Callable[[BaseException], None]) -> None:
+        self._report = report
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Tell the other ranks."""
+        self._report(exception)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """The Trainer's list of callbacks itself, not a copy."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether several batches make a step, now or, by Lightning's scheduler for that, later."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+    return scheduled or trainer.accumulate_grad_batches > 1
+
+
+def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException], None]) -> None:
+    """Put the failure callback in front, once."""
+    callbacks = callbacks_of(trainer)
+    if not any(isinstance(callback, _FailureCallback) for callback in callbacks):
+        callbacks.insert(0, _FailureCallback(report))
+
+
+def show_whole_summary(trainer: pl.Trainer, whole_view: Callable[[], Any]) -> None:
+    """Let ModelSummary count the whole model instead of this stage."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelSummary) and not isinstance(callback.__dict__.get("on_fit_start"), _WholeSummary):
+            callback.on_fit_start = _WholeSummary(callback.on_fit_start, whole_view)  # type: ignore[method-assign]
+
+
+class _WholeSummary:
+    def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any]) -> None:
+        self._summarize, self._whole_view = summarize, whole_view
+
+    def __call__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        example = pl_module.example_input_array
+        if stage_of(pl_module) is not None:
+            pl_module.example_input_array = None  # sizes of outputs would need a forward, which one stage cannot run
+        try:
+            with self._whole_view():
+                self._summarize(trainer, pl_module)
+        finally:
+            pl_module.example_input_array = example
+
+
+def seed_workers(dataloader: Any, replica: int) -> None:
+    """Where Lightning would seed loader workers by global rank, seed them by replica."""
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", 0) is None:
+        dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=replica)
+
+
+def training_output(result: StepResult) -> Any:
+    """What ``training_step`` returned, for the whole batch: the loss, or a dict with it."""
+    if result.output is None:
+        return result.loss
+    return {"loss": result.loss, **result.output}
+
+
+def localize_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:
+    """Drop the parameters of other stages, which are on the meta device; returns the names of all."""
+    group_names: GroupNames = []
+    for group in optimizer.param_groups:
+        group_names.append([names.get(id(p), f"parameter {i}") for i, p in enumerate(group["params"])])
+        for parameter in group["params"]:
+            if parameter.is_meta:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+    return group_names
+
+
+def gather_state_dict(local: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Tensor]:
+    """Whole state on the CPU of global rank 0; an empty dict elsewhere."""
+    mine = {name: value.detach().cpu() for name, value in local.items() if isinstance(value, Tensor)}
+    if mesh.layout.pipeline == 1:
+        return mine if mesh.rank == 0 else {}
+    if 0 not in mesh.pipeline_ranks:
+        return {}
+    parts: list[Any] | None = [None] * mesh.layout.pipeline if mesh.rank == 0 else None
+    dist.gather_object(mine, parts, dst=0, group=mesh.group("pipeline_parallel"))
+    if parts is None:
+        return {}
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,0 +1,89 @@
+"""Handing round what hooks wrote into copies of trained parts, from the stage that could to the others.
+
+Each stage updates the part of an averaged or momentum copy that it has the source of
+(``pipeline.cut.averaged_copies``). Before the copy is used or saved, the stages compare notes: of what
+changed on one of them the others get the new value; what changed on several must have changed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.stage.stage import StageModule
+
+_ALIKE = 1e-5  # relative; copies of a tied weight may differ in their last digits
+
+
+class CopyExchange:
+    """Keeps the copies of one module equal on all stages.
+
+    Args:
+        module: the user's module, cut.
+        stage: says which parts of it are copies.
+        mesh: the grid.
+        device: where tensors live.
+    """
+
+    def __init__(self, module: nn.Module, stage: StageModule, mesh: ParallelMesh, device: torch.device) -> None:
+        self._module, self._stage = module, stage
+        self._group, self._ranks = mesh.group("pipeline_parallel"), mesh.pipeline_ranks
+        self._device = device
+        self._notes: Tensor | None = None
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave out what an optimizer updates: the same on all stages."""
+        trained = {id(parameter) for parameter in parameters}
+        self._stage.copies = self._stage.partition.copies.without_trained(self._module, trained)
+        self.remember()
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Take the tensors as they are now for equal."""
+        self._notes = self._measure(self._tensors())
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Hand round what changed since the last call; collective over the pipeline.
+
+        Raises:
+            RuntimeError: a tensor was changed in different ways.
+        """
+        tensors = self._tensors()
+        notes = self._measure(tensors)
+        assert self._notes is not None
+        changed = (notes != self._notes) & ~(notes.isnan() & self._notes.isnan())
+        mine = torch.cat([changed.any(1, keepdim=True).double(), notes], 1)
+        everyone = [torch.empty_like(mine) for _ in self._ranks]
+        dist.all_gather(everyone, mine, group=self._group)
+        in_order = dict(zip(sorted(self._ranks), (entry.cpu() for entry in everyone), strict=True))
+        for index, (name, tensor) in enumerate(tensors.items()):
+            rows = {rank: in_order[rank][index] for rank in self._ranks}
+            writers = [rank for rank, row in rows.items() if row[0]]
+            self._check(name, [rows[rank][1:] for rank in writers])
+            if writers and len(writers) < len(rows):
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, writers[0], group=self._group)
+                tensor.copy_(value)
+        self._notes = self._measure(tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self._stage.copies.tensors(self._module)
+
+    def _measure(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Two numbers that change with a tensor's content: ``[tensor, 2]``."""
+        rows = [torch.stack([t.sum(dtype=torch.float64), t.double().square().sum()]) for t in tensors.values()]
+        return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64, device=self._device)
+
+    def _check(self, name: str, found: list[Tensor]) -> None:
+        if any(not torch.allclose(other, found[0], rtol=_ALIKE, equal_nan=True) for other in found[1:]):
+            raise RuntimeError(
+                f"hooks changed `{name}`, a copy that averages or follows weights, differently on the stages of the "
+                "pipeline: each has its own part of the weights. Update the copy by name, "
+                "`for name, source in self.net.named_parameters(): copy[name].lerp_(source, ...)`, or use "
+                "`pipeline_parallel_size=1`."
+            )

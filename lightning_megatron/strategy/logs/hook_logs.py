@@ -1,0 +1,267 @@
+"""What hooks log about gradients and weights, made equal on the ranks that each hold a part of the model.
+
+``self.log_dict(grad_norm(self, 2))`` in ``on_before_optimizer_step`` names the parameters that this rank holds: one
+stage's, and of split ones a slice. So what hooks log is held back until they are done, put together over the ranks of
+one model, and logged on all of them::
+
+    stage 0   grad_norm/layers.0 = 3   grad_norm_total = 5   ┐                         layers.0 = 3, layers.1 = 12,
+    stage 1   grad_norm/layers.1 = 12  grad_norm_total = 12  ┘ ── exchanged, logged ──▶  total = sqrt(3² + ... + 12²)
+
+Names that one rank logs are logged everywhere; norms of slices are put together; the total is the norm of all. A value
+that depends on another stage's weights is that stage's. Of anything else that differs, the value of the last stage is
+kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.elsewhere.absent import Absent
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
+from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE
+
+_NORM = re.compile(r"grad_([0-9.]+|inf)_norm(?!_total)")
+_TOTAL = re.compile(r"grad_([0-9.]+|inf)_norm_total")
+_HOOKS = (
+    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
+    *(
+        f"on_{verb}_{when}"
+        for verb in ("validation", "test")
+        for when in ("start", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Stands for a number that this rank cannot compute.
+
+    Attributes:
+        part: dotted name of what is elsewhere.
+    """
+
+    part: str
+
+
+@dataclass
+class HookLog:
+    """One call of ``self.log``.
+
+    Attributes:
+        hook: name of the hook that made it.
+        value: the number, or the :class:`Missing` part of another stage that it depends on.
+        options: the other arguments, with the name.
+    """
+
+    hook: str
+    value: Any
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from others."""
+        return self.hook, self.options["name"]
+
+
+class HookLogs:
+    """Holds logs back while an optimizer steps, and exchanges them.
+
+    Args:
+        mesh: the grid.
+        device: where tensors live.
+    """
+
+    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self._held: list[HookLog] | None = None
+        self._told: set[str] = set()
+
+    def hold(self) -> None:
+        """Hold back what is logged from now on."""
+        self._held = []
+
+    def release(self) -> None:
+        """Forget what is held, after a failure."""
+        self._held = None
+
+    def take(self, module: pl.LightningModule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether this call of ``self.log`` is held back."""
+        hook = module._current_fx_name
+        if self._held is None or hook is None:
+            return False
+        options = dict(LOG_SIGNATURE.bind(module, *args, **kwargs).arguments)
+        options.pop("self")
+        value = options.pop("value")
+        if options.get("rank_zero_only") or isinstance(value, (Metric, dict)):
+            return False
+        if isinstance(value, Absent):
+            value = Missing(value.part)
+        value = value.detach().cpu() if isinstance(value, Tensor) else value
+        self._held.append(HookLog(hook, value, options))
+        return True
+
+    def flush(self, module: pl.LightningModule, log: Callable[..., None]) -> None:
+        """Log what was held back, on every rank alike; collective over the ranks that hold one model.
+
+        Args:
+            module: the user's module.
+            log: ``self.log`` without holding back.
+        """
+        held, self._held = self._held or [], None
+        layout = self._mesh.layout
+        if layout.tensor > 1:
+            held = self._exchange("tensor_parallel", list(range(layout.tensor)), held, slices=True)
+        if layout.pipeline > 1:
+            ranks = self._mesh.pipeline_ranks
+            held = self._exchange("pipeline_parallel", [sorted(ranks).index(r) for r in ranks], held, slices=False)
+        outer = module._current_fx_name
+        for entry in held:
+            module._current_fx_name = entry.hook
+            value = entry.value.to(self._device) if isinstance(entry.value, Tensor) else entry.value
+            log(**entry.options, value=value)
+        module._current_fx_name = outer
+
+    def _exchange(self, axis: str, order: Sequence[int], held: list[HookLog], *, slices: bool) -> list[HookLog]:
+        gathered = _gather(held, self._mesh.group(axis), self._device)
+        found: dict[tuple[str, str], list[HookLog]] = {}
+        for index in order:
+            for entry in {entry.key: entry for entry in gathered[index]}.values():
+                found.setdefault(entry.key, []).append(entry)
+        if not slices:
+            found = {key: _known(entries) for key, entries in found.items()}
+        merged = [self._merge(entries, slices=slices) for entries in found.values()]
+        _put_totals_together(merged, differing={key for key, entries in found.items() if not _equal(entries)})
+        return merged
+
+    def _merge(self, entries: list[HookLog], *, slices: bool) -> HookLog:
+        name = entries[0].options["name"]
+        norm = _NORM.search(name)
+        if _equal(entries):
+            return entries[0]
+        if slices and norm is not None:
+            return HookLog(entries[0].hook, _norm([entry.value for entry in entries], norm), entries[0].options)
+        if _TOTAL.search(name) is None and isinstance(entries[-1].value, Tensor) and name not in self._told:
+            self._told.add(name)
+            values = ", ".join(f"{float(entry.value):.6g}" for entry in entries)
+            rank_zero_warn(
+                f"`{name}`, logged in `{entries[0].hook}`, differs between the ranks that share one model ({values}): "
+                "each holds only a part of the parameters. The last of these is logged. For the norm of all gradients "
+                "log `self.trainer.strategy.gradient_norm()`, or pass `MegatronStrategy(log_gradient_norm=True)`."
+            )
+        return entries[-1]
+
+
+def _known(entries: list[HookLog]) -> list[HookLog]:
+    """The entries whose values are numbers.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    known = [entry for entry in entries if not isinstance(entry.value, Missing)]
+    if not known:
+        raise RuntimeError(
+            f"the value `{entries[0].options['name']}` that `{entries[0].hook}` logs depends on parts of several "
+            f"pipeline stages, among them `{entries[0].value.part}`: no stage can compute it. Log a value per part, or "
+            "use `pipeline_parallel_size=1`."
+        )
+    return known
+
+
+def _equal(entries: list[HookLog]) -> bool:
+    first = entries[0].value
+    return all(bool(entry.value == first) for entry in entries)
+
+
+def _norm(values: Iterable[Any], match: re.Match[str]) -> Tensor:
+    """Norm of norms, as Lightning's ``grad_norm`` computes it."""
+    numbers = [float(value) for value in values]
+    return torch.tensor(numbers, dtype=torch.float64).norm(float(match.group(1)))
+
+
+def _put_totals_together(entries: list[HookLog], differing: set[tuple[str, str]]) -> None:
+    """Compute totals that differed between ranks from the norms that all ranks logged together."""
+    for entry in entries:
+        match = _TOTAL.search(entry.options["name"])
+        if match is None or entry.key not in differing:
+            continue
+        part = f"grad_{match.group(1)}_norm"
+        norms = [e.value for e in entries if e.hook == entry.hook and e is not entry and part in e.options["name"]]
+        entry.value = _norm(norms, match)
+
+
+class HeldHooks:
+    """Holds back what the hooks of a module and of callbacks log, each until it has returned on this rank.
+
+    Lightning's own callbacks and this package's log nothing that differs, and are left alone; so are hooks whose code
+    does not log.
+
+    Args:
+        module: the user's module.
+        callbacks: of the Trainer.
+        logs: collects and exchanges.
+        log: ``self.log`` without holding back.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, callbacks: Iterable[Callback], logs: HookLogs, log: Callable[..., None]
+    ) -> None:
+        self._module, self._logs, self._log = module, logs, log
+        self._wrapped: list[tuple[Any, str]] = []
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
+        for owner, parent in ((module, None), *others):
+            for hook in _HOOKS:
+                if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__ and may_log(owner, hook):
+                    owner.__dict__[hook] = self._holding(getattr(owner, hook))
+                    self._wrapped.append((owner, hook))
+
+    def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._logs.hold()
+            try:
+                result = hook(*args, **kwargs)
+            except BaseException:
+                self._logs.release()
+                raise
+            self._logs.flush(self._module, self._log)
+            return result
+
+        return held
+
+    def remove(self) -> None:
+        """Give the hooks back."""
+        for owner, hook in self._wrapped:
+            owner.__dict__.pop(hook, None)
+        self._wrapped = []
+
+
+def _gather(entries: list[HookLog], group: dist.ProcessGroup, device: torch.device) -> list[list[HookLog]]:
+    """The entries of every rank of ``group``; one small collective if nobody has any."""
+    data = pickle.dumps(entries) if entries else b""
+    length = torch.tensor([len(data)], device=device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+    count = dist.get_world_size(group)
+    if not int(length):
+        return [[] for _ in range(count)]
+    mine = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(count)]
+    dist.all_gather(everyone, mine, group=group)
+    blobs = [blob.cpu().numpy().tobytes() for blob in everyone]
+    return [pickle.loads(blob) if any(blob) else [] for blob in blobs]

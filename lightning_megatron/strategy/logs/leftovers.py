@@ -1,0 +1,143 @@
+"""What a step changes on the module, carried from the stage that computes it to the others.
+
+A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a
+counter, a running mean in a buffer. Only the last stage gets that far in the step, while the hooks that read the
+attributes run on every rank. After each step the last stage therefore sends what changed; and the first one sends the
+buffers of what runs before the layers, which the others have filled from stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.cut.partition import Partition
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DEPTH = 4
+
+
+class ModuleState:
+    """Finds and applies changes to the plain attributes of a LightningModule.
+
+    Numbers, strings, tensors, and lists, dicts, sets, deques and tuples of those are followed; other objects are not.
+
+    Args:
+        module: the user's module.
+        partition: says which buffers every stage has, and which stage is right about them.
+        mesh: the grid.
+        device: where tensors live.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, partition: Partition, mesh: ParallelMesh, device: torch.device
+    ) -> None:
+        self._module = module
+        self._mesh, self._device = mesh, device
+        self._late, self._early = partition.late_buffers, partition.early_buffers
+        self._filled_early: list[str] | None = None
+        self._ignored = set(pl.LightningModule().__dict__) | {"log"}
+        self._before: dict[str, Any] = {}
+        self._buffers_before: dict[str, Any] = {}
+
+    def snapshot(self) -> None:
+        """Remember the attributes as they are before a step."""
+        self._before = {name: _fingerprint(value) for name, value in self._candidates()}
+        self._buffers_before = {name: _fingerprint(self._buffer(name)) for name in (*self._late, *self._early)}
+
+    def changes(self) -> list[tuple[str, str, Any, Any]]:
+        """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``."""
+        found: list[tuple[str, str, Any, Any]] = []
+        found += [("buffer", name, None, self._buffer(name)) for name in self._late if self._has_changed(name)]
+        for name, value in self._candidates():
+            now = _fingerprint(value)
+            before = self._before.get(name)
+            if now == before:
+                continue
+            if isinstance(value, list) and before is not None and _extends(now, before):
+                found.append(("extend", name, len(before[2]), value[len(before[2]) :]))
+            else:
+                found.append(("set", name, None, value))
+        return found
+
+    def apply(self, changes: list[tuple[str, str, Any, Any]]) -> None:
+        """Make the changes that another rank found."""
+        for kind, name, length, value in changes:
+            if kind == "buffer":
+                self._set_buffer(name, value)
+                continue
+            current = self._module.__dict__.get(name)
+            if kind == "extend" and isinstance(current, list):
+                del current[length:]
+                current.extend(value)
+            else:
+                self._module.__dict__[name] = value
+
+    def share_early_buffers(self) -> None:
+        """Hand round the buffers that only the first stage fills from real values: those that some stage saw change in
+        the first step. Collective over the pipeline.
+        """
+        if not self._early:
+            return
+        group = self._mesh.group("pipeline_parallel")
+        if self._filled_early is None:
+            changed = torch.tensor([int(self._has_changed(name)) for name in self._early], device=self._device)
+            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
+            self._filled_early = [name for name, flag in zip(self._early, changed.tolist(), strict=True) if flag]
+        for name in self._filled_early:
+            value = self._buffer(name).detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(value, self._mesh.pipeline_ranks[0], group=group)
+            self._set_buffer(name, value)
+
+    def _has_changed(self, name: str) -> bool:
+        return bool(_fingerprint(self._buffer(name)) != self._buffers_before[name])
+
+    def _buffer(self, name: str) -> Tensor:
+        return self._module.get_buffer(name)
+
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        self._module.get_submodule(owner)._buffers[leaf] = value
+
+    def _candidates(self) -> list[tuple[str, Any]]:
+        items = self._module.__dict__.items()
+        return [(name, value) for name, value in items if name not in self._ignored and _followed(value, _DEPTH)]
+
+
+def _followed(value: Any, depth: int) -> bool:
+    if isinstance(value, (*_PLAIN, Tensor)):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, dict):
+        return all(_followed(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return all(_followed(item, depth - 1) for item in value)
+    return False
+
+
+def _fingerprint(value: Any) -> Any:
+    """Comparable trace of a value: equal before and after exactly if nothing was assigned, added or written in
+    place.
+    """
+    if isinstance(value, _PLAIN):
+        return ("plain", value if value == value else "nan")
+    if isinstance(value, Tensor):
+        return ("tensor", id(value), value._version if not value.is_inference() else 0)
+    if isinstance(value, dict):
+        return ("dict", id(value), {key: _fingerprint(item) for key, item in value.items()})
+    if isinstance(value, set):
+        return ("set", id(value), frozenset(value))
+    return (type(value).__name__, id(value), [_fingerprint(item) for item in value])
+
+
+def _extends(now: Any, before: Any) -> bool:
+    if now[0] != "list" or before[0] != "list" or now[1] != before[1]:
+        return False
+    return bool(now[2][: len(before[2])] == before[2])

@@ -1,0 +1,103 @@
+"""Making ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
+
+If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
+Likewise for the flag ``precision="fp8-mixed"``, and the module of Lightning that reads flags. What is registered is a
+factory, so that torch and the strategy load only when a Trainer asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning_megatron.strategy.lightning.precision_flag import accept_flag
+
+_STRATEGIES = "lightning.pytorch.strategies"
+_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
+_SAVING = "lightning.pytorch.core.saving"
+_NAME = "megatron"
+
+
+def register_when_lightning_is_imported() -> None:
+    """Register the strategy's name and the flag now, or right after the modules of Lightning that know of them are
+    imported.
+    """
+    for name, act in ((_STRATEGIES, _register), (_CONNECTOR, accept_flag)):
+        if name in sys.modules:
+            act(sys.modules[name])
+        elif not any(isinstance(finder, _AfterImport) and finder.awaited == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(name, act))
+
+
+def _register(strategies: ModuleType) -> None:
+    registry = strategies.StrategyRegistry
+    if _NAME not in registry:
+        registry.register(_NAME, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
+    saving = sys.modules.get(_SAVING)
+    if hasattr(saving, "pl_load") and not isinstance(saving.pl_load, _LoadsDirectories):  # type: ignore[union-attr]
+        saving.pl_load = _LoadsDirectories(saving.pl_load)  # type: ignore[union-attr]
+
+
+class _LoadsDirectories:
+    """Lightning's reader of checkpoint files, which reads our directories as well, for ``load_from_checkpoint``."""
+
+    def __init__(self, lightnings: Callable[..., Any]) -> None:
+        self._lightnings = lightnings
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+            from lightning_megatron.checkpoints.files.sources import load_whole
+
+            return load_whole(path, trust=kwargs.get("weights_only") is False)
+        return self._lightnings(path, *args, **kwargs)
+
+
+def _build(**options: Any) -> Any:
+    from lightning_megatron.strategy.strategy import MegatronStrategy
+
+    return MegatronStrategy(**options)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one of Lightning's modules as Python would, and acts on it once it has run."""
+
+    def __init__(self, awaited: str, act: Callable[[ModuleType], None]) -> None:
+        self.awaited = awaited
+        self._act = act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Wrap the loader of the one module waited for; everything else is left to the other finders."""
+        if name != self.awaited:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ActingLoader(spec.loader, self._act)
+        return spec
+
+
+class _ActingLoader(Loader):
+    """A loader that acts on a module after running it."""
+
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as the wrapped loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then act."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module)

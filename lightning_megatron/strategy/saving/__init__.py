@@ -1,0 +1,1 @@
+"""Checkpoints, resuming and stopping, as Lightning asks for them."""

@@ -1,0 +1,1 @@
+"""One step of training or evaluation, from a batch to its result."""

@@ -1,0 +1,221 @@
+"""From a whole module to this rank's part of it, ready to run steps.
+
+The order matters, and is the same on every rank::
+
+    agree on random state -> convert dtype -> split layers over tensor ranks -> cut into stages
+        -> materialize what is on the meta device -> move -> compile, recompute -> engine -> agree on weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
+from lightning_megatron.mesh.mesh import Holders, ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.cut.partition import make_partition
+from lightning_megatron.pipeline.forwards.compiled import CompileOptions, compile_layers
+from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
+from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
+from lightning_megatron.pipeline.stage.stage import StageModule, stage_of
+from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.lightning.hooks import watches_weights
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+from lightning_megatron.strategy.step.alike import (
+    agree_on_base_seed,
+    agree_on_random_state,
+    agree_on_weights,
+    materialize,
+)
+from lightning_megatron.strategy.step.scheduled import EngineOptions, StepEngine
+
+if TYPE_CHECKING:
+    from lightning_megatron.parallelize import ParallelReport
+
+_SPLIT = "_lightning_megatron_split"
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """How the user wants the module divided; see ``MegatronStrategy``. ``stage_speeds`` follow from its topology."""
+
+    pipeline_layers: str
+    pipeline_split: str | Sequence[int]
+    pipeline_placement: Mapping[str, str] | None
+    activation_recompute: Recompute
+    compile_layers: CompileOptions
+    tensor_plan: str | Mapping[str, str]
+    stage_speeds: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How an earlier run split a module over tensor-parallel ranks; kept with the module, like the cut itself."""
+
+    size: int
+    state: TensorState
+    report: ParallelReport
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What a run needs of a module.
+
+    Attributes:
+        module: this rank's part.
+        engine: runs its steps.
+        tensor_state: how its tensors are split.
+        report: the tensor-parallel plan, where layers were split.
+        streams: random numbers of micro-batches and layers.
+        groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
+    """
+
+    module: pl.LightningModule
+    engine: StepEngine
+    tensor_state: TensorState
+    report: ParallelReport | None
+    streams: SegmentStreams
+    groups: dict[Holders, Any]
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients have to be summed over ranks or micro-batches, so that there must be buckets."""
+        return self.engine.sums_gradients and not self.engine.splits_itself
+
+
+class Assembler:
+    """Divides one module over the mesh.
+
+    Args:
+        mesh: the grid.
+        device: this rank's device.
+        precision: converts the module and its parameters.
+        options: how to divide the module.
+        engine_options: passed on to the engine.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        device: torch.device,
+        precision: Precision,
+        options: ModuleOptions,
+        engine_options: EngineOptions,
+    ) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._precision = precision
+        self._options = options
+        self._engine_options = engine_options
+
+    def assemble(self, module: pl.LightningModule) -> Assembled:
+        """Divide ``module``, in place.
+
+        Args:
+            module: whole, or divided by an earlier run of the same layout.
+
+        Raises:
+            ValueError: the module cannot be divided so; the message says what to change.
+            RuntimeError: an earlier run cut the module for another layout.
+        """
+        mesh, eight = self._mesh, self._precision.precision == "fp8-mixed"  # type: ignore[comparison-overlap]
+        if eight:
+            check_float8(self._device, self._options.compile_layers)
+        if splits_itself(module):
+            self._check_own_split()
+        agree_on_random_state(mesh, self._device)
+        seed = agree_on_base_seed(self._device)
+        streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
+        module = self._precision.convert_module(module)  # type: ignore[assignment]
+        tensor_state, report = self._split_layers(module)
+        stage = self._cut(module, streams)
+        materialize(module, self._device, seed, tensor_state.table)
+        module.to(self._device)
+        compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
+        multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers)
+        if self._options.activation_recompute is not None or stage is not None:
+            recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
+        engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)
+        groups: dict[Holders, Any] = {}
+        if engine.splits_itself:
+            self._agree_on_own_split(module)
+        else:
+            holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
+            groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
+            agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
+        engine.remember_copies()
+        return Assembled(module, engine, tensor_state, report, streams, groups)
+
+    def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
+        """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
+        tensor = self._mesh.layout.tensor
+        earlier: _Split | None = module.__dict__.get(_SPLIT)
+        if earlier is not None or stage_of(module) is not None:
+            before = earlier.size if earlier is not None else 1
+            if before != tensor:
+                raise RuntimeError(checks.already_split(before, tensor))
+        if tensor == 1 or splits_itself(module):
+            return TensorState(), None
+        if earlier is None:
+            group = self._mesh.group("tensor_parallel")
+            from lightning_megatron.parallelize import parallelize
+
+            with self._precision.forward_context():
+                report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
+            earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)
+        return earlier.state, earlier.report
+
+    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
+        earlier = stage_of(module)
+        mesh = self._mesh
+        if mesh.layout.pipeline == 1:
+            if earlier is not None:
+                raise RuntimeError(checks.already_cut(earlier, 1))
+            return None
+        schedule = self._engine_options.make_schedule(mesh.layout.pipeline, 1, forward_only=True)
+        if earlier is not None:
+            owners = tuple(schedule.owner(virtual)[0] for virtual in range(schedule.virtual_stages))
+            if earlier.partition.owners != owners or earlier.stage != mesh.stage:
+                raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
+            earlier.cursor.use_streams(streams)
+            return earlier
+        partition = make_partition(
+            module,
+            schedule,
+            pipeline_layers=self._options.pipeline_layers,
+            pipeline_split=self._options.pipeline_split,
+            placement=self._options.pipeline_placement,
+            stage_speeds=self._options.stage_speeds,
+            hooks_write=module._trainer is not None and watches_weights(module, callbacks_of(module.trainer)),
+        )
+        return StageModule(module, partition, mesh.stage, self._device, streams)
+
+    def _check_own_split(self) -> None:
+        checks.check_own_split(
+            pipeline_parallel_size=(self._mesh.layout.pipeline, 1),
+            micro_batch_size=(self._engine_options.micro_batch_size, "auto"),
+            tensor_parallel_plan=(self._options.tensor_plan, "auto"),
+            sequence_parallel=(self._engine_options.sequence_parallel, False),
+            activation_recompute=(self._options.activation_recompute, None),
+            precision=(self._precision.precision, str(self._precision.precision).replace("fp8", "bf16")),
+        )
+
+    def _agree_on_own_split(self, module: pl.LightningModule) -> None:
+        sizes = {"data_parallel": self._mesh.layout.data, "tensor_parallel": self._mesh.layout.tensor}
+        agree_on_start(module, *(self._mesh.group(axis) if size > 1 else None for axis, size in sizes.items()))
+
+    def _all_holders(self, stage: StageModule | None, tensor_state: TensorState) -> list[Holders]:
+        """Every combination of holders in the world besides one stage's own: equal on all ranks."""
+        sets = stage.partition.shared_stage_sets() if stage is not None else []
+        holders = [Holders(stages, False) for stages in sets]
+        if tensor_state.sums_gradients:
+            singles = [(index,) for index in range(self._mesh.layout.pipeline)]
+            holders += [Holders(stages, True) for stages in (*sets, *singles)]
+        return holders

@@ -1,0 +1,1 @@
+"""The ``lightning-megatron`` command line, one file per command."""

@@ -1,0 +1,156 @@
+"""``lightning-megatron checkpoint``: look into checkpoints, check them, and turn them into what others read.
+
+No process group and no GPU is needed; export and import hold one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify, export and import checkpoints.")
+
+_Path = Annotated[str, typer.Argument(help="A checkpoint directory, by path or fsspec URL.")]
+_Trust = Annotated[bool, typer.Option("--trust", help="Load pickled objects too, which runs code from the file.")]
+
+
+@app.command()
+def inspect(
+    path: _Path,
+    pattern: Annotated[str, typer.Option("--match", help="Only tensors whose name contains this.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show step, layout, versions, and every tensor's logical shape and type. Works for .ckpt and safetensors too."""
+    source = _open(path, trust=False)
+    kinds = {name: kind for name, kind in source.kinds.items() if pattern in name}
+    tied = {name: first for name, first in source.aliases.items() if pattern in name}
+    if as_json:
+        tensors = {
+            name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch."), "files": _files(source, name)}
+            for name, (shape, dtype) in kinds.items()
+        }
+        typer.echo(json.dumps({"about": source.about, "tensors": tensors, "tied": tied}))
+        return
+    _print_tables(path, source, kinds, tied)
+
+
+def _print_tables(path: str, source: Any, kinds: Any, tied: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    facts = Table(title=path, show_header=False)
+    for key, value in source.about.items():
+        if key != "huggingface":
+            text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+            facts.add_row(key, text)
+    console.print(facts)
+    table = Table("tensor", "shape", "type", "MB", "files")
+    total = 0
+    for name, (shape, dtype) in kinds.items():
+        size = shape.numel() * dtype.itemsize
+        total += size
+        shown = " × ".join(map(str, shape)) or "scalar"
+        table.add_row(
+            name, shown, str(dtype).removeprefix("torch."), f"{size / 1e6:.2f}", str(len(_files(source, name)))
+        )
+    for name, first in tied.items():
+        table.add_row(name, f"is {first}", "", "", "")
+    console.print(table)
+    console.print(f"{len(kinds)} tensors, {total / 1e6:.2f} MB")
+
+
+def _files(source: Any, name: str) -> list[str]:
+    return sorted({place.file for place in source.metadata.storage_data[name]})
+
+
+@app.command()
+def verify(path: _Path) -> None:
+    """Read every file and compare size and checksum; exits 1 if anything is damaged."""
+    from lightning_megatron.checkpoints.files.directory import IncompleteCheckpointError, damaged_files
+
+    broken = False
+    try:
+        for name, damage in damaged_files(path):
+            broken |= damage is not None
+            typer.echo(f"{'ok     ' if damage is None else 'DAMAGED'} {name}{'' if damage is None else ': ' + damage}")
+    except (IncompleteCheckpointError, OSError) as error:
+        typer.echo(f"INCOMPLETE {error}")
+        raise typer.Exit(1) from None
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_(
+    path: _Path,
+    to: Annotated[Path, typer.Argument(help="File to write (.ckpt), or folder (safetensors).")],
+    form: Annotated[str, typer.Option("--format", help="lightning or safetensors; by default from the ending.")] = "",
+    optimizer: Annotated[bool, typer.Option(help="Write the optimizers' state too (lightning).")] = True,
+    prefix: Annotated[str | None, typer.Option(help="Start of the model's names, taken off (safetensors).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of the weights, e.g. bfloat16 (safetensors).")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights.")] = None,
+    shard_gb: Annotated[float, typer.Option(help="Largest size of one file, in GB (safetensors).")] = 5.0,
+    trust: _Trust = False,
+) -> None:
+    """Write one Lightning .ckpt, or Hugging Face safetensors with their config.json."""
+    import torch
+
+    from lightning_megatron.checkpoints.files.exporting import export_lightning, export_safetensors
+
+    form = form or ("lightning" if to.suffix == ".ckpt" else "safetensors")
+    source = _open(path, trust)
+    try:
+        if form == "lightning":
+            export_lightning(source, to, optimizer=optimizer)
+            typer.echo(f"wrote {to}")
+        elif form == "safetensors":
+            chosen = None if dtype is None else _dtype(getattr(torch, dtype, None), dtype)
+            content = None if config is None else json.loads(config.read_text())
+            limit = int(shard_gb * 1e9)
+            names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, shard_bytes=limit)
+            typer.echo(f"wrote {len(names)} tensors to {to}")
+        else:
+            raise typer.BadParameter(f"`--format {form}` must be lightning or safetensors.")
+    except (ValueError, RuntimeError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _dtype(found: Any, name: str) -> Any:
+    import torch
+
+    if not isinstance(found, torch.dtype):
+        raise typer.BadParameter(f"`--dtype {name}` is no type of torch; use float32, float16 or bfloat16.")
+    return found
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="A Lightning .ckpt, a .safetensors file, or a folder with some.")],
+    path: Annotated[str, typer.Argument(help="Checkpoint directory to create.")],
+    prefix: Annotated[str, typer.Option(help="Put before the names of a Hugging Face model, e.g. model.")] = "",
+    trust: _Trust = False,
+) -> None:
+    """Make a checkpoint directory that any layout loads."""
+    from lightning_megatron.checkpoints.files.importing import import_checkpoint
+
+    opened = _open(source, trust)
+    if opened.kind == "directory":
+        raise typer.BadParameter(f"{source} is a checkpoint directory already.")
+    try:
+        names = import_checkpoint(opened, path, prefix=prefix)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"wrote {len(names)} tensors to {path}")
+
+
+def _open(path: str, trust: bool) -> Any:
+    from lightning_megatron.checkpoints.files.sources import open_source
+
+    try:
+        return open_source(path, trust=trust)
+    except (RuntimeError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,45 @@
+"""The ``lightning-megatron`` command: questions about layouts and schedules that need no GPU and start no process.
+
+Each command is a function of its own file in ``commands/``; it is registered here by one line.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from lightning_megatron.tools.commands.checkpoint import app as checkpoint
+from lightning_megatron.tools.commands.explain import explain
+from lightning_megatron.tools.commands.plan import plan
+from lightning_megatron.tools.commands.predict import predict
+from lightning_megatron.tools.commands.rehearse import rehearse
+from lightning_megatron.tools.commands.timeline import timeline
+
+app = typer.Typer(
+    name="lightning-megatron",
+    help="Study pipeline schedules and layouts before training with lightning_megatron.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _several_commands() -> None:
+    """Study pipeline schedules and layouts before training with lightning_megatron."""
+    # Without a callback typer would drop the command's name while there is only one.
+
+
+app.command("timeline")(timeline)
+app.command("plan")(plan)
+app.command("predict")(predict)
+app.command("explain")(explain)
+app.command("rehearse")(rehearse)
+app.add_typer(checkpoint, name="checkpoint")
+
+
+def main() -> None:
+    """Entry point of the ``lightning-megatron`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``lightning-megatron plan``: which layout to run a model in, how fast it will be, and what of memory it takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_megatron.planner.model.cluster import GIB, Cluster
+from lightning_megatron.planner.model.shape import ModelShape
+from lightning_megatron.planner.search.plot import plan_svg
+from lightning_megatron.planner.search.search import Limits, Plan
+from lightning_megatron.planner.search.search import plan as find_plan
+
+
+def plan(
+    gpus: Annotated[int, typer.Option(help="GPUs to use.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
+    gpu: Annotated[str, typer.Option(help="GPU by name: A100-40, A100-80, H100, H200, B200, V100-32.")] = "A100-80",
+    cluster: Annotated[Path | None, typer.Option(help="YAML file that describes the cluster instead.")] = None,
+    hf_config: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or the folder it is in.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Transformer layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; all heads if left out.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Inner size of the MLP; 4 x hidden if left out.")] = None,
+    gated: Annotated[bool, typer.Option("--gated", help="The MLP has a gate (SwiGLU).")] = False,
+    vocab: Annotated[int, typer.Option(help="Vocabulary entries.")] = 51200,
+    seq: Annotated[int | None, typer.Option(help="Sequence length; 2048, or the configuration's own.")] = None,
+    untied: Annotated[bool, typer.Option("--untied", help="Embedding and output head are two matrices.")] = False,
+    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp8.")] = "bf16",
+    schedule: Annotated[str | None, typer.Option(help="Only this pipeline schedule.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Only this tensor-parallel size.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Only this pipeline size.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Only this micro-batch size.")] = None,
+    headroom: Annotated[float, typer.Option(help="Share of memory to leave free.")] = 0.05,
+    top: Annotated[int, typer.Option(help="Layouts to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write throughput and memory as SVG to this file.")] = None,
+) -> None:
+    """Rank all layouts of a model on a number of GPUs, and say why the best is best."""
+    try:
+        if plot and plot.suffix.lower() != ".svg":
+            raise ValueError(f"`--plot {plot}` must end in .svg, the format that is written")
+        machine = Cluster.from_yaml(cluster) if cluster else Cluster.named(gpu)
+        shape = _shape(hf_config, layers, hidden, heads, kv_heads, ffn, gated, vocab, seq, untied)
+        limits = Limits(
+            schedules=(schedule,) if schedule else Limits().schedules,
+            precision=precision,
+            tensor=tensor,
+            pipeline=pipeline,
+            micro_batch=micro_batch,
+            headroom=headroom,
+        )
+        found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
+        if plot:
+            plot.write_text(plan_svg(found, limits), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        _print(found)
+
+
+def _shape(
+    config: Path | None,
+    layers: int | None,
+    hidden: int | None,
+    heads: int | None,
+    kv_heads: int | None,
+    ffn: int | None,
+    gated: bool,
+    vocab: int,
+    seq: int | None,
+    untied: bool,
+) -> ModelShape:
+    """The model from its configuration file, or from flags."""
+    if config is not None:
+        return ModelShape.from_config(config, seq=seq)
+    if layers is None or hidden is None or heads is None:
+        raise ValueError("give --hf-config FILE, or all of --layers, --hidden and --heads")
+    return ModelShape(layers, hidden, heads, vocab, seq or 2048, kv_heads, ffn, gated, not untied)
+
+
+def _print(found: Plan) -> None:
+    """Table and explanation for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"{found.shape.parameters / 1e9:.1f}B parameters on {found.gpus} {found.cluster.gpu.name}, "
+        f"global batch {found.global_batch} ({found.considered} layouts, {found.too_large} too large)"
+    )
+    columns = ("", "layout", "schedule", "sharding", "recompute", "s/step", "tok/s/GPU", "MFU", "bubble", "GiB")
+    table = Table(*columns, title=title)
+    for rank, item in enumerate(found.ranked, start=1):
+        recipe = item.recipe
+        sizes = f"t{recipe.tensor} p{recipe.pipeline} v{recipe.chunks} d{recipe.data} b{recipe.micro_batch}"
+        table.add_row(
+            str(rank),
+            sizes + (" +sp" if recipe.sequence_parallel and recipe.tensor > 1 else ""),
+            recipe.schedule if recipe.pipeline > 1 else "-",
+            recipe.sharding,
+            recipe.recompute,
+            f"{item.iteration_seconds:.3f}",
+            f"{item.tokens_per_second / recipe.world:.0f}",
+            f"{100 * item.mfu:.1f}%",
+            f"{100 * item.breakdown.pipeline_bubble / item.iteration_seconds:.1f}%",
+            f"{item.memory.total / GIB:.0f}",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    console.print(found.explanation)

@@ -1,0 +1,137 @@
+"""``lightning-megatron rehearse``: be one rank of a launch, without the launch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_AXES = {
+    "t": "tensor_parallel_size",
+    "p": "pipeline_parallel_size",
+    "d": "data_parallel_size",
+    "v": "virtual_pipeline_parallel_size",
+    "b": "micro_batch_size",
+}
+
+
+def rehearse(
+    target: Annotated[
+        str,
+        typer.Argument(help="file.py:function or module:function; returns a LightningModule, or it and a batch."),
+    ],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    layout: Annotated[
+        str, typer.Option(help="Sizes, e.g. t8 p64 d6: tensor, pipeline, data; v chunks and b micro-batch may follow.")
+    ] = "t1 p1 d1",
+    rank: Annotated[int, typer.Option(help="Global rank to be.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule; interleaved where v is given.")] = None,
+    devices_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 8,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Further argument of MegatronStrategy, name=value; may be repeated.")
+    ] = None,
+    trainer: Annotated[
+        list[str] | None, typer.Option(help="Argument of the Trainer, e.g. gradient_clip_val=1.0; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="Where an error came from.")] = False,
+) -> None:
+    """Build and run one step as one rank would, in one process: nothing is sent, and weights take no memory.
+
+    Prints the parameters, bytes, instructions and communication of that rank, or the error that it would have raised.
+    """
+    from lightning_megatron import MegatronStrategy
+    from lightning_megatron.tools.rehearsal import rehearse as run
+
+    try:
+        arguments = strategy_arguments([layout, *(more or [])], schedule, strategy or [])
+        world = math.prod(arguments.get(_AXES[axis], 1) for axis in "tpd")
+        found = run(
+            MegatronStrategy(**arguments),
+            load(target),
+            world_size=world,
+            rank=rank,
+            devices_per_node=devices_per_node,
+            **_named(trainer or [], "--trainer"),
+        )
+    except Exception as error:  # whatever a launch may raise is the answer
+        if show_traceback:
+            traceback.print_exc()
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else found.describe())
+
+
+def strategy_arguments(sizes: Sequence[str], schedule: str | None, extra: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``MegatronStrategy`` from ``["t8", "p64", "d6"]`` and ``["activation_recompute=full"]``.
+
+    Raises:
+        ValueError: a size or an argument cannot be read.
+    """
+    arguments: dict[str, Any] = {}
+    for size in " ".join(sizes).replace(",", " ").split():
+        matched = re.fullmatch(r"([tpdvb])(\d+)", size)
+        if matched is None:
+            raise ValueError(f"`--layout` has {size!r}; write sizes as t8 p64 d6, with letters {', '.join(_AXES)}.")
+        arguments[_AXES[matched[1]]] = int(matched[2])
+    if schedule is None and arguments.get("virtual_pipeline_parallel_size", 1) > 1:
+        schedule = "interleaved"
+    if schedule is not None:
+        arguments["pipeline_schedule"] = schedule
+    return arguments | _named(extra, "--strategy")
+
+
+def _named(pairs: Sequence[str], option: str) -> dict[str, Any]:
+    """``["a=1", "b=x"]`` as ``{"a": 1, "b": "x"}``."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"`{option} {pair}` must be name=value.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def load(target: str) -> Callable[[], Any]:
+    """The function that ``file.py:function`` or ``module:function`` names.
+
+    Raises:
+        ValueError: there is no such file or function.
+    """
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ValueError(f"`{target}` must name a function, as in train.py:build.")
+    directory = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
+    sys.path.insert(0, directory)
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(f"`{target}`: {error}") from error
+    if not callable(function):
+        raise ValueError(f"`{target}` is a {type(function).__name__}, not a function.")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ImportError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

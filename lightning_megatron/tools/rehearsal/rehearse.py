@@ -1,0 +1,308 @@
+"""Being one rank of a launch that does not take place.
+
+Nothing is modelled here. The Trainer, the strategy, the mesh, the tensor-parallel plan, the stages, the buckets and
+the user's own step run as in training; only the process group is made of paper, the weights have no memory, and the
+one message that must be understood is imagined. So a configuration that cannot run fails in a rehearsal by the very
+error of the real launch.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch import Tensor
+
+from lightning_megatron.mesh.mesh import MESH_AXES
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
+from lightning_megatron.tools.rehearsal.neighbours import imagined_neighbours
+from lightning_megatron.tools.rehearsal.outcome import Communication, Rehearsal
+from lightning_megatron.tools.rehearsal.paper import BACKEND, Ledger, paper_world
+from lightning_megatron.tools.rehearsal.weightless import Weightless
+
+if TYPE_CHECKING:
+    from lightning_megatron.strategy.strategy import MegatronStrategy
+
+_DEPTH = 6
+
+
+class _OneBatch:
+    """A loader of one batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._batch
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Imagined(ClusterEnvironment):
+    """A cluster in which this process is one rank of many, and launches none."""
+
+    def __init__(self, rank: int, world_size: int, per_node: int) -> None:
+        super().__init__()
+        self._rank, self._world_size, self._per_node = rank, world_size, per_node
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._rank % self._per_node
+
+    def node_rank(self) -> int:
+        return self._rank // self._per_node
+
+
+class _Witness(Callback):
+    """Looks at a step from Lightning's hooks, while everything is still there."""
+
+    def __init__(self, ledger: Ledger, meter: MemoryMeter) -> None:
+        self._ledger, self._meter = ledger, meter
+        self.error: BaseException | None = None
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._ledger.phase = "step"
+        self._meter.start()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._ledger.phase = "optimizer"
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        # Room for gradients is made in the step; it is no activation.
+        activations = self._meter.kept - self._meter.within(_gradients(strategy, pl_module))
+        self.found = {
+            "bytes_by_kind": held_bytes(strategy, pl_module) | {"activations": activations, "peak": self._meter.peak},
+            "schedules": dict(strategy._engine._schedules),
+            "plan": strategy.parallel_report.explain() if strategy.parallel_report is not None else "",
+        }
+        self._ledger.phase = "after the step"
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.error = self.error or exception
+
+
+def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state that a rank holds after a training step.
+
+    Args:
+        strategy: the strategy in training.
+        module: this rank's part of the module.
+    """
+    weights = {id(p.untyped_storage()): p for p in module.parameters()}
+    state = [
+        tensor
+        for optimizer in strategy.optimizers
+        for tensor in (*_tensors(optimizer.state), *_tensors([group["params"] for group in optimizer.param_groups]))
+    ]
+    optimizer = {id(t.untyped_storage()): t for t in state if id(t.untyped_storage()) not in weights}
+    known = weights.keys() | optimizer.keys()
+    gradients = [tensor for tensor in _gradients(strategy, module) if id(tensor.untyped_storage()) not in known]
+    return {
+        "weights": bytes_of(weights.values()),
+        "gradients": bytes_of(gradients),
+        "optimizer": bytes_of(optimizer.values()),
+    }
+
+
+def _gradients(strategy: Any, module: pl.LightningModule) -> list[Tensor]:
+    """Where gradients collect, in buckets or not."""
+    return [*_tensors(strategy._engine.gradients), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
+    """Tensors in a nest of containers and of this package's own objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0 or value is None:
+        return []
+    if isinstance(value, (list, tuple, set)):
+        children: Iterable[Any] = value
+    elif hasattr(value, "values") and hasattr(value, "keys"):
+        children = value.values()
+    elif type(value).__module__.startswith("lightning_megatron.") and hasattr(value, "__dict__"):
+        children = vars(value).values()
+    else:
+        return []
+    return [tensor for child in children for tensor in _tensors(child, depth - 1)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the Trainer from advising on hardware and loggers that a rehearsal does not use."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def rehearse(
+    strategy: MegatronStrategy,
+    module: pl.LightningModule | Callable[[], Any],
+    batch: Any = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    devices_per_node: int = 8,
+    **trainer: Any,
+) -> Rehearsal:
+    """Build and run one step as ``rank`` of ``world_size`` would, in this process and without memory for weights.
+
+    Args:
+        strategy: how to train; it stays as it is.
+        module: the module to train, or a function that makes it (and may return it together with a batch). It is used
+            up: cut, and without values. Build large ones on the meta device, as for a real launch.
+        batch: what the loader of one replica would give; by default the first batch of the module's own
+            ``train_dataloader``.
+        world_size: ranks of the launch.
+        rank: which of them to be.
+        devices_per_node: ranks on each node.
+        trainer: further arguments of the Trainer that matter to a step, such as ``precision`` or
+            ``gradient_clip_val``.
+
+    Returns:
+        What the rank holds, does and sends.
+
+    Raises:
+        ValueError: ``rank`` lies outside of the world, or whatever the launch itself would have raised.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
+    meter = MemoryMeter()
+    with _quiet(), paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode, imagined_neighbours(mode):
+        built, batch = _built(module, batch)
+        whole = sum({id(p): p.numel() for p in built.parameters()}.values())
+        witness = _Witness(ledger, meter)
+        rehearsed = copy.copy(strategy)
+        rehearsed._process_group_backend = BACKEND
+        per_node = math.gcd(world_size, devices_per_node)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **trainer}
+        runner = pl.Trainer(
+            accelerator="cpu",
+            devices=per_node,
+            num_nodes=world_size // per_node,
+            strategy=rehearsed,
+            plugins=[_Imagined(rank, world_size, per_node)],
+            callbacks=[witness],
+            max_steps=1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **options,
+        )
+        _fit(runner, built, batch, witness)
+        return _report(rehearsed, built, whole, ledger, witness, mode)
+
+
+def _built(module: Any, batch: Any) -> tuple[pl.LightningModule, Any]:
+    """The module and its batch, from whatever the user gave."""
+    made = module if isinstance(module, pl.LightningModule) else module()
+    if isinstance(made, tuple) and len(made) == 2:
+        made, batch = made[0], made[1] if batch is None else batch
+    if not isinstance(made, pl.LightningModule):
+        raise ValueError(
+            f"the function to rehearse returned {type(made).__name__}; return a LightningModule, or a pair of it and a "
+            "batch."
+        )
+    return made, batch
+
+
+def _fit(runner: pl.Trainer, module: pl.LightningModule, batch: Any, witness: _Witness) -> None:
+    """One step; an error comes out as the launch would have shown it, not as what tidying up made of it."""
+    try:
+        if batch is None:
+            runner.fit(module)
+        else:
+            runner.fit(module, _OneBatch(batch))
+    except BaseException:
+        if witness.error is not None:
+            raise witness.error from None
+        raise
+    if not witness.found:
+        raise ValueError("the Trainer took no step; give a batch, or a `train_dataloader` that yields one.")
+
+
+def _report(
+    strategy: Any, module: pl.LightningModule, whole: int, ledger: Ledger, witness: _Witness, mode: Weightless
+) -> Rehearsal:
+    mesh, stage = strategy.mesh, stage_of(module)
+    schedules: dict[tuple[int, bool], Schedule] = witness.found["schedules"]
+    lists = [schedule.instructions[mesh.stage] for (_, forward_only), schedule in schedules.items() if not forward_only]
+    axes = {tuple(torch.distributed.get_process_group_ranks(mesh.group(axis))): axis for axis in reversed(MESH_AXES)}
+    axes[tuple(range(mesh.layout.world_size))] = "world"
+    communication = [
+        Communication(
+            entry.phase,
+            entry.operation,
+            axes.get(entry.ranks, "shared"),
+            entry.ranks,
+            entry.peer if entry.peer >= 0 else None,
+            entry.bytes,
+            count,
+        )
+        for entry, count in ledger.counts.items()
+    ]
+    layers = tuple(sorted(stage.partition.layers_of(stage.stage))) if stage is not None else ()
+    return Rehearsal(
+        rank=mesh.rank,
+        layout=mesh.layout,
+        plan=witness.found["plan"],
+        layers=layers,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        whole_parameters=whole,
+        bytes_by_kind=witness.found["bytes_by_kind"],
+        instructions=tuple(str(step) for step in lists[-1]) if lists and stage is not None else (),
+        communication=tuple(communication),
+        remarks=tuple(
+            f"{place} read a number that a rehearsal does not have and was told {answer!r}"
+            for place, answer in mode.guesses.items()
+        ),
+    )

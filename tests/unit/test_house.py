@@ -1,0 +1,273 @@
+"""The structure of the package, held by ceilings: rooms, directions, sizes. Reads the code as text and runs none of it.
+
+A ceiling is lowered when the code gets below it and is never raised: a change that would need that belongs elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_megatron"
+ROOT = Path(__file__).parents[2] / PACKAGE
+
+FLOORS = {
+    "mesh": 1,
+    "layers": 2,
+    "models": 3,
+    "checkpoints": 3,
+    "parallelize": 3,
+    "pipeline": 3,
+    "planner": 4,
+    "data_parallel": 4,
+    "strategy": 5,
+    "callbacks": 6,
+    "__init__": 6,
+    "tools": 7,
+}
+"""Floor of every room; imports point to lower floors only."""
+
+PLANNER_SEES = ("mesh.layout", "mesh.lazy", "pipeline.schedules")
+"""What the planner may import: it runs without torch."""
+
+ROOMS_AT_THE_TOP = 15
+FILES_IN_A_FOLDER = 15
+LINES_OF_A_FILE = 514
+LINES_OF_A_FUNCTION = 86
+CIRCLES = 2
+CLASSES_IN_THE_CHAIN = 5
+WALKS_OVER_FORWARDS = 4
+ASSERTS_OF_PRESENCE = 95
+MOCKS = 2
+NAMES_OF_SEVERAL_FILES = 7
+LIGHTNING_ELSEWHERE = 6
+LIGHTNING_PRIVATES_ELSEWHERE = 5
+ARROWS_UP = 2
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@functools.cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+@functools.cache
+def arrows() -> dict[str, frozenset[str]]:
+    """By module, the package's modules that it imports anywhere: at the top, lazily, or for type checkers."""
+    return {name: frozenset(_imports(name)) for name in modules()}
+
+
+def _imports(name: str) -> set[str]:
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            base = (node.module or "").removeprefix(PACKAGE).lstrip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                found.add(full if full in modules() else base or "__init__")
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name.removeprefix(PACKAGE + ".") for alias in node.names if alias.name.startswith(PACKAGE + ".")
+            }
+    return found - {name}
+
+
+def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (Tarjan's strongly connected components of more than one)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in order:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            part = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def functions(name: str) -> list[tuple[int, str]]:
+    """Lines of every function: docstring and argument list aside."""
+    found = []
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            found.append(((node.end_lineno or 0) - first.lineno + 1, f"{name}:{node.name}"))
+    return found
+
+
+def imports_lightning(name: str) -> list[ast.ImportFrom | ast.Import]:
+    found: list[ast.ImportFrom | ast.Import] = []
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
+            found.append(node)
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "lightning" for alias in node.names):
+            found.append(node)
+    return found
+
+
+def test_the_top_of_the_package_shows_few_names() -> None:
+    shown = [path.name for path in ROOT.iterdir() if path.name != "__pycache__"]
+    assert len(shown) <= ROOMS_AT_THE_TOP, sorted(shown)
+    assert [name for name in shown if name.endswith(".py")] == ["__init__.py"]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(name) for name in modules()} == set(FLOORS)
+    assert max(FLOORS.values()) <= 7
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{name} -> {other}"
+        for name, others in arrows().items()
+        for other in others
+        if room(name) != room(other)
+        and (
+            not other.startswith(PLANNER_SEES)
+            if room(name) == "planner"
+            else FLOORS[room(name)] <= FLOORS[room(other)] and room(name) != "__init__"
+        )
+    ]
+    assert len(wrong) <= ARROWS_UP, wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = circles(arrows())
+    assert len(found) <= CIRCLES, found
+
+
+def test_folders_hold_few_files() -> None:
+    sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules().values())
+    assert max(sizes.values()) <= FILES_IN_A_FOLDER, sizes.most_common(3)
+
+
+def test_files_are_short() -> None:
+    sizes = {name: path.read_text().count("\n") for name, path in modules().items()}
+    assert max(sizes.values()) <= LINES_OF_A_FILE, sorted(sizes.items(), key=lambda item: item[1])[-3:]
+
+
+def test_functions_are_short() -> None:
+    lengths = sorted(length for name in modules() for length in functions(name))
+    assert lengths[-1][0] <= LINES_OF_A_FUNCTION, lengths[-3:]
+
+
+def test_the_strategy_is_a_short_chain_of_classes() -> None:
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def chain(name: str) -> int:
+        return 1 + max((chain(base) for base in bases[name] if base in bases and base != name), default=0)
+
+    assert chain("MegatronStrategy") <= CLASSES_IN_THE_CHAIN
+
+
+def test_lightning_is_imported_in_one_room() -> None:
+    elsewhere = [
+        name for name in modules() if room(name) != "strategy" and name != "models.task" and imports_lightning(name)
+    ]
+    assert len(elsewhere) <= LIGHTNING_ELSEWHERE, elsewhere
+
+
+def test_privates_of_lightning_are_imported_in_one_folder() -> None:
+    elsewhere = [
+        f"{name}: {node.module} {alias.name}"
+        for name in modules()
+        if not name.startswith("strategy.lightning")
+        for node in imports_lightning(name)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name.startswith("_") or any(part.startswith("_") for part in (node.module or "").split("."))
+    ]
+    assert len({line.split(":")[0] for line in elsewhere}) <= LIGHTNING_PRIVATES_ELSEWHERE, elsewhere
+
+
+def test_nothing_is_mocked_outside_of_tests() -> None:
+    assert sum("unittest.mock" in path.read_text() for path in modules().values()) <= MOCKS
+
+
+def test_wrapped_forwards_are_walked_in_one_place() -> None:
+    walks = [
+        name
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.While) and "hasattr" in ast.unparse(node.test) and "forward" in ast.unparse(node.test)
+    ]
+    assert len(walks) <= WALKS_OVER_FORWARDS, walks
+
+
+def test_few_asserts_say_that_something_is_there() -> None:
+    presence = [
+        f"{name}:{node.lineno}"
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Assert) and "is not None" in ast.unparse(node.test)
+    ]
+    assert len(presence) <= ASSERTS_OF_PRESENCE, Counter(line.split(":")[0] for line in presence)
+
+
+def test_one_file_name_has_one_meaning() -> None:
+    places = defaultdict(list)
+    for name, path in modules().items():
+        if path.name != "__init__.py":
+            places[path.name].append(name)
+    doubled = {file: names for file, names in places.items() if len(names) > 1}
+    assert len(doubled) <= NAMES_OF_SEVERAL_FILES, doubled
+
+
+@pytest.mark.parametrize("name", ["mesh.layout", "pipeline.schedule", "planner"])
+def test_pure_python_rooms_do_not_import_torch(name: str) -> None:
+    seen, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in modules():
+            continue
+        seen.add(current)
+        waiting += [other.removeprefix(PACKAGE + ".") for other in _eager(current) if other.startswith(PACKAGE + ".")]
+        roots = {other.split(".")[0] for other in _eager(current)}
+        assert not roots & {"torch", "lightning"}, current
+
+
+def _eager(name: str) -> list[str]:
+    """Modules that are imported when this one is."""
+    found = []
+    for node in tree(name).body:
+        if isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return found
