@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import RankInfo, run_trainers
-from tests.multi.tensor_models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
+from tests.parallelize.models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer

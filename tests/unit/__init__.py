@@ -1,1 +1,1 @@
-"""Tests of one module at a time, in one process."""
+"""What holds for the package as a whole: its structure, and its documentation."""

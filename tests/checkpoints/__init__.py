@@ -1,0 +1,1 @@
+"""Files, names and states: what is saved, read, and survives."""

@@ -1,0 +1,1 @@
+"""Gradients summed and optimizers stepped by replicas."""

@@ -1,0 +1,1 @@
+"""Layers that can be split, beside their whole counterparts."""

@@ -1,0 +1,1 @@
+"""Ranks, groups, messages, parts of tensors, and who has failed."""

@@ -1,0 +1,1 @@
+"""Which layers are split how, and that splitting changes no number."""

@@ -1,0 +1,166 @@
+"""Modules whose split layers are read, or act, somewhere else than in front of their row-parallel layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.parallelize.models import Block, CausalSelfAttention
+
+WIDTH, HIDDEN = 32, 48
+
+
+class Autoencoder(nn.Module):
+    """Returns its hidden units, which a penalty reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.enc(x))
+        return self.dec(hidden), hidden.abs().sum(-1)
+
+
+class KeepsHidden(Autoencoder):
+    """Leaves the penalty in an attribute."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.enc(x))
+        self.penalty = [hidden.abs().sum(-1)]
+        return self.dec(hidden)
+
+
+class CountsActive(Autoencoder):
+    """Returns the share of active units, without a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.enc(x))
+        return self.dec(hidden), (hidden.detach() > 0).to(x.dtype).mean(-1)
+
+
+class ProbesHidden(Autoencoder):
+    """A classifier reads the hidden units without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.enc(x))
+        return self.dec(hidden), self.probe(hidden.detach())
+
+
+class TrainingNorm(Autoencoder):
+    """Divides by the norm of all hidden units in training only."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.dropout(F.relu(self.enc(x)), 0.0, self.training)
+        return self.dec(hidden / hidden.norm(dim=-1, keepdim=True) if self.training else hidden)
+
+
+class _Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return (grad - grad.mean(-1, keepdim=True)) / 3
+
+
+class CentredGradient(Autoencoder):
+    """A backward of its own takes the mean over all hidden units."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.dec(_Centred.apply(self.enc(x)))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ScaledAttention(CausalSelfAttention):
+    """Scales its queries by a parameter that scales its input as well."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
+        super().__init__(width, heads)
+        self.shared = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.c_attn(self.shared(x))
+        batch, length = packed.shape[:2]
+        q, k, v = packed.split(self.n_embd, dim=2)
+        q, k, v = (y.view(batch, length, self.n_head, -1).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(self.shared(q), k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Penalised(nn.Module):
+    """Returns the size of its weights beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH, 4, CausalSelfAttention)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x), sum(p.square().sum() for p in self.parameters())
+
+
+class GatedByInput(nn.Module):
+    """A layer whose input gates the hidden units, in a network that no tiny input fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(5, WIDTH))
+        self.layers = nn.ModuleList([_Gate() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class _Gate(Autoencoder):
+    def forward(self, x: Tensor) -> Any:
+        return self.dec(F.gelu(self.enc(x)) * torch.sigmoid(x.mean(-1, keepdim=True)))
+
+
+class Flattening(Autoencoder):
+    """Pairs up hidden units of flattened tokens before they are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix, self.down = nn.Linear(WIDTH, 8), nn.Bilinear(8, 8, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.up(x).reshape(-1, 8)
+        return self.down(torch.tanh(self.mix(hidden, hidden))).view_as(x)
+
+
+class Stack(nn.Module):
+    """Layers of one kind under an embedding, with a residual connection inside the layers' own code or around it."""
+
+    def __init__(self, kind: Any, around: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList([kind() for _ in range(2)])
+        self.around = around
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x) if self.around else layer(x)
+        return x
+
+
+LEAKY = (Autoencoder, KeepsHidden, CountsActive, ProbesHidden, TrainingNorm, CentredGradient, ScaledAttention)

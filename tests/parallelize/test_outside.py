@@ -1,0 +1,125 @@
+"""What leaves a split region another way than through its sum is gathered or refused, never wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.parallelize import explain, parallelize
+from tests.harness import run_ranks
+from tests.harness.twins import (
+    EXACT,
+    assert_same_gradients,
+    random_tensor,
+    reduce_partial_gradients,
+    tensor_group,
+)
+from tests.parallelize.models import Block, CausalSelfAttention
+from tests.parallelize.models_leaky import (
+    LEAKY,
+    WIDTH,
+    Autoencoder,
+    CentredGradient,
+    Flattening,
+    GatedByInput,
+    Penalised,
+    ScaledAttention,
+    Stack,
+    TrainingNorm,
+)
+
+REASONS = {
+    ScaledAttention: "acts inside it and outside",
+    TrainingNorm: "in training",
+    CentredGradient: "in training",
+}
+
+
+def notes(module: nn.Module, **options) -> str:
+    return " ".join(row.note for row in explain(module, 2, **options).rows)
+
+
+@pytest.mark.parametrize("kind", LEAKY)
+def test_plan_says_what_is_gathered_because_something_else_reads_it(kind):
+    assert REASONS.get(kind, "computes something else from the output of 'enc'") in notes(kind().double())
+
+
+def test_pair_with_dropout_that_nothing_else_reads_stays_split():
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8)).double()
+    assert "gathered" not in notes(module)
+
+
+def test_explicit_plan_for_an_output_that_is_returned_is_refused():
+    with pytest.raises(ValueError, match=r"computes something else from the output of 'enc'.*'colwise_gather_output'"):
+        explain(Autoencoder(), 2, {"enc": "colwise", "dec": "rowwise"})
+
+
+def test_weights_that_are_used_without_calling_their_layers_are_not_split():
+    with pytest.raises(ValueError, match=r"weights of 'block\.attn\.c_attn'.* are used without calling the layers"):
+        explain(Penalised(), 2)
+    plan = {"mlp.0": "colwise", "mlp.2": "rowwise"}
+    with pytest.raises(ValueError, match=r"'block\.mlp\.0' cannot be 'colwise': a parameter of it is used by code"):
+        explain(Penalised(), 2, plan)
+
+
+def test_layer_whose_input_is_read_inside_its_region_is_not_split():
+    with pytest.raises(ValueError, match="no column/row pair"):
+        explain(GatedByInput(), 2)
+
+
+def test_gradients_are_summed_only_where_heads_are_local_or_the_sequence_is_split():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.inner, self.down = (
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+            )
+
+        def forward(self, x):
+            return self.down(self.inner(self.up(self.norm(x))))
+
+    plan = {"norm": "sequence_parallel", "inner": "replicated_with_grad_allreduce"}
+    plan |= {"up": "colwise_gather_output", "down": "rowwise_split_input"}
+    assert explain(Normed(), 2, plan).partial_gradients == []
+
+
+REFUSED_WITH_SHARDS = {
+    "shared": (lambda: Stack(lambda: ScaledAttention()), r"'layers\.0\.shared\.scale' acts on a part of the tokens"),
+    "flattened": (lambda: Stack(Flattening), r"tokens are flattened between 'layers\.0\.up', which reads 3 dims"),
+    "residual around the layers": (
+        lambda: Stack(lambda: Block(WIDTH, 4, CausalSelfAttention), around=True),
+        r"code between the layers of 'layers' does not work",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_WITH_SHARDS)
+def test_what_would_be_wrong_on_sequence_shards_is_refused(case):
+    build, said = REFUSED_WITH_SHARDS[case]
+    with pytest.raises(ValueError, match=said):
+        explain(build().double(), 2, sequence_parallel=True)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", LEAKY)
+@run_ranks(tensor=2)
+def test_results_and_gradients_are_those_of_one_process_whatever_is_read_elsewhere(mesh, kind):
+    torch.manual_seed(0)
+    module = kind().double().train()
+    whole = copy.deepcopy(module)
+    report = parallelize(module, mesh)
+    x = random_tensor(3, 5, WIDTH)
+    for model in (module, whole):
+        found = model(x)
+        kept = [*(found if isinstance(found, tuple) else (found,)), *getattr(model, "penalty", [])]
+        model.seen = torch.cat([value.flatten() for value in kept])
+        model.seen.square().sum().backward()
+    torch.testing.assert_close(module.seen, whole.seen, **EXACT)
+    reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
+    assert_same_gradients(module, report.parameters, whole)

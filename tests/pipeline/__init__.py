@@ -1,0 +1,1 @@
+"""Schedules, stages, and what crosses between them."""

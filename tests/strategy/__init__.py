@@ -1,0 +1,1 @@
+"""Lightning's hooks, as a user meets them."""

@@ -1,0 +1,77 @@
+"""Split over tensor ranks or not, training starts from the same logical weights, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_trainers
+from tests.strategy.start_scenarios import start
+
+
+def run(layout: tuple[int, int], *args: Any) -> list[Any]:
+    return [outcome.value for outcome in run_trainers(start, layout, *args, devices=layout[0] * layout[1])]
+
+
+@functools.cache
+def alone(*args: Any) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = run((1, 1), *args)[0][0]
+    return whole
+
+
+def assert_identical(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    matrices = [value for value in expected.values() if value.dim() == 2 and value.is_floating_point()]
+    assert matrices and all(value.std() > 0 for value in matrices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "late", "layout"),
+    [
+        ("drop_in", True, (2, 1)),
+        ("drop_in", False, (2, 2)),
+        ("gpt", True, (2, 2)),
+        ("gpt2", True, (2, 2)),
+        pytest.param("encoder", True, (2, 1), marks=pytest.mark.wide),
+        pytest.param("llama", True, (2, 1), marks=pytest.mark.wide),
+        pytest.param("gpt2", False, (4, 1), marks=pytest.mark.wide),
+        pytest.param("llama", True, (4, 1), marks=pytest.mark.wide),
+    ],
+)
+def test_with_a_seed_split_and_whole_modules_start_bit_for_bit_alike(kind: str, late: bool, layout: Any) -> None:
+    assert_identical(run(layout, kind, late, True, None)[0][0], alone(kind, late, True, None))
+
+
+def test_modules_above_a_layer_may_change_what_it_drew() -> None:
+    weights = alone("gpt2", True, True, None)  # output projections are drawn smaller, by the number of layers
+    narrow, wide = (
+        torch.cat([value.flatten() for name, value in weights.items() if name.endswith(kind)]).std()
+        for kind in ("c_proj.weight", "c_attn.weight")
+    )
+    assert narrow / wide == pytest.approx(8**-0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_without_a_seed_all_ranks_start_from_the_weights_of_the_first(late: bool) -> None:
+    values = run((2, 1), "drop_in", late, False, None)
+    whole, expected = values[0][0], alone("drop_in", late, True, None)  # the first rank's draw
+    assert_identical(whole, expected)
+    split = [name for name in whole if values[0][1][name].shape != whole[name].shape]
+    assert "net.embed.weight" in split and "net.layers.0.norm.weight" not in split
+    for name in set(whole) - set(split):
+        assert torch.equal(values[0][1][name], values[1][1][name]), name
+
+
+def test_loaded_weights_are_split_as_they_are(tmp_path: Path) -> None:
+    saved = {
+        name: torch.randn_like(value.float()).double() for name, value in alone("drop_in", False, True, None).items()
+    }
+    torch.save(saved, tmp_path / "weights.pt")
+    for layout in ((1, 1), (2, 1)):
+        assert_identical(run(layout, "drop_in", False, True, str(tmp_path / "weights.pt"))[0][0], saved)

@@ -1,0 +1,197 @@
+"""A rehearsal says what the launch will do: counted beside real runs, and refusing what they refuse."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.planner.cost.memory import Memory
+from lightning_megatron.tools.commands.cli import app
+from lightning_megatron.tools.rehearsal import Rehearsal, rehearse
+from tests.harness import run_trainers
+from tests.tools.rehearsal_scenarios import SmallGPT, build, live, planned
+
+GRID = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
+INTERLEAVED = {"pipeline_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "interleaved"}
+RECOMPUTED = {"pipeline_parallel_size": 2, "micro_batch_size": 1, "activation_recompute": "full"}
+REPLICAS = {"micro_batch_size": 4}
+ONE_BACKWARD = {"micro_batch_size": 8}
+
+
+def sent(found: Rehearsal) -> dict[tuple[Any, ...], int]:
+    """What happens in the step and the update, as a live run's ledger has it."""
+    entries = {}
+    for entry in found.communication:
+        peer = -1 if entry.peer is None else entry.peer
+        entries[entry.phase, entry.operation, entry.ranks, peer, entry.bytes] = entry.count
+    return entries
+
+
+def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
+    """Without the pickled names of logged values, which only the rank that logs knows."""
+    return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
+
+
+@pytest.mark.parametrize("sharding", [True, {"shard": 8}])
+def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
+    counts = set()
+    for layers, world in ((4, 16), (8, 16), (4, 1024)):
+        strategy = MegatronStrategy(optimizer_sharding=sharding)
+        module = SmallGPT(layers=layers)
+        found = rehearse(strategy, module, build()[1], world_size=world, gradient_clip_val=1.0)
+        sums = [e for e in found.communication if e.phase in ("step", "optimizer") and e.operation != "broadcast"]
+        counts.add(tuple(sorted((entry.phase, entry.operation, entry.count) for entry in sums)))
+    (messages,) = counts
+    assert sum(count for *_, count in messages) <= 7, messages
+
+
+def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
+    """The planner's bytes are the real ones; a counter of steps per tensor is not worth a prediction."""
+    for kind in ("weights", "gradients", "optimizer"):
+        assert 0 <= real[kind] - getattr(predicted, kind) <= 4 * tensors, kind
+    assert predicted.activations == pytest.approx(real["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"), [(GRID, 4), (INTERLEAVED, 4), (RECOMPUTED, 2), (REPLICAS, 2), (ONE_BACKWARD, 2)],
+    ids=["tensor x pipeline", "interleaved x data", "recomputed", "replicas", "one backward"],
+)  # fmt: skip
+def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(settings: dict[str, Any], ranks: int) -> None:
+    for outcome in run_trainers(live, settings, devices=ranks):
+        found, real = rehearse(MegatronStrategy(**settings), build, world_size=ranks, rank=outcome.rank), outcome.value
+        assert found.parameters == real["parameters"]
+        for kind in ("weights", "gradients", "optimizer"):
+            assert found.bytes_by_kind[kind] == real["bytes"][kind] > 0, kind
+        # A real send may still be under way when a backward begins, and keeps its tensor.
+        sends = sum(entry.bytes * entry.count for entry in found.communication if entry.operation == "send")
+        assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= sends + 1024
+        assert found.instructions == real["instructions"]
+        assert in_step(sent(found)) == in_step(real["communication"])
+        stage = found.layout.coordinates(outcome.rank).pipeline
+        activations = found.bytes_by_kind["activations"]  # of the real run, but for such sends
+        check_memory(planned(settings, ranks, stage), real["bytes"] | {"activations": activations}, real["tensors"])
+    assert not dist.is_initialized()
+
+
+def test_every_parameter_is_on_one_stage_but_tied_ones() -> None:
+    strategy = MegatronStrategy(pipeline_parallel_size=4, micro_batch_size=1)
+    found = [rehearse(strategy, build, world_size=8, rank=rank) for rank in (0, 2, 4, 6)]
+    tied = 256 * 64
+    assert sum(one.parameters for one in found) == found[0].whole_parameters + tied
+    assert sorted(layer for one in found for layer in one.layers) == [0, 1, 2, 3]
+
+
+def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
+    strategy = MegatronStrategy(pipeline_parallel_size=2, micro_batch_size=4)
+    found = strategy.rehearse(build, world_size=16, rank=9)
+    assert str(found.layout.coordinates(found.rank)) == "pipeline 0, data 1, tensor 0"
+    assert "activations" in found.describe() and found.as_dict()["world_size"] == 16
+    assert strategy._mesh is None and strategy._assembled is None
+    assert torch.zeros(2_000_000).sum().item() == 0  # tensors have memory again
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "message"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            3,
+            "64, not divisible by the tensor-parallel size 3; use `tensor_parallel_size=2 or 4`",
+        ),
+        ({"pipeline_parallel_size": 8, "micro_batch_size": 1}, 8, "4 layers, fewer than the 8 pipeline stages"),
+        ({"pipeline_parallel_size": 2}, 3, "3 devices cannot be divided into replicas of 2 ranks"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_split": [1, 2]},
+            2,
+            "positive layer counts that add up to the 4 layers",
+        ),
+        ({"pipeline_parallel_size": 2, "activation_recompute": ["*.nothing"]}, 2, "matches no module"),
+    ],
+)
+def test_what_a_launch_would_refuse_a_rehearsal_refuses(settings: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        rehearse(MegatronStrategy(**settings), build, world_size=world, rank=world - 1)
+    assert not dist.is_initialized()
+
+
+def test_a_rank_outside_of_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="`rank=8` must lie in 0 to 7"):
+        rehearse(MegatronStrategy(), SmallGPT(), world_size=8, rank=8)
+
+
+SCRIPT = """
+import torch
+from tests.tools.rehearsal_scenarios import build as small
+
+def build():
+    return small()
+
+def large():
+    from tests.multi import rehearsal_scenarios as scenarios
+
+    scenarios.HIDDEN, scenarios.HEADS, scenarios.VOCABULARY, scenarios.SEQUENCE = 25600, 160, 51200, 2048
+    with torch.device("meta"):
+        module = scenarios.SmallGPT(layers=128)
+    tokens = torch.zeros(512, 2048, dtype=torch.long)
+    return module, (tokens, tokens)
+"""
+
+
+def test_the_command_prints_a_report_or_the_error_of_the_launch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    arguments = ["rehearse", f"{script}:build", "--layout", "t2", "p2", "d1", "b2", "--rank", "1", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["coordinates"] == {"tensor": 1, "context": 0, "data": 0, "pipeline": 1}
+    failed = CliRunner().invoke(app, ["rehearse", f"{script}:build", "--layout", "t3"])
+    assert failed.exit_code == 1 and "not divisible by the tensor-parallel size 3" in failed.output
+    assert CliRunner().invoke(app, ["rehearse", f"{script}:nothing"]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["rehearse", f"{script}:build", "--layout", "x2"])
+    assert wrong.exit_code == 1 and "write sizes as t8 p64 d6" in wrong.output
+
+
+@pytest.mark.wide
+def test_a_trillion_parameters_on_3072_ranks_take_under_a_minute_and_4_gb(tmp_path: Path) -> None:
+    """SC21's largest model; processor seconds, for others use this machine too."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    program = (
+        "import json, resource, sys\n"
+        "from lightning_megatron.tools.commands.cli import app\n"
+        f"app(['rehearse', {f'{script}:large'!r}, '--layout', 't8', 'p64', 'd6', 'b1', '--rank', '1234', '--json'],"
+        " standalone_mode=False)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    seconds, memory = json.loads(done.stderr.strip().splitlines()[-1])
+    assert found["whole_parameters"] == 1_008_038_758_400 and found["layers"] == [76, 77]
+    assert found["parameters"] == 1_966_432_000
+    assert seconds < 60 and memory < 4e9, (seconds, memory)
+
+
+def test_memory_of_the_process_is_not_that_of_the_model() -> None:
+    """Eight layers of hidden size 8192 are 26 GB; a rehearsal of them adds less than one."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def wide() -> Any:
+        module = SmallGPT(2)
+        module.blocks.append(torch.nn.Sequential(torch.nn.Linear(64, 40_000_000), torch.nn.Linear(40_000_000, 64)))
+        return module, build()[1]
+
+    found = rehearse(MegatronStrategy(micro_batch_size=8), wide, world_size=1)
+    assert found.bytes_by_kind["weights"] > 20e9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6
