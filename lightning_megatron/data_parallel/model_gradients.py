@@ -32,7 +32,7 @@ from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_flat_gather
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ModelGradients:
         module: nn.Module,
         mesh: ParallelMesh,
         device: torch.device,
-        stage: StageModule | None,
+        stage: Stage | None,
         tensor: TensorState,
         options: GradientOptions,
     ) -> None:

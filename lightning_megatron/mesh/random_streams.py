@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_megatron.mesh.autograd import in_backward
+
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
 _CALL_BITS = 20
@@ -180,7 +182,7 @@ class SegmentHooks:
         if self._micro_batch is None:
             return
         call = self._calls.get(segment, 0)
-        if torch._C._current_graph_task_id() != -1:  # the user's activation checkpointing draws again what it drew
+        if in_backward():  # the user's activation checkpointing draws again what it drew
             self._streams.enter(self._micro_batch, segment, max(0, call - 1))
             return
         self._calls[segment] = call + 1
@@ -224,7 +226,7 @@ class PartHooks:
     def _enter(self, index: int, *_: Any) -> None:
         micro_batch = self._before_trunk()
         self._saved.pop(index, None)
-        if micro_batch is None or torch._C._current_graph_task_id() != -1:
+        if micro_batch is None or in_backward():
             return
         self._saved[index] = self._streams.position()
         now = (self._streams.step_state, micro_batch)

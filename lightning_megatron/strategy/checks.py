@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -282,7 +282,7 @@ def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
         )
 
 
-def already_cut(earlier: StageModule, stages: int) -> str:
+def already_cut(earlier: Stage, stages: int) -> str:
     """Message for a module that another layout's run has cut."""
     before = len(set(earlier.partition.owners))
     return (

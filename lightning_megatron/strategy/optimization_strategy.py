@@ -21,7 +21,7 @@ from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.fused import fused_update
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
-from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
@@ -216,7 +216,7 @@ class OptimizationStrategy(StateStrategy):
         if self.mesh.layout.pipeline * self.mesh.layout.tensor > 1 and not self._engine.splits_itself:
             self._other_logs = HookLogs(self.mesh, self.root_device)
             self._held_hooks = HeldHooks(module, callbacks, self._other_logs, self._log)
-            self._clipping = HandClipping(module, stage_of(module), self._tensor_state, self.gradient_norm)
+            self._clipping = HandClipping(module, Stage.of(module), self._tensor_state, self.gradient_norm)
             self._clipping.start()
 
     def _release_hooks(self) -> None:

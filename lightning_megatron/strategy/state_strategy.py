@@ -46,7 +46,7 @@ from lightning_megatron.checkpoints.state.stored import (
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.standin import whole_view
-from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.processes import GridStrategy
@@ -126,7 +126,7 @@ class StateStrategy(GridStrategy):
     @contextmanager
     def _whole_view(self) -> Generator[None, None, None]:
         """Show the parameters of all stages, on the meta device."""
-        stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
+        stage = Stage.of(self.lightning_module) if self.lightning_module is not None else None
         with whole_view(stage.hidden if stage is not None else []):
             yield
 

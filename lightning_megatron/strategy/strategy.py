@@ -28,7 +28,7 @@ from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.pipeline.schedules.simulation import Timeline
-from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
@@ -477,7 +477,7 @@ class MegatronStrategy(PlannedStrategy):
     @property
     def partition(self) -> Partition | None:
         """Which stage owns what; ``None`` with one stage, and before ``setup``."""
-        stage = stage_of(self.lightning_module) if self.lightning_module is not None else None
+        stage = Stage.of(self.lightning_module) if self.lightning_module is not None else None
         return None if stage is None else stage.partition
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 CompileOptions = bool | Mapping[str, Any]
 _SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -69,7 +69,7 @@ class CompiledCall:
         return self._run(self.forward.__self__, *args, **kwargs)  # type: ignore[attr-defined]
 
 
-def compile_layers(module: nn.Module, stage: StageModule | None, options: CompileOptions, pipeline_layers: str) -> None:
+def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptions, pipeline_layers: str) -> None:
     """Compile this rank's layers, or take back what an earlier run compiled when ``options`` is ``False``.
 
     Raises:

@@ -19,7 +19,7 @@ from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, Float8Call, fits
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.weight_gradients import is_plain_linear, is_sharded_linear
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 _CAPABILITY = (8, 9)
 
@@ -54,7 +54,7 @@ def _lack(device: torch.device) -> str | None:
     return None if capability >= _CAPABILITY else f"{name} of capability {capability[0]}.{capability[1]}"
 
 
-def multiply_in_8_bits(module: nn.Module, stage: StageModule | None, wanted: bool, pipeline_layers: str) -> None:
+def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pipeline_layers: str) -> None:
     """Let this rank's linears in the trunk multiply 8-bit numbers, or take back what an earlier run did.
 
     Says on global rank 0 which ones stay in 16 bits.

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
 from lightning_megatron.pipeline.stage.calls import LayerCall
 from lightning_megatron.pipeline.stage.cursor import without_caches
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 Recompute = str | Mapping[str, int] | Sequence[str] | None
 _CHOICES = "None, 'full', 'selective', {'every': n}, or a list of names or patterns such as ['*.layers.0', '*.mlp']"
@@ -88,7 +88,7 @@ def install_recompute(
     return chosen
 
 
-def recompute_layers(module: nn.Module, stage: StageModule | None, recompute: Recompute, pipeline_layers: str) -> None:
+def recompute_layers(module: nn.Module, stage: Stage | None, recompute: Recompute, pipeline_layers: str) -> None:
     """:func:`install_recompute` for this rank's layers, or for all of an uncut module's."""
     if stage is None:
         install_recompute(module, find_trunk(module, pipeline_layers), recompute)

@@ -26,7 +26,7 @@ from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 Place = tuple[int, int]
 Program = list[tuple[Callable[[Slot], None], Slot]]
@@ -78,7 +78,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        stage: StageModule,
+        stage: Stage,
         links: StageLinks | None,
         device: torch.device,
         variable_shapes: bool = False,

@@ -1,22 +1,48 @@
-"""What a cut module's layers and parts have in place of their ``forward``: each call asks the cursor what to do."""
+"""What a cut module's layers and parts have in place of their ``forward``.
+
+A call decides nothing: it passes itself on to whatever follows the step, a :class:`Follower`, which computes it, skips
+it or ends the step there.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
-from lightning_megatron.pipeline.stage.cursor import StageCursor, in_backward
+
+
+class Follower(Protocol):
+    """Follows the user's step call by call and answers each of them: the stage's cursor."""
+
+    running: bool
+    parameters_read: bool
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of trunk layer ``index``."""
+
+    def is_inside(self, index: int) -> bool:
+        """Whether layer ``index``, a container of modules that are called one by one, has been entered already."""
+
+    def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a further call inside such a container."""
+
+    def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a part outside the trunk that another stage owns."""
+
+    def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of an owned part that runs before the layers."""
 
 
 class LayerCall:
     """Installed as ``forward`` on every trunk layer; asks the cursor what to do with each call."""
 
-    def __init__(self, cursor: StageCursor, index: int, name: str, module: nn.Module) -> None:
+    def __init__(self, cursor: Follower, index: int, name: str, module: nn.Module) -> None:
         self.cursor = cursor
         self.index = index
         self.module = module
@@ -67,7 +93,7 @@ class GuardedNames:
     other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
     """
 
-    def __init__(self, cursor: StageCursor, name: str, module: nn.Module) -> None:
+    def __init__(self, cursor: Follower, name: str, module: nn.Module) -> None:
         self._cursor, self._name, self._module = cursor, name, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -84,7 +110,7 @@ class GuardedNames:
 class PartCall:
     """Installed as ``forward`` on every hollow part outside the trunk."""
 
-    def __init__(self, cursor: StageCursor, module: nn.Module, sentinel: Sentinel) -> None:
+    def __init__(self, cursor: Follower, module: nn.Module, sentinel: Sentinel) -> None:
         self.cursor = cursor
         self.module = module
         self.sentinel = sentinel

@@ -13,19 +13,18 @@ A :class:`StageCursor` follows the layer calls of one run and does the replacing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
-
-if TYPE_CHECKING:
-    from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
@@ -50,7 +49,6 @@ class StageCursor:
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self.shapes = OutputShapes()
-        self.stage_module: Any = None
         self.running = False
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
         self._next = 0
@@ -368,8 +366,3 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     if all(type(value) in _LEAVES for value in values):
         return values
     return pytree.tree_leaves((args, kwargs))
-
-
-def in_backward() -> bool:
-    """Whether autograd is running on this thread: a layer call now is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.averaged_copies import install_views
@@ -20,12 +21,13 @@ from lightning_megatron.pipeline.elsewhere.provenance import Provenance
 from lightning_megatron.pipeline.elsewhere.standin import Hidden, HollowModule, Sentinel, hide_parameter, meta_like
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
-from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone, in_backward
+from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
 
 _NOTHING = nullcontext()
+_MARK = "_lightning_megatron_stage"
 
 
-class StageModule:
+class Stage:
     """This rank's part of the module: owned layers wrapped, everything else hollow.
 
     Args:
@@ -45,7 +47,7 @@ class StageModule:
         self.stage = stage
         trunk = partition.trunk
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams)
-        self.cursor.stage_module = self
+        module.get_submodule(trunk.name).__dict__[_MARK] = self
         self.hidden: list[Hidden] = []
         self._emptied: list[tuple[nn.Module, str, str]] = []  # module, attribute, part
         shared = self._kept_modules()
@@ -56,6 +58,12 @@ class StageModule:
         self._guard_parameters()
         self.copies = partition.copies
         install_views(module, self.copies, self._shows_whole)
+
+    @staticmethod
+    def of(module: nn.Module) -> Stage | None:
+        """The stage that an earlier run cut ``module`` for; ``None`` if the module is whole."""
+        found = (child.__dict__.get(_MARK) for child in module.modules())
+        return next((stage for stage in found if stage is not None), None)
 
     def _is_running(self) -> bool:
         return self.cursor.running or in_backward()
@@ -215,10 +223,6 @@ class StageModule:
                 return StageRun(micro_batch, received, sent)
             return self._finish(micro_batch, map_tensors(output, torch.detach), received)
 
-    def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that this rank holds, by name, in registration order."""
-        return dict(self.module.named_parameters())
-
     def counted_here(self, name: str) -> bool:
         """Whether this rank, among all stages that hold parameter ``name``, is the one that counts it in a norm."""
         return min(self.partition.holders[name]) == self.stage
@@ -237,12 +241,3 @@ def _called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
         return [(name, layer)]
     return [called for key, child in layer.named_children() for called in _called_modules(child, f"{name}.{key}")]
-
-
-def stage_of(module: nn.Module) -> StageModule | None:
-    """The stage that an earlier run cut ``module`` for, if any."""
-    for child in module.modules():
-        call = child.__dict__.get("forward")
-        if isinstance(call, LayerCall):
-            return call.cursor.stage_module
-    return None

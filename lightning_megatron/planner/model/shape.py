@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,6 @@ class ModelShape:
     def attention_core_flops_per_token(self) -> float:
         """Forward FLOPs of scores and their product with the values: what selective recomputation repeats."""
         return 4.0 * self.layers * self.head_size * self.heads * self.seq
-
-    def with_seq(self, seq: int) -> ModelShape:
-        """The same model at another sequence length in tokens."""
-        return replace(self, seq=seq)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, *, seq: int | None = None) -> ModelShape:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from lightning_megatron.checkpoints.state.slices import TensorState
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 _NAME = "_get_total_norm"
 
@@ -36,7 +36,7 @@ class HandClipping:
     def __init__(
         self,
         module: nn.Module,
-        stage: StageModule | None,
+        stage: Stage | None,
         tensor: TensorState,
         norm: Callable[[Iterable[nn.Parameter]], Tensor],
     ) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.step_logs import StepResult
 
 
@@ -65,7 +65,7 @@ class _WholeSummary:
 
     def __call__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         example = pl_module.example_input_array
-        if stage_of(pl_module) is not None:
+        if Stage.of(pl_module) is not None:
             pl_module.example_input_array = None  # sizes of outputs would need a forward, which one stage cannot run
         try:
             with self._whole_view():

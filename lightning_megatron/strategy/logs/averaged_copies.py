@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 
 _ALIKE = 1e-5  # relative; copies of a tied weight may differ in their last digits
 
@@ -29,7 +29,7 @@ class CopyExchange:
         device: where tensors live.
     """
 
-    def __init__(self, module: nn.Module, stage: StageModule, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, stage: Stage, mesh: ParallelMesh, device: torch.device) -> None:
         self._module, self._stage = module, stage
         self._group, self._ranks = mesh.group("pipeline_parallel"), mesh.pipeline_ranks
         self._device = device

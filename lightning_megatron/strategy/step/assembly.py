@@ -24,7 +24,7 @@ from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, compile_layers
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
-from lightning_megatron.pipeline.stage.stage import StageModule, stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
@@ -157,7 +157,7 @@ class Assembler:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
         tensor = self._mesh.layout.tensor
         earlier: _Split | None = module.__dict__.get(_SPLIT)
-        if earlier is not None or stage_of(module) is not None:
+        if earlier is not None or Stage.of(module) is not None:
             before = earlier.size if earlier is not None else 1
             if before != tensor:
                 raise RuntimeError(checks.already_split(before, tensor))
@@ -172,8 +172,8 @@ class Assembler:
             earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)
         return earlier.state, earlier.report
 
-    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> StageModule | None:
-        earlier = stage_of(module)
+    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> Stage | None:
+        earlier = Stage.of(module)
         mesh = self._mesh
         if mesh.layout.pipeline == 1:
             if earlier is not None:
@@ -195,7 +195,7 @@ class Assembler:
             stage_speeds=self._options.stage_speeds,
             hooks_write=module._trainer is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
-        return StageModule(module, partition, mesh.stage, self._device, streams)
+        return Stage(module, partition, mesh.stage, self._device, streams)
 
     def _check_own_split(self) -> None:
         checks.check_own_split(
@@ -211,7 +211,7 @@ class Assembler:
         sizes = {"data_parallel": self._mesh.layout.data, "tensor_parallel": self._mesh.layout.tensor}
         agree_on_start(module, *(self._mesh.group(axis) if size > 1 else None for axis, size in sizes.items()))
 
-    def _all_holders(self, stage: StageModule | None, tensor_state: TensorState) -> list[Holders]:
+    def _all_holders(self, stage: Stage | None, tensor_state: TensorState) -> list[Holders]:
         """Every combination of holders in the world besides one stage's own: equal on all ranks."""
         sets = stage.partition.shared_stage_sets() if stage is not None else []
         holders = [Holders(stages, False) for stages in sets]

@@ -47,7 +47,7 @@ from lightning_megatron.pipeline.schedules.by_name import ScheduleShape, make_sc
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.lowering import halve_backwards, join_halves, lower
 from lightning_megatron.pipeline.schedules.simulation import Timeline
-from lightning_megatron.pipeline.stage.stage import StageModule
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.appended import AppendedLists
 from lightning_megatron.strategy.logs.averaged_copies import CopyExchange
 from lightning_megatron.strategy.logs.batch_metrics import MetricCalls
@@ -108,7 +108,7 @@ class StepEngine:
         module: pl.LightningModule,
         mesh: ParallelMesh,
         device: torch.device,
-        stage: StageModule | None,
+        stage: Stage | None,
         streams: SegmentStreams,
         tensor: TensorState,
         options: EngineOptions,
@@ -475,7 +475,7 @@ class StepEngine:
             self.recorder = None
 
 
-def _has_copies(stage: StageModule | None) -> TypeGuard[StageModule]:
+def _has_copies(stage: Stage | None) -> TypeGuard[Stage]:
     return stage is not None and bool(stage.partition.copies.sources or stage.partition.copies.buffers)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.mesh.autograd import in_backward
 
 
 class MemoryMeter:
@@ -45,7 +46,7 @@ class MemoryMeter:
 
     def seen(self, tensor: Tensor) -> None:
         """Note a tensor that an operation returned."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         if backward and not self._in_backward and self.alive - self._base > self.kept:
             self.kept, self._kept_at = self.alive - self._base, self._births
         self._in_backward = backward

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.mesh import MESH_AXES
 from lightning_megatron.pipeline.schedules.instructions import Schedule
-from lightning_megatron.pipeline.stage.stage import stage_of
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
 from lightning_megatron.tools.rehearsal.neighbours import imagined_neighbours
 from lightning_megatron.tools.rehearsal.outcome import Communication, Rehearsal
@@ -273,7 +273,7 @@ def _fit(runner: pl.Trainer, module: pl.LightningModule, batch: Any, witness: _W
 def _report(
     strategy: Any, module: pl.LightningModule, whole: int, ledger: Ledger, witness: _Witness, mode: Weightless
 ) -> Rehearsal:
-    mesh, stage = strategy.mesh, stage_of(module)
+    mesh, stage = strategy.mesh, Stage.of(module)
     schedules: dict[tuple[int, bool], Schedule] = witness.found["schedules"]
     lists = [schedule.instructions[mesh.stage] for (_, forward_only), schedule in schedules.items() if not forward_only]
     axes = {tuple(torch.distributed.get_process_group_ranks(mesh.group(axis))): axis for axis in reversed(MESH_AXES)}
