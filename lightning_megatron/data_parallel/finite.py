@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import world_maximum
 from lightning_megatron.mesh.watch.failure import AgreedFailure
 
@@ -62,9 +62,4 @@ def agree_on_overflow(value: Tensor) -> bool:
 
 def worst(finding: Finding) -> Finding:
     """The finding to report, equal on every rank: the first rank with a bad loss, else with a bad gradient."""
-    everyone = [finding]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered: list[Finding | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, finding)
-        everyone = [each for each in gathered if each is not None]
-    return min(everyone, key=lambda each: (each.micro_batch is None, each.parameter is None, each.rank))
+    return min(objects.gather(finding), key=lambda each: (each.micro_batch is None, each.parameter is None, each.rank))

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.mesh.layout import Layout, resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.host_channel import PeerGone
 from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -194,12 +195,8 @@ class GridStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send ``obj`` from rank ``src`` to all."""
-        if not _distributed_is_initialized():
-            return obj
-        holder = [obj]
         with self._naming_failures():
-            dist.broadcast_object_list(holder, src)
-        return holder[0]
+            return objects.broadcast(obj, src)
 
     @contextmanager
     def _naming_failures(self) -> Generator[None, None, None]:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -43,6 +42,7 @@ from lightning_megatron.checkpoints.state.stored import (
     stored_optimizer,
     values_here,
 )
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.standin import whole_view
@@ -205,10 +205,7 @@ class StateStrategy(GridStrategy):
         assert module is not None
         state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         own = {name: tensor.logical_shape(name, value) for name, value in state.items()}, aliases(module)
-        stages: list[Any] = [own]
-        if self.mesh.layout.pipeline > 1:
-            stages = [None] * self.mesh.layout.pipeline
-            dist.all_gather_object(stages, own, group=self.mesh.group("pipeline_parallel"))
+        stages = objects.gather(own, self.mesh.group("pipeline_parallel"))
         shapes = {name: shape for stage in stages for name, shape in stage[0].items()}
         further = {name: first for stage in stages for name, first in stage[1].items()}
         return shapes, further
@@ -225,10 +222,8 @@ class StateStrategy(GridStrategy):
         assert self.lightning_module is not None
         names = self._optimizer_names[index]
         added = added_groups(optimizer, names, parameter_names(self.lightning_module))
-        if self.mesh.layout.pipeline > 1:
-            stages: list[Any] = [None] * self.mesh.layout.pipeline
-            dist.all_gather_object(stages, added, group=self.mesh.group("pipeline_parallel"))
-            added = [group for stage in stages for group in stage]
+        stages = objects.gather(added, self.mesh.group("pipeline_parallel"))
+        added = [group for stage in stages for group in stage]
         return stored_optimizer(optimizer, names, self._places(optimizer), added)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ShardTable
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.boxes import ShardSpec, assemble
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
@@ -35,9 +36,7 @@ class TensorState:
         self.rank = 0
         if group is not None:
             self.rank = dist.get_rank(group)
-            gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, self._split, group=group)
-            self._everyone = gathered
+            self._everyone = objects.gather(self._split, group)
 
     @property
     def is_trivial(self) -> bool:
@@ -109,9 +108,7 @@ class TensorState:
         Raises:
             RuntimeError: with the names of this rank and of another.
         """
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, names, group=self._group)
-        for rank, other in enumerate(gathered):
+        for rank, other in enumerate(objects.gather(names, self._group)):
             if other != names:
                 raise RuntimeError(
                     f"an optimizer that needs whole matrices updates {names} here and {other} on tensor-parallel rank "

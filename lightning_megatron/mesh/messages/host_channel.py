@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.waits import Waiting, numbers
 
 _PACKET = struct.Struct("<iiqq")  # kind, block, tag, bytes
@@ -201,9 +202,9 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
     own, size = group.rank(), group.size()
     listener = _listen(size)
     try:
-        places: list[Any] = _gather(None if listener is None else (_host(), listener.getsockname()), group)
+        places = objects.gather(None if listener is None else (_host(), listener.getsockname()), group)
         connected = {} if listener is None else _connect(places, own)
-        reached: list[Any] = _gather(sorted(connected), group)
+        reached = objects.gather(sorted(connected), group)
         if listener is not None:
             connected |= _accept(listener, {rank for rank in range(own + 1, size) if own in reached[rank]})
     finally:
@@ -275,9 +276,3 @@ def _accept(listener: socket.socket, expected: set[int]) -> dict[int, socket.soc
             continue
         connected[int.from_bytes(connection.recv(4), "little")] = connection
     return connected
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.program import Action, Slot
 from lightning_megatron.pipeline.schedules.dependencies import Costs
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -84,8 +85,7 @@ def gather_timeline(recorder: StepRecorder, group: dist.ProcessGroup, ranks: Seq
     Returns:
         Times in seconds from the first start on, the same on every rank; ``None`` before the first training step.
     """
-    rows: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(rows, recorder.rows(), group=group)
+    rows = objects.gather(recorder.rows(), group)
     if recorder.schedule is None:
         return None
     by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))

@@ -18,7 +18,6 @@ over t links, so each rank sends its t-th and the receivers put the whole togeth
 from __future__ import annotations
 
 import math
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.host_channel import open_channels
 from lightning_megatron.mesh.watch.waits import Waiting, numbers
@@ -159,14 +159,14 @@ class StageLinks:
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = objects.encode(value)
         self.send(stage, [torch.tensor([data.numel()], device=self._device), data.to(self._device)], tag)
 
     def receive_object(self, stage: int, tag: int) -> Any:
         """Receive a small Python object sent by :meth:`send_object`."""
         (length,) = self.receive(stage, [((1,), torch.int64)], tag).wait()
         (data,) = self.receive(stage, [((int(length.item()),), torch.uint8)], tag).wait()
-        return pickle.loads(data.cpu().numpy().tobytes())
+        return objects.decode(data)
 
     def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
         """Tell the next stage some numbers, and hear those of the stage before.

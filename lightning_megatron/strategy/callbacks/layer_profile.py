@@ -12,12 +12,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.cut.balance import balance, run_loads, stage_loads
 from lightning_megatron.pipeline.run.clock import measured_costs
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
@@ -96,8 +96,7 @@ class PipelineProfile(Callback):
         partition = strategy.partition
         own = {index: watch.finish() for index, watch in self._watches.items()}
         self._watches = {}
-        everyone: list[Any] = [None] * strategy.mesh.layout.pipeline
-        dist.all_gather_object(everyone, own, group=strategy.mesh.group("pipeline_parallel"))
+        everyone = objects.gather(own, strategy.mesh.group("pipeline_parallel"))
         times = {index: seconds for rank in everyone for index, seconds in rank.items()}
         layers = [times[index] for index in range(len(partition.trunk.layer_names))]
         stages = [sum(column) / len(column) for column in zip(*self._stages, strict=True)]

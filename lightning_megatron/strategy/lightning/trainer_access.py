@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.step_logs import StepResult
 
@@ -106,8 +106,5 @@ def gather_state_dict(local: Mapping[str, Any], mesh: ParallelMesh) -> dict[str,
         return mine if mesh.rank == 0 else {}
     if 0 not in mesh.pipeline_ranks:
         return {}
-    parts: list[Any] | None = [None] * mesh.layout.pipeline if mesh.rank == 0 else None
-    dist.gather_object(mine, parts, dst=0, group=mesh.group("pipeline_parallel"))
-    if parts is None:
-        return {}
+    parts = objects.gather_to(mine, 0, mesh.group("pipeline_parallel")) or []
     return {name: value for part in parts for name, value in part.items()}

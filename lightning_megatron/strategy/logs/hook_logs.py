@@ -15,7 +15,6 @@ kept.
 from __future__ import annotations
 
 import functools
-import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,6 +29,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
 from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE
@@ -137,7 +136,7 @@ class HookLogs:
         module._current_fx_name = outer
 
     def _exchange(self, axis: str, order: Sequence[int], held: list[HookLog], *, slices: bool) -> list[HookLog]:
-        gathered = _gather(held, self._mesh.group(axis), self._device)
+        gathered = [entries or [] for entries in objects.gather(held or None, self._mesh.group(axis))]
         found: dict[tuple[str, str], list[HookLog]] = {}
         for index in order:
             for entry in {entry.key: entry for entry in gathered[index]}.values():
@@ -248,20 +247,3 @@ class HeldHooks:
         for owner, hook in self._wrapped:
             owner.__dict__.pop(hook, None)
         self._wrapped = []
-
-
-def _gather(entries: list[HookLog], group: dist.ProcessGroup, device: torch.device) -> list[list[HookLog]]:
-    """The entries of every rank of ``group``; one small collective if nobody has any."""
-    data = pickle.dumps(entries) if entries else b""
-    length = torch.tensor([len(data)], device=device)
-    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
-    count = dist.get_world_size(group)
-    if not int(length):
-        return [[] for _ in range(count)]
-    mine = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(count)]
-    dist.all_gather(everyone, mine, group=group)
-    blobs = [blob.cpu().numpy().tobytes() for blob in everyone]
-    return [pickle.loads(blob) if any(blob) else [] for blob in blobs]

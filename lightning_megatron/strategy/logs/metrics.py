@@ -7,18 +7,17 @@ the batch's value (:mod:`~lightning_megatron.strategy.logs.batch_metrics`).
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.logs.batch_metrics import MetricCalls, MetricWatch
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 
@@ -86,19 +85,11 @@ class MetricRouter:
             return compute(*args, **kwargs)
         if self._has_loss:
             value = compute(*args, **kwargs)
-            data = pickle.dumps(map_tensors(value, lambda tensor: tensor.detach().cpu()))
-            self._send(torch.tensor([len(data)], device=self._device))
-            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+            sent = map_tensors(value, lambda tensor: tensor.detach().cpu())
+            objects.broadcast(sent, self._loss_rank, self._pipeline_group)
             return value
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._send(length)
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._send(buffer)
-        received = pickle.loads(buffer.cpu().numpy().tobytes())
+        received = objects.broadcast(None, self._loss_rank, self._pipeline_group)
         return map_tensors(received, lambda tensor: tensor.to(self._device))
-
-    def _send(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._loss_rank, group=self._pipeline_group)
 
 
 class _BroadcastCompute:

@@ -14,7 +14,6 @@ Everything else a step leaves behind travels in the same message: what it return
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import Started, start_broadcast
 from lightning_megatron.mesh.messages.exchange import exchanges
 from lightning_megatron.mesh.watch.waits import Waiting, members, ranks_of
@@ -313,18 +313,18 @@ class StepExchange:
             extra["output"] = map_tensors(result.output, lambda tensor: tensor.detach().cpu())
         if result.state:
             extra["state"] = map_tensors(result.state, lambda tensor: tensor.detach().cpu())
-        blob = pickle.dumps(extra) if extra else b""
+        blob = objects.encode(extra or None)
         header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
-        header[:_HEADER] = torch.tensor([len(blob), rows.numel(), dtype], dtype=torch.float64)
+        header[:_HEADER] = torch.tensor([blob.numel(), rows.numel(), dtype], dtype=torch.float64)
         values = torch.cat([(loss if loss is not None else rows.new_tensor(float("nan"))).reshape(1).double(), rows])
         inline = values[:_INLINE_VALUES]
         header[_HEADER : _HEADER + inline.numel()] = inline
         self._send(header)
         if values.numel() > _INLINE_VALUES:
             self._send(values[_INLINE_VALUES:].contiguous())
-        if blob:
-            self._send(torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(self._device))
+        if blob.numel():
+            self._send(blob.to(self._device))
 
     def _receive(self) -> StepResult:
         expected, self._expected = self._expected, None
@@ -345,7 +345,7 @@ class StepExchange:
         if size:
             blob = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._send(blob)
-            extra = pickle.loads(blob.cpu().numpy().tobytes())
+            extra = objects.decode(blob)
         self._keys = extra.get("keys", self._keys)
         to_device = lambda tensor: tensor.to(self._device)  # noqa: E731
         output = map_tensors(extra.get("output"), to_device)

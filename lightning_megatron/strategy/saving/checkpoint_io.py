@@ -47,6 +47,7 @@ from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.sources import load_plain
 from lightning_megatron.checkpoints.files.storage import BoxReader, BoxWriter
 from lightning_megatron.checkpoints.state.stored import plain_values
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 
 Tensors = dict[str, Tensor | PiecedTensor]
@@ -100,7 +101,7 @@ class MegatronCheckpointIO(CheckpointIO):
         tensors, meta = _separate(checkpoint)
         self._warn_of_pickles(meta)
         target = Folder(path, storage_options)
-        writer = _CheckpointWriter(target, _agree(new_token(), self._process_group()), meta)
+        writer = _CheckpointWriter(target, objects.broadcast(new_token(), 0, self._process_group()), meta)
         options: dict[str, Any] = {
             "storage_writer": writer,
             "planner": PieceSavePlanner(),
@@ -361,24 +362,10 @@ def _is_first() -> bool:
 
 def _raise_together(failure: Exception | None, what: str, group: Any) -> None:
     """Raise on every rank what any of them failed with."""
-    if not _distributed():
-        if failure is not None:
-            raise failure
+    if failure is not None and not _distributed():
+        raise failure
+    reasons = objects.gather(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if not any(reasons):
         return
-    failed = torch.tensor([float(failure is not None)])
-    dist.all_reduce(failed, group=group)
-    if not failed:
-        return
-    reasons: list[str | None] = [None] * dist.get_world_size(group)
-    own = None if failure is None else f"{type(failure).__name__}: {failure}"
-    dist.all_gather_object(reasons, own, group=group)
     named = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
     raise RuntimeError(f"{what}. {named}") from failure
-
-
-def _agree(value: str, group: Any) -> str:
-    if not _distributed():
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, 0, group=group)
-    return holder[0]

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.random_streams import collect_rng_state
 from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoader
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
@@ -70,18 +71,12 @@ def gather_to_first(value: Any, group: Any, mesh: ParallelMesh, members: int) ->
         return [value] if mesh.rank == 0 else []
     if 0 not in dist.get_process_group_ranks(group):
         return []
-    found: list[Any] = [None] * members
-    dist.gather_object(value, found if mesh.rank == 0 else None, dst=0, group=group)
-    return found if mesh.rank == 0 else []
+    return objects.gather_to(value, 0, group) or []
 
 
 def gather_all_to_first(value: Any) -> list[Any]:
     """``value`` of every rank, on global rank 0; empty elsewhere. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(value, found if dist.get_rank() == 0 else None, dst=0)
-    return found if dist.get_rank() == 0 else []
+    return objects.gather_to(value, 0) or []
 
 
 def replica_state(trainer: pl.Trainer, loops: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:

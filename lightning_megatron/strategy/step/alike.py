@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.parallelize.reading.kinds import as_written
@@ -33,13 +33,7 @@ def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
 
 
 def _copy_random_state(source: int, group: Any, device: torch.device) -> None:
-    data = pickle.dumps(collect_rng_state(device))
-    length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, source, group=group)
-    size = int(length.item())
-    buffer = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
-    dist.broadcast(buffer, source, group=group)
-    restore_rng_state(pickle.loads(buffer.cpu().numpy().tobytes()), device)
+    restore_rng_state(objects.broadcast(collect_rng_state(device), source, group), device)
 
 
 def agree_on_base_seed(device: torch.device) -> int:

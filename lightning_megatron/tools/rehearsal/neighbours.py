@@ -10,7 +10,6 @@ to the call of its first layer, sees the arguments that the previous stage sees 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.parallelize.reading import copy as study
 from lightning_megatron.parallelize.trial import replay as probe
@@ -115,7 +115,7 @@ def _post_after_asking(executor: PipelineExecutor, slot: Slot) -> None:
 
 def _receive_expected(links: Any, stage: int, tag: int) -> Any:
     """Receive buffers of the sizes that the message would have, and return what it would say."""
-    size = len(pickle.dumps(links.expected))
+    size = objects.encode(links.expected).numel()
     for length, dtype in ((1, torch.int64), (size, torch.uint8)):
         links.receive(stage, [((length,), dtype)], tag).wait()
     return links.expected
