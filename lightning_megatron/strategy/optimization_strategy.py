@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace
 from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
-from lightning_megatron.data_parallel.model_gradients import GradientOptions, has_narrow_weights
-from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
+from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
+from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.data_parallel.update.fused import fused_update
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
@@ -29,16 +28,17 @@ from lightning_megatron.strategy.lightning.hooks import watches_gradients, watch
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs
 from lightning_megatron.strategy.logs.replay import ALREADY_REDUCED, log_everywhere
+from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.state_strategy import StateStrategy
 from lightning_megatron.strategy.step.assembly import Assembled
-from lightning_megatron.strategy.step.scheduled import EngineOptions, StepEngine
+from lightning_megatron.strategy.step.scheduled import StepEngine
 
 
 class OptimizationStrategy(StateStrategy):
     """A strategy whose ranks share the gradients, and maybe the optimizer, of one module."""
 
     _assembled: Assembled | None
-    _nonfinite: NonFinite
+    options: Options
     _guard: StepGuard | None
     _hook_logs: HookLogs | None = None
     _other_logs: HookLogs | None = None
@@ -80,12 +80,6 @@ class OptimizationStrategy(StateStrategy):
         """Updates left out in this run because a loss or gradient was not finite."""
         return self._guard.skipped_steps if self._guard is not None else 0
 
-    def _with_precision(self, options: EngineOptions) -> EngineOptions:
-        """The engine's options, with the dtype in which layers hold their weights."""
-        dtype = getattr(self.precision_plugin, "layer_dtype", None)
-        gradients: GradientOptions = replace(options.gradients, layer_dtype=dtype)
-        return replace(options, gradients=gradients)
-
     def _prepare_gradients(self, trainer: pl.Trainer) -> None:
         """Lay out gradient buckets, and let the optimizers update this rank's share."""
         assert self._assembled is not None and self.lightning_module is not None
@@ -95,7 +89,7 @@ class OptimizationStrategy(StateStrategy):
         shared = layout.pipeline * layout.tensor > 1 and not self._engine.splits_itself
         self._hook_logs = HookLogs(self.mesh, self.root_device) if shared and watched else None
         if self._engine.splits_itself:
-            checks.check_own_gradients(self.loss_scale, self._nonfinite, gradients.options.reduce_dtype)
+            checks.check_own_gradients(self.loss_scale, self.options.nonfinite, gradients.options.reduce_dtype)
             return
         several = self._assembled.needs_gradients or lightning_state.accumulates(trainer)
         adds_up = several and has_narrow_weights(module)
@@ -107,7 +101,9 @@ class OptimizationStrategy(StateStrategy):
         if self.loss_scale is not None:
             checks.check_scaled(module)
         place = self.mesh.layout.describe(self.global_rank)
-        self._guard = StepGuard(gradients, self.root_device, self.global_rank, place, self._nonfinite, self.loss_scale)
+        self._guard = StepGuard(
+            gradients, self.root_device, self.global_rank, place, self.options.nonfinite, self.loss_scale
+        )
         gradients.prepare(
             self._assembled.groups,
             self.optimizers,

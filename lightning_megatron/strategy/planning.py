@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.mesh.layout import Layout, resolve_layout
 from lightning_megatron.planner import Cluster, Gpu, Limits, ModelShape, Prediction, Recipe, plan
 from lightning_megatron.planner.model.cluster import GB
 from lightning_megatron.planner.model.module_shape import shape_from_module
@@ -25,41 +25,15 @@ from lightning_megatron.planner.search.search import Plan
 from lightning_megatron.planner.topology import (
     Placement,
     Sizes,
+    Topology,
     assign,
     rank_numbers,
     stage_speeds,
     step_volumes,
 )
-from lightning_megatron.strategy.layout_request import FACTS, Choice
+from lightning_megatron.strategy.options import FACTS, Options
 
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
-
-
-def strategy_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of ``MegatronStrategy`` that run ``recipe``.
-
-    Raises:
-        ValueError: the strategy has no such sharding, context parallelism or recomputation.
-    """
-    if recipe.context > 1 or recipe.sharding not in ("none", "zero1") or recipe.recompute == "auto":
-        raise ValueError(
-            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `context=1`, `sharding='none'` or "
-            "'zero1', and `recompute` 'none', 'selective' or 'full'."
-        )
-    arguments: dict[str, Any] = {
-        "pipeline_parallel_size": recipe.pipeline,
-        "data_parallel_size": recipe.data,
-        "tensor_parallel_size": recipe.tensor,
-        "sequence_parallel": recipe.sequence_parallel and recipe.tensor > 1,
-        "micro_batch_size": recipe.micro_batch,
-        "activation_recompute": None if recipe.recompute == "none" else recipe.recompute,
-        "optimizer_sharding": recipe.sharding == "zero1",
-    }
-    if recipe.pipeline > 1:
-        arguments["pipeline_schedule"] = recipe.schedule
-    if recipe.pipeline > 1 and recipe.schedule == "interleaved":
-        arguments["virtual_pipeline_parallel_size"] = recipe.chunks
-    return arguments
 
 
 def recipe_of(found: Plan | Prediction | Recipe) -> Recipe:
@@ -68,11 +42,28 @@ def recipe_of(found: Plan | Prediction | Recipe) -> Recipe:
     return prediction.recipe if isinstance(prediction, Prediction) else prediction
 
 
-def choose(choice: Choice, module: pl.LightningModule, world: int, per_node: int, device: torch.device) -> Plan:
-    """Plan the layout of a run.
+@dataclass(frozen=True)
+class Settled:
+    """What a run starts with once nothing is left to the planner.
+
+    Attributes:
+        options: of the run, with sizes and schedule.
+        plan: what the planner found; ``None`` where the layout was given.
+        numbers: rank of every process, by the order of the launch; ``None`` where the two are the same.
+        stage_speeds: relative speed of every stage's devices; ``None`` where they do not differ.
+    """
+
+    options: Options
+    plan: Plan | None = None
+    numbers: list[int] | None = None
+    stage_speeds: tuple[float, ...] | None = None
+
+
+def settle(options: Options, module: pl.LightningModule, world: int, per_node: int, device: torch.device) -> Settled:
+    """Answer what the options leave to the planner: the layout, and which process is which rank.
 
     Args:
-        choice: what was asked.
+        options: as the user gave them.
         module: the user's module, attached to its Trainer.
         world: processes.
         per_node: processes on a node.
@@ -81,29 +72,56 @@ def choose(choice: Choice, module: pl.LightningModule, world: int, per_node: int
     Raises:
         ValueError: a fact cannot be detected, or no layout fits; the message says what to give or change.
     """
-    shape, batch = facts(module, choice.options)
-    cluster = choice.options.get("cluster") or detected_cluster(device, per_node)
-    given = {name: value for name, value in choice.options.items() if name not in FACTS}
+    found = None
+    if options.layout == "auto":
+        found = _choose(options.layout_options or {}, module, world, per_node, device)
+        options = options.with_recipe(found.best.recipe)
+    if options.topology is None:
+        return Settled(options, found)
+    layout = resolve_layout(world, **options.sizes)
+    recipe = _recipe(options, layout) if found is None else found.best.recipe
+    return Settled(options, found, *_number(options, options.topology, module, recipe, layout))
+
+
+def _choose(
+    options: Mapping[str, Any], module: pl.LightningModule, world: int, per_node: int, device: torch.device
+) -> Plan:
+    """The planner's best layout for a run; ``options`` are facts and limits, as in ``layout_options``."""
+    shape, batch = facts(module, options)
+    cluster = options.get("cluster") or detected_cluster(device, per_node)
+    given = {name: value for name, value in options.items() if name not in FACTS}
     limits = replace(Limits(precision=_precision(module)), **given)
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
 
 
-def numbering(
-    choice: Choice, module: pl.LightningModule, recipe: Recipe, layout: Layout
+def _recipe(options: Options, layout: Layout) -> Recipe:
+    """A given layout in the planner's words; the batch is filled in later."""
+    size = options.micro_batch_size if isinstance(options.micro_batch_size, int) else 1
+    return Recipe(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        micro_batch=size,
+        global_batch=layout.data * size,
+        recompute="full" if options.activation_recompute == "full" else "none",
+    )
+
+
+def _number(
+    options: Options, topology: Topology | Placement, module: pl.LightningModule, recipe: Recipe, layout: Layout
 ) -> tuple[list[int], tuple[float, ...] | None]:
     """Rank of every process, and the speed of every stage where processes differ.
 
     Args:
-        choice: with a topology or a placement.
+        options: their ``layout_options`` tell facts that cannot be detected.
+        topology: the machine's islands, or a placement on them.
         module: the user's module.
         recipe: the layout that is run; its batch is filled in from the loader.
         layout: the grid.
     """
-    topology = choice.topology
     if isinstance(topology, Placement):
         return rank_numbers(topology, layout), None
-    assert topology is not None
-    shape, batch = facts(module, choice.options)
+    shape, batch = facts(module, options.layout_options or {})
     size = min(recipe.micro_batch, batch)
     recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data, precision=_precision(module))
     sizes = Sizes(layout.pipeline, layout.data, layout.tensor)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -14,43 +14,43 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
 from lightning_megatron.checkpoints.state.stored import GroupNames, parameter_names
-from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
-from lightning_megatron.data_parallel.model_gradients import GradientOptions
+from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition
-from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
-from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
-from lightning_megatron.pipeline.schedules.instructions import Placement
+from lightning_megatron.pipeline.forwards.compiled import CompileOptions
+from lightning_megatron.pipeline.forwards.recompute import Recompute
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
-from lightning_megatron.strategy.layout_request import Choice, check_layout
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.logs.replay import LogReplay
 from lightning_megatron.strategy.logs.step_logs import StepResult
-from lightning_megatron.strategy.optimization_strategy import insert_gradient_norm
-from lightning_megatron.strategy.planned_strategy import PlannedStrategy
-from lightning_megatron.strategy.step.assembly import Assembler, ModuleOptions
-from lightning_megatron.strategy.step.scheduled import EngineOptions, LossWeight
+from lightning_megatron.strategy.optimization_strategy import OptimizationStrategy, insert_gradient_norm
+from lightning_megatron.strategy.options import Options, arguments_of, documents_options
+from lightning_megatron.strategy.step.assembly import Assembler
+from lightning_megatron.strategy.step.scheduled import LossWeight
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
+    from lightning_megatron.planner import Plan, Prediction, Recipe
     from lightning_megatron.tools.rehearsal import Rehearsal
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MegatronStrategy(PlannedStrategy):
+@documents_options
+class MegatronStrategy(OptimizationStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
@@ -58,69 +58,21 @@ class MegatronStrategy(PlannedStrategy):
     weights are those of one process (schedule: SC21, arXiv 2104.04473).
 
     Args:
-        pipeline_parallel_size: stages that share the layers.
-        data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
-        tensor_parallel_size: ranks that share each layer's matrices.
-        tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
-            ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
-        sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
-        micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
-            stage).
-        evaluation_micro_batch_size: samples per micro-batch in validation, test and prediction; ``"auto"`` runs each
-            batch whole, so that the step is called once per batch, as in one process.
-        pipeline_schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zb-v"``,
-            ``"dualpipe-v"``, or a function of your own; see ``docs/schedules.md``.
-        pipeline_schedule_options: options of the schedule: ``group_size`` of ``"interleaved"``, ``memory_limit`` of
-            ``"zb-h2"``, ``placement`` (``"loop"`` or ``"vee"``) of your own.
-        virtual_pipeline_parallel_size: pieces of the module per stage, for ``"interleaved"`` (2 when not given) and
-            functions of your own.
-        pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
-        pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head; ``"profile"``
-            does the same, measures the layers in the first steps, and reports the imbalance and a more even split.
-        pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
-            what is not named is placed by reading the module's code.
-        activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
-            layer), ``{"every": n}`` (every n-th), ``"selective"`` (the attention core of every layer), or names or
-            patterns of layers or modules in them, such as ``["*.mlp"]``.
-        compile_layers: compile each layer of the trunk with ``torch.compile``, once for all of them; a dict gives its
-            arguments, such as ``{"mode": "max-autotune"}``.
-        record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.
-        micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
-            default its number of samples. Return the number of unpadded tokens to make a token mean over padded
-            batches exact.
-        variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
-        optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
-            weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
-            other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
-            out otherwise. ``False`` keeps the whole state on every replica.
-        overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
-            Does nothing where a hook of the module or of a callback may look at weights in between.
-        gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
-            default that of the main gradients: float32, or float64 for parameters of that.
-        nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
-            it began, or ``"skip"`` the update, on every rank; by default nothing, as in one process.
-        log_gradient_norm: log the global norm of the gradients before clipping as ``grad_norm``.
-        bucket_size_mb: size of a gradient bucket in MiB.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
-        timeout: of collectives.
-        hang_timeout: once a rank has waited for others this long, the rank that takes no part is named, and all end.
-            Choose it longer than the longest step, and than anything that one rank does alone; ``None``: never.
         accelerator: see Lightning.
         parallel_devices: see Lightning.
         cluster_environment: see Lightning.
-        initial_weights: Hugging Face model folder, ``.safetensors``, ``.ckpt`` or checkpoint directory to start from;
-            every rank reads its own part. A checkpoint given to ``fit`` comes after it.
         checkpoint_io: see Lightning; by default ``MegatronCheckpointIO``.
         precision_plugin: see Lightning.
-        layout: ``"auto"`` lets the planner choose sizes, schedule, micro-batch, recomputation and sharding when
-            training starts, for the module's shape, the loader's batch and the devices; see ``docs/planning.md``.
-        layout_options: facts that cannot be detected (``batch_size`` per replica, ``seq``, ``heads``, ``shape``,
-            ``cluster``), and limits of the planner's search, such as ``{"tensor": 2}``.
-        topology: islands of the cluster; processes are numbered so that the least traffic crosses slow links.
 
     Raises:
         ValueError: an argument is out of range, or sizes do not fit the number of devices.
+
+    Attributes:
+        options: the arguments; those that ``layout="auto"`` leaves to the planner are settled when training starts.
+        plan: what the planner found; ``None`` before training, and where the layout was given.
     """
+
+    plan: Plan | None = None
 
     def __init__(
         self,
@@ -162,75 +114,11 @@ class MegatronStrategy(PlannedStrategy):
         layout_options: Mapping[str, Any] | None = None,
         topology: Topology | TopologyPlacement | None = None,
     ) -> None:
-        checks.check_sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)
-        checks.check_tensor_options(tensor_parallel_size, tensor_parallel_plan, sequence_parallel)
-        checks.check_options(
-            micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
-            pipeline_schedule=pipeline_schedule,
-            pipeline_schedule_options=pipeline_schedule_options,
-            virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
-            pipeline_split="auto" if pipeline_split == "profile" else pipeline_split,
-            pipeline_parallel_size=pipeline_parallel_size,
-            bucket_size_mb=bucket_size_mb,
-            micro_batch_loss_weight=micro_batch_loss_weight,
-        )
-        check_recompute(activation_recompute)
-        check_compile(compile_layers, pipeline_schedule, activation_recompute)
-        check_sharding(optimizer_sharding)
-        checks.check_gradient_options(gradient_reduce_dtype, nonfinite)
-        checks.check_overlap(overlap_parameter_gather, optimizer_sharding, compile_layers)
-        self._profiles = pipeline_split == "profile"
-        self._module_options = ModuleOptions(
-            pipeline_layers=pipeline_layers,
-            pipeline_split="auto" if self._profiles else pipeline_split,
-            pipeline_placement=pipeline_placement,
-            activation_recompute=activation_recompute,
-            compile_layers=compile_layers,
-            tensor_plan=tensor_parallel_plan,
-        )
-        self._engine_options = EngineOptions(
-            micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
-            schedule=pipeline_schedule,
-            chunks=virtual_pipeline_parallel_size,
-            schedule_options=dict(pipeline_schedule_options or {}),
-            loss_weight=micro_batch_loss_weight,
-            variable_shapes=variable_shapes,
-            record_timeline=record_timeline or self._profiles,
-            sequence_parallel=sequence_parallel,
-            gradients=GradientOptions(
-                sharding=optimizer_sharding,
-                bucket_bytes=int(bucket_size_mb * 1024 * 1024),
-                reduce_dtype=gradient_reduce_dtype,
-                inspect=nonfinite is not None,
-                overlap_gather=overlap_parameter_gather,
-            ),
-        )
-        chosen = {
-            "pipeline_parallel_size": (pipeline_parallel_size, 1),
-            "data_parallel_size": (data_parallel_size, "auto"),
-            "tensor_parallel_size": (tensor_parallel_size, 1),
-            "sequence_parallel": (sequence_parallel, False),
-            "micro_batch_size": (micro_batch_size, "auto"),
-            "pipeline_schedule": (pipeline_schedule, "1f1b"),
-            "virtual_pipeline_parallel_size": (virtual_pipeline_parallel_size, None),
-            "activation_recompute": (activation_recompute, None),
-        }
-        given = {name: value for name, (value, default) in chosen.items() if value != default}
-        self._choice = Choice(check_layout(layout, given), dict(layout_options or {}), topology)
-        self._nonfinite = nonfinite
+        self.options = Options.among(locals())
         self._guard = None
-        self._logs_gradient_norm = log_gradient_norm
-        placement = self._engine_options.schedule_shape.placement
-        sizes = {
-            "tensor": tensor_parallel_size,
-            "data": data_parallel_size,
-            "pipeline": pipeline_parallel_size,
-            "last_stage_first": placement is Placement.LOOP,
-        }
+        self._stage_speeds: tuple[float, ...] | None = None
         super().__init__(
-            sizes,
+            self.options.sizes,
             process_group_backend,
             timeout,
             hang_timeout,
@@ -242,23 +130,51 @@ class MegatronStrategy(PlannedStrategy):
         )
         self._assembled = None
         self._metrics: MetricRouter | None = None
-        self._initial_weights = initial_weights
         self._reduce_gradients = True
         self._scheduled = False
         self._unreplayed: StepResult | None = None
         self._replay = LogReplay()
         self._optimizer_names: list[GroupNames] = []
 
+    @classmethod
+    def from_plan(cls, plan: Plan | Prediction | Recipe, **arguments: Any) -> Self:
+        """The strategy that runs what the planner found.
+
+        Args:
+            plan: of :func:`lightning_megatron.planner.plan` (its best layout), one of its predictions, or a recipe.
+            arguments: further arguments of the strategy.
+
+        Raises:
+            ValueError: the strategy cannot run it.
+        """
+        from lightning_megatron.strategy.planning import recipe_of
+
+        return cls(**{**arguments_of(recipe_of(plan)), **arguments})
+
+    def _settle_layout(self) -> None:
+        """Ask the planner for what was left to it, once."""
+        if not self.options.asks_the_planner or self._numbers is not None or self.plan is not None:
+            return
+        from lightning_megatron.strategy.planning import settle
+
+        assert self.lightning_module is not None
+        world = self.num_nodes * self.num_processes
+        settled = settle(self.options, self.lightning_module, world, self.num_processes, self.root_device)
+        self.options, self.plan = settled.options, settled.plan
+        self._sizes, self._numbers, self._stage_speeds = settled.options.sizes, settled.numbers, settled.stage_speeds
+        if self.plan is not None:
+            rank_zero_info(f"layout='auto': {self.plan.best.recipe.describe()}\n{self.plan.explanation}")
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the module, make the ranks alike, and set up gradients and optimizers."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        checks.check_run(trainer, module, self._sizes["pipeline"], self._engine_options.micro_batch_size)
+        checks.check_run(trainer, module, self.options.pipeline_parallel_size, self.options.micro_batch_size)
         lightning_state.insert_failure_callback(trainer, self._report)
-        if self._profiles:
+        if self.options.profiles_layers:
             insert_profile(trainer)
-        if self._logs_gradient_norm:
+        if self.options.log_gradient_norm:
             insert_gradient_norm(trainer)
         if self._assembled is None or self._assembled.module is not module:
             self._assemble(module)
@@ -282,17 +198,17 @@ class MegatronStrategy(PlannedStrategy):
             self.mesh,
             self.root_device,
             self.precision_plugin,
-            self._module_options,
-            self._with_precision(self._engine_options),
+            self.options.module(self._stage_speeds),
+            self.options.engine(getattr(self.precision_plugin, "layer_dtype", None)),
         )
         self._assembled = assembler.assemble(module)
         self.model = self._assembled.module
-        path = start_from(module, self._initial_weights)
+        path = start_from(module, self.options.initial_weights)
         if path is not None:
             self.load_initial_weights(path)
         layout = self.mesh.layout
         self._metrics = None
-        if layout.pipeline * layout.tensor > 1 or self._engine_options.micro_batch_size != "auto":
+        if layout.pipeline * layout.tensor > 1 or self.options.micro_batch_size != "auto":
             self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.recorder)
 
     @property
@@ -300,9 +216,7 @@ class MegatronStrategy(PlannedStrategy):
         return self._assembled.streams if self._assembled is not None else None
 
     def _layout_details(self) -> dict[str, Any]:
-        options = self._engine_options
-        schedule = options.schedule if isinstance(options.schedule, str) else "custom"
-        return {"schedule": schedule, "chunks": options.chunks, "sequence_parallel": options.sequence_parallel}
+        return self.options.details
 
     @property
     def parallel_report(self) -> ParallelReport | None:
@@ -358,8 +272,10 @@ class MegatronStrategy(PlannedStrategy):
         if module is not None:
             from lightning_megatron.parallelize import explain
 
-            plan, sequence = self._module_options.tensor_plan, self._engine_options.sequence_parallel
-            return explain(module, self._sizes["tensor"], plan, sequence).explain()
+            options = self.options
+            return explain(
+                module, options.tensor_parallel_size, options.tensor_parallel_plan, options.sequence_parallel
+            ).explain()
         if self.parallel_report is None:
             raise RuntimeError(
                 "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1. Give a "
@@ -483,7 +399,7 @@ class MegatronStrategy(PlannedStrategy):
     @property
     def records_timeline(self) -> bool:
         """Whether ``record_timeline=True`` was given."""
-        return self._engine_options.record_timeline
+        return self.options.record_timeline or self.options.profiles_layers
 
     def measured_timeline(self) -> Timeline | None:
         """When each computation of the latest training step started and ended on every stage of this pipeline.

@@ -87,7 +87,7 @@ def train(info: RankInfo, kind: str, settings: dict[str, Any] | None, batch: int
         "rank": strategy.global_rank,
         "place": strategy.mesh.coordinates,
         "sizes": (layout.pipeline, layout.data, layout.tensor),
-        "micro_batch": strategy._engine_options.micro_batch_size,
+        "micro_batch": strategy.options.micro_batch_size,
         "plan": strategy.plan.explanation if strategy.plan is not None else "",
         "numbers": numbers,
         "layers": [] if strategy.partition is None else [b - a for a, b in strategy.partition.bounds],

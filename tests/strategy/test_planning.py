@@ -95,14 +95,14 @@ def test_a_strategy_is_made_from_what_the_planner_found() -> None:
     found = plan(shape, Cluster.named("A100-80"), 16, 64)
     strategy = MegatronStrategy.from_plan(found, bucket_size_mb=50.0)
     recipe = found.best.recipe
-    assert strategy._sizes["tensor"] == recipe.tensor and strategy._sizes["pipeline"] == recipe.pipeline
-    assert strategy._engine_options.micro_batch_size == recipe.micro_batch
+    assert strategy.options.sizes["tensor"] == recipe.tensor and strategy.options.sizes["pipeline"] == recipe.pipeline
+    assert strategy.options.micro_batch_size == recipe.micro_batch
     for prediction in found.ranked:
         MegatronStrategy.from_plan(prediction)
     interleaved = Recipe(tensor=2, pipeline=4, chunks=3, schedule="interleaved", recompute="full", global_batch=8)
     made = MegatronStrategy.from_plan(interleaved)
-    assert made._engine_options.schedule_shape.chunks == 3
-    assert made._module_options.activation_recompute == "full"
+    assert made.options.engine().schedule_shape.chunks == 3
+    assert made.options.activation_recompute == "full"
     with pytest.raises(ValueError, match="cannot be run by MegatronStrategy"):
         MegatronStrategy.from_plan(Recipe(context=2))
 

@@ -1,0 +1,314 @@
+"""The arguments of ``MegatronStrategy``: what they mean, which go together, and what each part of a run takes of them.
+
+They are fixed when the strategy is made and checked there, so that a value that cannot be meant is refused before any
+process starts. Only the planner changes them, as a whole: :meth:`Options.with_recipe` makes new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+
+from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
+from lightning_megatron.data_parallel.model_gradients import GradientOptions
+from lightning_megatron.data_parallel.step_guard import NonFinite
+from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
+from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
+from lightning_megatron.pipeline.schedules.instructions import Placement
+from lightning_megatron.planner.topology import Placement as TopologyPlacement
+from lightning_megatron.planner.topology import Topology
+from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.step.assembly import ModuleOptions
+from lightning_megatron.strategy.step.scheduled import EngineOptions, LossWeight
+
+if TYPE_CHECKING:
+    from lightning_megatron.planner import Recipe
+
+Strategy = TypeVar("Strategy")
+
+FACTS = ("batch_size", "seq", "heads", "shape", "cluster")
+"""What the planner has to know of a run, and can be told with ``layout_options``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to train, as the user asked for it.
+
+    Args:
+        pipeline_parallel_size: stages that share the layers.
+        data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
+        tensor_parallel_size: ranks that share each layer's matrices.
+        tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
+            ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
+        sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
+        micro_batch_size: samples per micro-batch; ``"auto"`` makes about four micro-batches per stage (one with one
+            stage).
+        evaluation_micro_batch_size: samples per micro-batch in validation, test and prediction; ``"auto"`` runs each
+            batch whole, so that the step is called once per batch, as in one process.
+        pipeline_schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zb-v"``,
+            ``"dualpipe-v"``, or a function of your own; see ``docs/schedules.md``.
+        pipeline_schedule_options: options of the schedule: ``group_size`` of ``"interleaved"``, ``memory_limit`` of
+            ``"zb-h2"``, ``placement`` (``"loop"`` or ``"vee"``) of your own.
+        virtual_pipeline_parallel_size: pieces of the module per stage, for ``"interleaved"`` (2 when not given) and
+            functions of your own.
+        pipeline_layers: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` to cut; ``"auto"`` finds the largest.
+        pipeline_split: layers per stage; ``"auto"`` balances forward FLOPs, counting embedding and head; ``"profile"``
+            does the same, measures the layers in the first steps, and reports the imbalance and a more even split.
+        pipeline_placement: where parts outside the layers live, e.g. ``{"model.norm": "last"}`` (first, last, all);
+            what is not named is placed by reading the module's code.
+        activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
+            layer), ``{"every": n}`` (every n-th), ``"selective"`` (the attention core of every layer), or names or
+            patterns of layers or modules in them, such as ``["*.mlp"]``.
+        compile_layers: compile each layer of the trunk with ``torch.compile``, once for all of them; a dict gives its
+            arguments, such as ``{"mode": "max-autotune"}``.
+        record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.
+        micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
+            default its number of samples. Return the number of unpadded tokens to make a token mean over padded
+            batches exact.
+        variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
+        optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
+            weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
+            other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
+            out otherwise. ``False`` keeps the whole state on every replica.
+        overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
+            Does nothing where a hook of the module or of a callback may look at weights in between.
+        gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
+            default that of the main gradients: float32, or float64 for parameters of that.
+        nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
+            it began, or ``"skip"`` the update, on every rank; by default nothing, as in one process.
+        log_gradient_norm: log the global norm of the gradients before clipping as ``grad_norm``.
+        bucket_size_mb: size of a gradient bucket in MiB.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
+        timeout: of collectives.
+        hang_timeout: once a rank has waited for others this long, the rank that takes no part is named, and all end.
+            Choose it longer than the longest step, and than anything that one rank does alone; ``None``: never.
+        initial_weights: Hugging Face model folder, ``.safetensors``, ``.ckpt`` or checkpoint directory to start from;
+            every rank reads its own part. A checkpoint given to ``fit`` comes after it.
+        layout: ``"auto"`` lets the planner choose sizes, schedule, micro-batch, recomputation and sharding when
+            training starts, for the module's shape, the loader's batch and the devices; see ``docs/planning.md``.
+        layout_options: facts that cannot be detected (``batch_size`` per replica, ``seq``, ``heads``, ``shape``,
+            ``cluster``), and limits of the planner's search, such as ``{"tensor": 2}``.
+        topology: islands of the cluster; processes are numbered so that the least traffic crosses slow links.
+
+    Raises:
+        ValueError: an argument is out of range, or arguments contradict each other; the message names them.
+    """
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int | str = "auto"
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: str | Mapping[str, str] = "auto"
+    sequence_parallel: bool = False
+    micro_batch_size: int | str = "auto"
+    evaluation_micro_batch_size: int | str = "auto"
+    pipeline_schedule: str | Callable[..., Any] = "1f1b"
+    pipeline_schedule_options: Mapping[str, Any] | None = None
+    virtual_pipeline_parallel_size: int | None = None
+    pipeline_layers: str = "auto"
+    pipeline_split: str | Sequence[int] = "auto"
+    pipeline_placement: Mapping[str, str] | None = None
+    activation_recompute: Recompute = None
+    compile_layers: CompileOptions = False
+    micro_batch_loss_weight: LossWeight | None = None
+    variable_shapes: bool = False
+    record_timeline: bool = False
+    optimizer_sharding: OptimizerSharding = True
+    overlap_parameter_gather: bool = False
+    gradient_reduce_dtype: torch.dtype | None = None
+    nonfinite: NonFinite = None
+    log_gradient_norm: bool = False
+    bucket_size_mb: float = 25.0
+    process_group_backend: str | None = None
+    timeout: timedelta | None = timedelta(minutes=30)
+    hang_timeout: timedelta | None = timedelta(minutes=20)
+    initial_weights: Any | None = None
+    layout: str | None = None
+    layout_options: Mapping[str, Any] | None = None
+    topology: Topology | TopologyPlacement | None = None
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a call, by name."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    def __post_init__(self) -> None:
+        checks.check_sizes(self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
+        checks.check_tensor_options(self.tensor_parallel_size, self.tensor_parallel_plan, self.sequence_parallel)
+        checks.check_options(
+            micro_batch_size=self.micro_batch_size,
+            evaluation_micro_batch_size=self.evaluation_micro_batch_size,
+            pipeline_schedule=self.pipeline_schedule,
+            pipeline_schedule_options=self.pipeline_schedule_options,
+            virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size,
+            pipeline_split="auto" if self.profiles_layers else self.pipeline_split,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            bucket_size_mb=self.bucket_size_mb,
+            micro_batch_loss_weight=self.micro_batch_loss_weight,
+        )
+        check_recompute(self.activation_recompute)
+        check_compile(self.compile_layers, self.pipeline_schedule, self.activation_recompute)
+        check_sharding(self.optimizer_sharding)
+        checks.check_gradient_options(self.gradient_reduce_dtype, self.nonfinite)
+        checks.check_overlap(self.overlap_parameter_gather, self.optimizer_sharding, self.compile_layers)
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Refuse a layout that is both left to the planner and given, and options of the planner that it has not."""
+        if self.layout not in (None, "auto"):
+            raise ValueError(f"`layout={self.layout!r}` must be 'auto' or left out.")
+        given = [name for name, value in _DEFAULTS.items() if getattr(self, name) != value]
+        if self.layout == "auto" and given:
+            name = given[0]
+            raise ValueError(
+                f"`layout='auto'` chooses `{name}`, but `{name}={getattr(self, name)!r}` is given; leave it out, or "
+                "limit the search with `layout_options={'tensor': ..., 'pipeline': ..., 'micro_batch': ..., "
+                "'schedules': (...)}`."
+            )
+        if not self.layout_options:
+            return
+        from lightning_megatron.planner import Limits  # takes time to import, and most runs ask for nothing
+
+        known = {*FACTS, *(field.name for field in fields(Limits))}
+        if unknown := sorted(set(self.layout_options) - known):
+            raise ValueError(f"`layout_options` has {unknown}; known options are {', '.join(sorted(known))}.")
+        if not self.asks_the_planner:
+            raise ValueError("`layout_options` is given without `layout='auto'` or `topology`; leave it out.")
+
+    @property
+    def asks_the_planner(self) -> bool:
+        """Whether the layout, or the numbering of the processes, is left to the planner."""
+        return self.layout == "auto" or self.topology is not None
+
+    @property
+    def profiles_layers(self) -> bool:
+        """Whether the layers are timed in the first steps."""
+        return self.pipeline_split == "profile"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the mesh's axes, as :func:`~lightning_megatron.mesh.layout.resolve_layout` takes them."""
+        return {
+            "tensor": self.tensor_parallel_size,
+            "data": self.data_parallel_size,
+            "pipeline": self.pipeline_parallel_size,
+            "last_stage_first": self.engine().schedule_shape.placement is Placement.LOOP,
+        }
+
+    def module(self, stage_speeds: tuple[float, ...] | None = None) -> ModuleOptions:
+        """How to divide the module over stages and tensor-parallel ranks.
+
+        Args:
+            stage_speeds: relative speed of each stage's devices, where they differ.
+        """
+        return ModuleOptions(
+            pipeline_layers=self.pipeline_layers,
+            pipeline_split="auto" if self.profiles_layers else self.pipeline_split,
+            pipeline_placement=self.pipeline_placement,
+            activation_recompute=self.activation_recompute,
+            compile_layers=self.compile_layers,
+            tensor_plan=self.tensor_parallel_plan,
+            stage_speeds=stage_speeds,
+        )
+
+    def engine(self, layer_dtype: torch.dtype | None = None) -> EngineOptions:
+        """How to run a step.
+
+        Args:
+            layer_dtype: 16-bit dtype in which layers hold their weights; ``None`` for the parameters' own.
+        """
+        return EngineOptions(
+            micro_batch_size=self.micro_batch_size,
+            evaluation_micro_batch_size=self.evaluation_micro_batch_size,
+            schedule=self.pipeline_schedule,
+            chunks=self.virtual_pipeline_parallel_size,
+            schedule_options=dict(self.pipeline_schedule_options or {}),
+            loss_weight=self.micro_batch_loss_weight,
+            variable_shapes=self.variable_shapes,
+            record_timeline=self.record_timeline or self.profiles_layers,
+            sequence_parallel=self.sequence_parallel,
+            gradients=GradientOptions(
+                sharding=self.optimizer_sharding,
+                bucket_bytes=int(self.bucket_size_mb * 1024 * 1024),
+                layer_dtype=layer_dtype,
+                reduce_dtype=self.gradient_reduce_dtype,
+                inspect=self.nonfinite is not None,
+                overlap_gather=self.overlap_parameter_gather,
+            ),
+        )
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What a checkpoint notes of the layout besides the sizes of the axes."""
+        schedule = self.pipeline_schedule if isinstance(self.pipeline_schedule, str) else "custom"
+        return {
+            "schedule": schedule,
+            "chunks": self.virtual_pipeline_parallel_size,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """The same options with the layout that the planner chose.
+
+        Raises:
+            ValueError: the layout does not go together with the other options; the message names them.
+        """
+        chosen = arguments_of(recipe)
+        return replace(
+            self,
+            **chosen,
+            # Without sharding there is nothing to gather.
+            overlap_parameter_gather=self.overlap_parameter_gather and chosen["optimizer_sharding"],
+            layout=None,
+            layout_options=self.layout_options if self.topology is not None else None,
+        )
+
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in fields(Options)
+    if field.name
+    in (
+        *("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "sequence_parallel"),
+        *("micro_batch_size", "pipeline_schedule", "virtual_pipeline_parallel_size", "activation_recompute"),
+    )
+}
+"""Options that ``layout="auto"`` chooses, which therefore must not be given beside it."""
+
+
+def arguments_of(recipe: Recipe) -> dict[str, Any]:
+    """Options that run a recipe of the planner.
+
+    Raises:
+        ValueError: the strategy has no such sharding, context parallelism or recomputation.
+    """
+    if recipe.context > 1 or recipe.sharding not in ("none", "zero1") or recipe.recompute == "auto":
+        raise ValueError(
+            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `context=1`, `sharding='none'` or "
+            "'zero1', and `recompute` 'none', 'selective' or 'full'."
+        )
+    arguments: dict[str, Any] = {
+        "pipeline_parallel_size": recipe.pipeline,
+        "data_parallel_size": recipe.data,
+        "tensor_parallel_size": recipe.tensor,
+        "sequence_parallel": recipe.sequence_parallel and recipe.tensor > 1,
+        "micro_batch_size": recipe.micro_batch,
+        "activation_recompute": None if recipe.recompute == "none" else recipe.recompute,
+        "optimizer_sharding": recipe.sharding == "zero1",
+    }
+    if recipe.pipeline > 1:
+        arguments["pipeline_schedule"] = recipe.schedule
+    if recipe.pipeline > 1 and recipe.schedule == "interleaved":
+        arguments["virtual_pipeline_parallel_size"] = recipe.chunks
+    return arguments
+
+
+def documents_options(strategy: type[Strategy]) -> type[Strategy]:
+    """Class decorator: put the descriptions of the options in front of those of the class's own arguments."""
+    if strategy.__doc__ and Options.__doc__:  # `python -OO` leaves them out
+        section = Options.__doc__.partition("    Args:\n")[2].partition("\n    Raises:\n")[0].rstrip("\n ")
+        strategy.__doc__ = strategy.__doc__.replace("    Args:\n", f"    Args:\n{section}\n", 1)
+    return strategy
