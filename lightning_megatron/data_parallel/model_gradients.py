@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
 from lightning_megatron.data_parallel.buckets.shards import Placement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
-from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
 from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
@@ -55,6 +55,28 @@ class GradientOptions:
     reduce_dtype: torch.dtype | None = None
     inspect: bool = False
     overlap_gather: bool = False
+
+
+class GradientSink(Protocol):
+    """Where the gradients of a batch collect, and are summed over the ranks that share parameters."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank ends up with a shard of the sums, instead of ``.grad``."""
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
+        """Prepare for the backward(s) of one batch; see ``GradientBuckets.begin``."""
+
+    def withdraw(self) -> None:
+        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
+
+    def finish(self) -> None:
+        """Wait for the sums and publish them."""
 
 
 class ModelGradients:
@@ -88,10 +110,18 @@ class ModelGradients:
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
         self.local: LocalGradients | None = None
+        self._autograd: GradientSink = LocalGradients(())
+        if splits_itself(module) and mesh.layout.data > 1:
+            self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
         self._late: LateGather | None = None
         self._wholes: WholeMatrices | None = None
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
+
+    @property
+    def sink(self) -> GradientSink:
+        """Where gradients collect: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one."""
+        return self.buckets or self.local or self._autograd
 
     @property
     def replicas(self) -> Sharing:

@@ -65,16 +65,36 @@ def _copy_from_first(tensor: Tensor, group: Any) -> None:
 
 
 class ReplicaAverage:
-    """Averages the gradients of a module's replicas after a backward.
+    """Averages the gradients of a module's replicas after a backward; autograd leaves them in ``.grad``.
 
     Args:
         module: split by itself.
         data_group: group of its replicas.
     """
 
+    scatters = False
+
     def __init__(self, module: nn.Module, data_group: Any) -> None:
         self._group = data_group
         self._parameters = [p for p in module.parameters() if p.requires_grad and not _spread_over_data(p)]
+        self._reduce = True
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
+        """Prepare for a backward that Lightning runs, after which gradients are averaged if ``reduce``."""
+        self._reduce = reduce
+
+    def withdraw(self) -> None:
+        """Nothing to hide: the backward follows ``zero_grad``."""
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Nobody waits for the last gradient."""
+
+    def finish(self) -> None:
+        """Average them, if this backward was the last before an update."""
+        if self._reduce:
+            self.average()
 
     def average(self) -> None:
         """Replace ``.grad`` by its mean over the replicas; a gradient that no replica has stays ``None``."""

@@ -31,7 +31,8 @@ from lightning_megatron.strategy.logs.replay import ALREADY_REDUCED, log_everywh
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.state_strategy import StateStrategy
 from lightning_megatron.strategy.step.assembly import Assembled
-from lightning_megatron.strategy.step.scheduled import StepEngine
+from lightning_megatron.strategy.step.engine import StepEngine
+from lightning_megatron.strategy.step.step import Window
 
 
 class OptimizationStrategy(StateStrategy):
@@ -40,6 +41,7 @@ class OptimizationStrategy(StateStrategy):
     _assembled: Assembled | None
     options: Options
     _guard: StepGuard | None
+    _reduce_gradients: bool
     _hook_logs: HookLogs | None = None
     _other_logs: HookLogs | None = None
     _held_hooks: HeldHooks | None = None
@@ -137,17 +139,17 @@ class OptimizationStrategy(StateStrategy):
         trainer = self.lightning_module.trainer
         return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
-    def _starts_fresh(self) -> bool | None:
-        """The same for a plain step; ``None`` where ``zero_grad`` is in the user's hands, so that ``.grad`` tells."""
-        gradients = self._engine.gradients
-        return None if gradients is None or not gradients.scatters else self._starts_accumulation
+    def _window(self) -> Window:
+        """Where the present batch stands among those whose gradients are averaged."""
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.accumulate_grad_batches
+        return Window(batches, self._starts_accumulation, self._reduce_gradients, self._scale)
 
     def _check_step(self, reduced: bool) -> None:
         """Refuse or skip an update that is not finite, once gradients have been summed."""
         if self._guard is not None and self._guard.watches and reduced:
             assert self.lightning_module is not None
-            bad, self._engine.bad_micro_batch = self._engine.bad_micro_batch, None
-            self._guard.check(self.lightning_module.trainer.global_step, bad)
+            self._guard.check(self.lightning_module.trainer.global_step, self._engine.losses.take_bad())
 
     def _places(self, optimizer: Optimizer) -> list[StatePlace]:
         return self._engine.model_gradients.state_places(optimizer)
@@ -226,8 +228,9 @@ class OptimizationStrategy(StateStrategy):
         """``self.log`` while the strategy is attached: recorded inside a step, made equal over replicas outside."""
         module = self.lightning_module
         assert module is not None
-        if self._assembled is not None and self._engine.recorder is not None:
-            self._engine.recorder.log(*args, **kwargs)
+        recorder = self._engine.recording.recorder if self._assembled is not None else None
+        if recorder is not None:
+            recorder.log(*args, **kwargs)
         elif not any(logs.take(module, args, kwargs) for logs in (self._hook_logs, self._other_logs) if logs):
             replicas = self.mesh.group("data_parallel") if self.mesh.layout.data > 1 else ALREADY_REDUCED
             log_everywhere(module, replicas, args, kwargs)

@@ -18,12 +18,13 @@ from lightning_megatron.data_parallel.model_gradients import GradientOptions
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
+from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions
 from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.step.assembly import ModuleOptions
-from lightning_megatron.strategy.step.scheduled import EngineOptions, LossWeight
+from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Recipe
@@ -214,11 +215,12 @@ class Options:
             stage_speeds=stage_speeds,
         )
 
-    def engine(self, layer_dtype: torch.dtype | None = None) -> EngineOptions:
+    def engine(self, layer_dtype: torch.dtype | None = None, links: LinkOptions = USUAL_LINKS) -> EngineOptions:
         """How to run a step.
 
         Args:
             layer_dtype: 16-bit dtype in which layers hold their weights; ``None`` for the parameters' own.
+            links: how tensors travel between stages.
         """
         return EngineOptions(
             micro_batch_size=self.micro_batch_size,
@@ -238,6 +240,7 @@ class Options:
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
             ),
+            links=links,
         )
 
     @property

@@ -26,6 +26,7 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions
 from lightning_megatron.pipeline.forwards.recompute import Recompute
+from lightning_megatron.pipeline.run.links import USUAL_LINKS
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
@@ -35,11 +36,11 @@ from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.logs.replay import LogReplay
-from lightning_megatron.strategy.logs.step_logs import StepResult
 from lightning_megatron.strategy.optimization_strategy import OptimizationStrategy, insert_gradient_norm
 from lightning_megatron.strategy.options import Options, arguments_of, documents_options
 from lightning_megatron.strategy.step.assembly import Assembler
-from lightning_megatron.strategy.step.scheduled import LossWeight
+from lightning_megatron.strategy.step.choices import LossWeight
+from lightning_megatron.strategy.step.step import Outcome, Step
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -131,8 +132,8 @@ class MegatronStrategy(OptimizationStrategy):
         self._assembled = None
         self._metrics: MetricRouter | None = None
         self._reduce_gradients = True
-        self._scheduled = False
-        self._unreplayed: StepResult | None = None
+        self._links = USUAL_LINKS
+        self._step: Step | None = None
         self._replay = LogReplay()
         self._optimizer_names: list[GroupNames] = []
 
@@ -199,7 +200,7 @@ class MegatronStrategy(OptimizationStrategy):
             self.root_device,
             self.precision_plugin,
             self.options.module(self._stage_speeds),
-            self.options.engine(getattr(self.precision_plugin, "layer_dtype", None)),
+            self.options.engine(getattr(self.precision_plugin, "layer_dtype", None), self._links),
         )
         self._assembled = assembler.assemble(module)
         self.model = self._assembled.module
@@ -209,7 +210,7 @@ class MegatronStrategy(OptimizationStrategy):
         layout = self.mesh.layout
         self._metrics = None
         if layout.pipeline * layout.tensor > 1 or self.options.micro_batch_size != "auto":
-            self._metrics = MetricRouter(self.mesh, self.root_device, lambda: self._engine.recorder)
+            self._metrics = MetricRouter(self.mesh, self.root_device, self._engine.recording)
 
     @property
     def _streams(self) -> SegmentStreams | None:
@@ -291,9 +292,7 @@ class MegatronStrategy(OptimizationStrategy):
             super().setup_optimizers(trainer)
             names = parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)
-            self._engine.remember_copies(
-                p for o in self.optimizers for group in o.param_groups for p in group["params"]
-            )
+            self._engine.note_trained(p for o in self.optimizers for group in o.param_groups for p in group["params"])
         self._optimizer_names = [lightning_state.localize_optimizer(opt, names) for opt in self.optimizers]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,25 +300,14 @@ class MegatronStrategy(OptimizationStrategy):
         assert self.lightning_module is not None
         module, batch = self.lightning_module, args[0] if args else next(iter(kwargs.values()))
         step = functools.partial(self._call_step, module.training_step, args, kwargs)
-        gradients = self._engine.model_gradients
-        with self._naming_failures(), self.precision_plugin.train_step_context(), gradients.training_step():
-            manual = not module.automatic_optimization
-            self._scheduled = not manual and not self._engine.is_plain(batch)
-            if not self._scheduled:
-                output, self._unreplayed = self._engine.record_plain(step, batch)
-                if manual or output is None:
-                    self._replay_plain()
-                return output
-            result = self._engine.train(
-                step,
-                batch,
-                accumulate=module.trainer.accumulate_grad_batches,
-                fresh=self._starts_accumulation,
-                reduce=self._reduce_gradients,
-                scale=self._scale,
-            )
-            self._replay(module, result)
-            return lightning_state.training_output(result)
+        engine, precision = self._engine, self.precision_plugin
+        with self._naming_failures(), precision.train_step_context(), engine.model_gradients.training_step():
+            self._step = engine.step(batch)
+            output = self._step.forward(step, batch, self._window())
+            outcome = self._step.finish()
+            if outcome is not None:
+                self._replay(module, outcome.logs)
+            return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``validation_step`` through all stages."""
@@ -339,9 +327,9 @@ class MegatronStrategy(OptimizationStrategy):
         step = functools.partial(self._call_step, getattr(self.lightning_module, name), args, kwargs)
         with self._naming_failures(), context():
             self._engine.model_gradients.finish_gather()
-            result: StepResult = self._engine.evaluate(step, batch, name)
-            self._replay(self.lightning_module, result)
-            return result.output
+            outcome = self._engine.evaluate(step, batch, name)
+            self._replay(self.lightning_module, outcome.logs)
+            return outcome.output
 
     @staticmethod
     def _call_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
@@ -353,32 +341,31 @@ class MegatronStrategy(OptimizationStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""
         assert self.lightning_module is not None
-        module, precision, engine = self.lightning_module, self.precision_plugin, self._engine
+        module, precision, step = self.lightning_module, self.precision_plugin, self._step
+        assert step is not None
         closure_loss = precision.pre_backward(closure_loss, module)
+        autograd = functools.partial(self._autograd, optimizer, args, kwargs)
         with self._naming_failures():
-            if not self._scheduled:
-                engine.note_plain_loss(closure_loss)
-                engine.begin_plain_gradients(
-                    reduce=self._reduce_gradients, fresh=self._starts_fresh(), scale=self._scale
-                )
-                scaled = closure_loss if self._scale == 1.0 else closure_loss * self._scale
-                precision.backward(scaled, module, optimizer, *args, **kwargs)
-            engine.finish_gradients()
+            step.backward(closure_loss, autograd, self._window())
             self._check_step(self._reduce_gradients)
-            if not self._scheduled and module.automatic_optimization:
-                self._replay_plain()
+            outcome = step.finish()
+            if outcome is not None:
+                self._replay_late(outcome)
         return precision.post_backward(closure_loss, module)
 
-    def _replay_plain(self) -> None:
-        """Replay the logs of a plain step: after its backward, so that the replicas' values could travel meanwhile."""
+    def _autograd(
+        self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
+    ) -> None:
         assert self.lightning_module is not None
-        result, self._unreplayed = self._unreplayed, None
-        if result is None:
-            return
+        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+
+    def _replay_late(self, outcome: Outcome) -> None:
+        """Replay the logs of a step after its backward, during which the replicas' values could travel."""
+        assert self.lightning_module is not None
         hook = self.lightning_module._current_fx_name
         self.lightning_module._current_fx_name = "training_step"
         with self.precision_plugin.train_step_context():
-            self._replay(self.lightning_module, self._engine.finish_plain(result))
+            self._replay(self.lightning_module, outcome.logs)
         self.lightning_module._current_fx_name = hook
 
     @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import RankInfo, run_trainers
+from tests.harness.links import linked
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
@@ -189,7 +188,7 @@ def strategy_of(row: ScheduleRow) -> Any:
     """The strategy that a row asks for."""
     if row.stages == 0:
         return "auto"
-    return MegatronStrategy(
+    strategy = MegatronStrategy(
         pipeline_parallel_size=row.stages,
         data_parallel_size=row.replicas,
         tensor_parallel_size=row.tensor,
@@ -200,6 +199,7 @@ def strategy_of(row: ScheduleRow) -> Any:
         bucket_size_mb=0.002,
         **eval(row.others),
     )
+    return linked(strategy, scatter_from=1, through_memory=row.micro_batch % 2 == 0)
 
 
 def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
@@ -207,11 +207,6 @@ def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
 
     Small tensors travel in parts too; messages through memory, as on one host, or, for odd micro-batches, over gloo.
     """
-    with mock.patch.multiple(StageLinks, scatter_from=1, through_memory=row.micro_batch % 2 == 0):
-        return _train_row(info, row)
-
-
-def _train_row(info: RankInfo, row: ScheduleRow) -> Trace:
     trace, clip = Trace(), CLIPS[row.clip]
     best = ModelCheckpoint(dirpath=Path(info.directory) / "best", monitor="val_loss", save_top_k=1)
     trainer: Trainer = make_trainer(

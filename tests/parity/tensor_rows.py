@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.pipeline.run.links import StageLinks
 from tests.harness import RankInfo, run_trainers
+from tests.harness.links import linked
 from tests.parallelize.models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
@@ -180,7 +180,6 @@ def build(name: str) -> LightningModule:
 def train_row(info: RankInfo, row: TensorRow) -> Trace:
     """Fits the row's module with validation, and returns what this rank saw; weights are gathered."""
     trace, clip, strategy = Trace(), CLIPS[row.clip], "auto"
-    StageLinks.scatter_from = 1  # so that these small tensors travel in parts too
     if row.tensor:
         strategy = MegatronStrategy(
             tensor_parallel_size=row.tensor,
@@ -191,6 +190,7 @@ def train_row(info: RankInfo, row: TensorRow) -> Trace:
             micro_batch_size=2 if row.stages > 1 else "auto",
             **eval(row.others),
         )
+        strategy = linked(strategy, scatter_from=1)  # so that these small tensors travel in parts too
     trainer = make_trainer(
         info,
         strategy,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.pipeline.run.links import StageLinks
+from lightning_megatron.pipeline.run.links import USUAL_LINKS
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.harness import run_trainers
 from tests.parity.scenario import compare_scenario
@@ -71,7 +71,7 @@ def test_receives_and_outputs_held_do_not_grow_with_the_micro_batches(schedule: 
         assert other.value == one.value, "three times the micro-batches, and nothing more is held"
         assert other.value["left"] == 0
         assert other.value["posted"] <= 2 * chunks + 1, other.value
-        assert other.value["outputs"] <= StageLinks.under_way * 2 * chunks, other.value
+        assert other.value["outputs"] <= USUAL_LINKS.under_way * 2 * chunks, other.value
 
 
 def test_shapes_travel_once_per_shape_of_micro_batch() -> None:

@@ -18,20 +18,20 @@ from torch import Tensor, distributed
 
 from lightning_megatron.mesh.messages import host_channel
 from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone, open_channels
-from lightning_megatron.pipeline.run.links import StageLinks
+from lightning_megatron.pipeline.run.links import LinkOptions, StageLinks
 from tests.harness import run_ranks
 
 
 @contextmanager
-def links_of(mesh: Any, scatter_from: int, through_memory: bool) -> Iterator[tuple[StageLinks, int]]:
+def links_of(mesh: Any, **chosen: Any) -> Iterator[tuple[StageLinks, int]]:
     """The links of this rank, and its stage."""
     group, replicas = mesh["pipeline_parallel"].get_group(), mesh["tensor_parallel"].get_group()
-    with mock.patch.multiple(StageLinks, scatter_from=scatter_from, through_memory=through_memory):
-        links = StageLinks(group, distributed.get_process_group_ranks(group), torch.device("cpu"), replicas)
-        assert bool(links._channels) == through_memory
-        yield links, mesh["pipeline_parallel"].get_local_rank()
-        links.finish()
-        links.close()
+    options, ranks = LinkOptions(**chosen), distributed.get_process_group_ranks(group)
+    links = StageLinks(group, ranks, torch.device("cpu"), replicas, options)
+    assert bool(links._channels) == options.through_memory
+    yield links, mesh["pipeline_parallel"].get_local_rank()
+    links.finish()
+    links.close()
 
 
 @pytest.mark.parametrize("through_memory", [True, False])
@@ -50,7 +50,7 @@ def test_a_replicated_tensor_travels_in_parts_and_arrives_whole(mesh: Any, throu
         sizes.append(data.numel())
         return hand_over(channel, data, tag)
 
-    with links_of(mesh, 1, through_memory) as (links, stage):
+    with links_of(mesh, scatter_from=1, through_memory=through_memory) as (links, stage):
         if stage == 0:
             with (
                 mock.patch.object(distributed, "isend", counted_isend),
@@ -70,7 +70,7 @@ def test_a_replicated_tensor_travels_in_parts_and_arrives_whole(mesh: Any, throu
 def test_small_and_odd_tensors_and_those_of_unequal_ranks_travel_whole(mesh: Any, through_memory: bool) -> None:
     own = float(mesh["tensor_parallel"].get_local_rank())
     cases = [(torch.full((50,), own), True), (torch.full((101,), own), True), (torch.full((400,), own), False)]
-    with links_of(mesh, 100, through_memory) as (links, stage):
+    with links_of(mesh, scatter_from=100, through_memory=through_memory) as (links, stage):
         for tag, (tensor, scatter) in enumerate(cases):
             odd_or_small = tensor[:13] if tag == 0 else tensor
             if stage == 0:
@@ -86,8 +86,7 @@ def test_small_and_odd_tensors_and_those_of_unequal_ranks_travel_whole(mesh: Any
 def test_messages_of_a_tag_go_to_its_receives_in_the_order_of_posting(mesh: Any, through_memory: bool) -> None:
     tags = [5, 3, 5, 3, 5]
     values = [torch.full((3, index + 1), float(index), dtype=torch.complex64) for index in range(len(tags))]
-    with links_of(mesh, 1 << 40, through_memory) as (links, stage):
-        links.under_way = len(tags)
+    with links_of(mesh, under_way=len(tags), through_memory=through_memory) as (links, stage):
         if stage == 0:
             for tag, value in zip(tags, values, strict=True):
                 links.send(1, [value], tag)
@@ -160,7 +159,7 @@ def without_proc() -> tuple[str, ...]:
 def test_processes_that_cannot_reach_each_other_go_through_the_backend(mesh: Any, place: Any) -> None:
     with mock.patch.object(host_channel, "_host", place):
         assert open_channels(mesh["pipeline_parallel"].get_group()) == {}
-    with links_of(mesh, 1, False) as (links, stage):
+    with links_of(mesh, through_memory=False) as (links, stage):
         if stage == 0:
             links.send(1, [torch.ones(3)], tag=0)
         else:

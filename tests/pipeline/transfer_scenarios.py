@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
 from tests.harness import RankInfo, ReusedProcesses
+from tests.harness.links import linked
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.language import NanoGPT
 from tests.parity.zoo.tasks import OwnLossTask
@@ -115,12 +116,11 @@ class Traffic:
 def held(info: RankInfo, schedule: str, micro_batches: int, through_memory: bool) -> dict[str, int]:
     """Three steps of sleeping stages: the most outputs and posted receives at once, and what is left afterwards."""
     sleeps = Sleeps(info.world_size, micro_batches, 0.01, 0.01, 0.0)
+    strategy = MegatronStrategy(pipeline_parallel_size=info.world_size, micro_batch_size=1, pipeline_schedule=schedule)
     trainer = Trainer(
         accelerator="cpu",
         devices=info.world_size,
-        strategy=MegatronStrategy(
-            pipeline_parallel_size=info.world_size, micro_batch_size=1, pipeline_schedule=schedule
-        ),
+        strategy=linked(strategy, through_memory=through_memory),
         plugins=[ReusedProcesses(info)],
         max_steps=3,
         logger=False,
@@ -131,7 +131,7 @@ def held(info: RankInfo, schedule: str, micro_batches: int, through_memory: bool
         default_root_dir=info.directory,
     )
     batches: Any = DataLoader(torch.randn(3, micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
-    with mock.patch.object(StageLinks, "through_memory", through_memory), Traffic().counted() as traffic:
+    with Traffic().counted() as traffic:
         trainer.fit(Sleeper(sleeps), train_dataloaders=batches)
     return {
         "outputs": traffic.outputs.most,
@@ -156,7 +156,8 @@ def bytes_sent(info: RankInfo, scatter_from: int, through_memory: bool) -> int:
     """Floating-point bytes that this rank sent to other stages in two steps with two tensor ranks."""
     trainer = trainer_for(info, (2, 1), {"tensor_parallel_size": 2}, max_steps=2, limit_val_batches=0)
     torch.manual_seed(3)
-    chosen = {"scatter_from": scatter_from, "through_memory": through_memory}
-    with mock.patch.multiple(StageLinks, **chosen), Traffic().counted() as traffic:
+    strategy: Any = trainer.strategy
+    linked(strategy, scatter_from=scatter_from, through_memory=through_memory)
+    with Traffic().counted() as traffic:
         trainer.fit(OwnLossTask(NanoGPT(4)))
     return traffic.sent_bytes

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.tools.rehearsal.paper import Ledger
 from tests.harness import RankInfo, ReusedProcesses
+from tests.harness.links import linked
 from tests.tools.rehearsal_scenarios import SEQUENCE, VOCABULARY, Overheard, SmallGPT
 
 
@@ -61,7 +62,9 @@ def train(info: RankInfo, kind: str, settings: dict[str, Any] | None, batch: int
     ledger, losses = Ledger(), Losses()
     torch.manual_seed(1)
     module = MODULES[kind]()
-    strategy: Any = "auto" if settings is None else MegatronStrategy(**settings)
+    strategy: Any = "auto"
+    if settings is not None:
+        strategy = linked(MegatronStrategy(**settings), through_memory=False)
     trainer = Trainer(
         accelerator="cpu",
         devices=info.world_size,

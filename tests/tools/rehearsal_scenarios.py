@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.messages import exchange
-from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import Memory, stage_memory
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
 from lightning_megatron.tools.rehearsal.paper import Ledger
 from lightning_megatron.tools.rehearsal.rehearse import _OneBatch, _Witness
 from tests.harness import RankInfo, ReusedProcesses
+from tests.harness.links import linked
 
 VOCABULARY, SEQUENCE, LAYERS, HIDDEN, HEADS = 256, 32, 4, 64, 4
 
@@ -95,8 +95,8 @@ OPERATIONS = {
 class Overheard(TorchDispatchMode):
     """Writes every operation of torch's process groups into a ledger.
 
-    As in a launch on many nodes, collectives are no messages between the few ranks here, and stages send through the
-    process group.
+    As in a launch on many nodes, collectives are no messages between the few ranks here; strategies under it need
+    ``linked(..., through_memory=False)``, so that stages send through the process group too.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -106,7 +106,6 @@ class Overheard(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._as_on_many_nodes.enter_context(mock.patch.object(exchange, "exchanges", lambda *_, **__: False))
-        self._as_on_many_nodes.enter_context(mock.patch.object(StageLinks, "through_memory", False))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -132,7 +131,7 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
     with Metered(meter), Overheard(ledger):
         module, batch = build()
         witness = _Witness(ledger, meter)
-        strategy = MegatronStrategy(**settings)
+        strategy = linked(MegatronStrategy(**settings), through_memory=False)
         trainer = Trainer(
             accelerator="cpu",
             devices=info.world_size,

@@ -24,7 +24,7 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 _COMPUTATIONS = frozenset({Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT})
 
 
-class StepRecorder:
+class StepClock:
     """Times the computations of the latest training step on this rank.
 
     Args:
@@ -35,7 +35,7 @@ class StepRecorder:
         self._cuda = device.type == "cuda"
         self._offset = time.time() - time.perf_counter()
         self._marks: list[tuple[Any, Any]] = []
-        self._origin: tuple[Any, float] | None = None
+        self._origin: tuple[Any, float] = (None, 0.0)
         self.schedule: Schedule | None = None
 
     def run(self, schedule: Schedule, program: Sequence[tuple[Callable[[Slot], None], Slot]]) -> None:
@@ -69,30 +69,29 @@ class StepRecorder:
     def _seconds(self, mark: Any) -> float:
         if not self._cuda:
             return float(mark) + self._offset
-        assert self._origin is not None
         event, seconds = self._origin
         return float(event.elapsed_time(mark)) / 1e3 + seconds + self._offset
 
 
-def gather_timeline(recorder: StepRecorder, group: dist.ProcessGroup, ranks: Sequence[int]) -> Timeline | None:
+def gather_timeline(clock: StepClock, group: dist.ProcessGroup, ranks: Sequence[int]) -> Timeline | None:
     """The latest step of a whole pipeline; collective over the pipeline.
 
     Args:
-        recorder: this rank's.
+        clock: this rank's.
         group: the pipeline's process group.
         ranks: its global ranks, first stage first.
 
     Returns:
         Times in seconds from the first start on, the same on every rank; ``None`` before the first training step.
     """
-    rows = objects.gather(recorder.rows(), group)
-    if recorder.schedule is None:
+    rows = objects.gather(clock.rows(), group)
+    if clock.schedule is None:
         return None
     by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
     ordered = [by_rank[rank] for rank in ranks]
     origin = min(starts[0] for starts, _ in ordered)
     shifted = [tuple(tuple(at - origin for at in times) for times in row) for row in ordered]
-    return Timeline(recorder.schedule.computations(), tuple(s for s, _ in shifted), tuple(e for _, e in shifted))
+    return Timeline(clock.schedule.computations(), tuple(s for s, _ in shifted), tuple(e for _, e in shifted))
 
 
 def measured_costs(timeline: Timeline) -> Costs:

@@ -1,46 +1,75 @@
 """Runs this rank's list of instructions; knows no schedule by name.
 
-One step is one :class:`Step` handed to :meth:`PipelineExecutor.run`. The list has been worked out beforehand
+One step is one :class:`PipelineStep` handed to :meth:`PipelineExecutor.run`. The list has been worked out beforehand
 (:mod:`~lightning_megatron.pipeline.run.program`), so running it is a loop over methods, one per action. What a forward
-leaves for its backward is held in a table keyed by (chunk, micro-batch) and dropped the moment the backward has run, so
-the activations in flight are exactly those that the schedule's checker counts.
+leaves for its backward is held in a table keyed by (chunk, micro-batch) and dropped as soon as the backward has run, so
+the activations in flight are exactly those that the schedule's checker counts. A module that is not cut runs here too,
+as the only stage of its pipeline: its program is F0 B0 F1 B1 ... without transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
 from lightning_megatron.mesh.watch.waits import Waiting
 from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
-from lightning_megatron.pipeline.run.clock import StepRecorder
-from lightning_megatron.pipeline.run.finality import final_parameters
+from lightning_megatron.pipeline.run.clock import StepClock
+from lightning_megatron.pipeline.run.finality import Final, Finality
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
-from lightning_megatron.pipeline.stage.stage import Stage
 
 Place = tuple[int, int]
 Program = list[tuple[Callable[[Slot], None], Slot]]
 
 
 class GradientSink(Protocol):
-    """What the executor tells the gradient engine."""
+    """Where the gradients of a step collect."""
 
-    def set_final(self, final: bool | frozenset[int]) -> None:
+    def set_final(self, final: Final) -> None:
         """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
 
 
+class RunsStep(Protocol):
+    """What runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
+
+    stage: int
+
+    def run(
+        self,
+        virtual_stage: int,
+        micro_batch: int,
+        step: Callable[[Any, int], Any],
+        batch: Any,
+        received: Boundary,
+        where: str,
+    ) -> StageRun:
+        """Forward of one micro-batch; ends where this virtual stage does."""
+
+    def resume(self, virtual_stage: int, run: StageRun) -> None:
+        """Prepare for the backward of ``run``, in which layers may be recomputed."""
+
+    def end(self) -> None:
+        """Finish that backward."""
+
+    def may_write(self, virtual_stage: int, where: str) -> bool:
+        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
+
+    def owned_layers(self) -> Iterable[nn.Module]:
+        """Layers here, in which a split backward looks for linears."""
+
+
 @dataclass
-class Step:
+class PipelineStep:
     """One step to run through the pipeline.
 
     Attributes:
@@ -48,7 +77,8 @@ class Step:
         call: the user's step, taking a micro-batch and its number.
         micro_batches: the batch, cut; the same on every stage.
         name: of the user's step, such as ``"training_step"``.
-        loss_scales: factor of each micro-batch's loss in backward; ``None`` for evaluation.
+        loss_scales: factor of each micro-batch's loss in backward; empty in evaluation, where no backward runs.
+        gradients: told in which backward gradients become final.
         outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
     """
 
@@ -56,40 +86,40 @@ class Step:
     call: Callable[[Any, int], Any]
     micro_batches: Sequence[Any]
     name: str
-    loss_scales: Sequence[float] | None = None
+    loss_scales: Sequence[float] = ()
+    gradients: GradientSink | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
         """Whether backwards run."""
-        return self.loss_scales is not None
+        return bool(self.loss_scales)
 
 
 class PipelineExecutor:
     """Executes schedules on one stage.
 
     Args:
-        stage: this rank's part of the module.
-        links: transfers to the other stages; ``None`` with one stage.
-        device: device of the loss scale.
+        stage: runs the user's step on this rank.
+        links: transfers to the other stages.
+        finality: knows in which backward the gradients of a parameter are complete.
         variable_shapes: send the shapes along with every boundary instead of only for new micro-batch shapes.
-        recorder: notes when each computation of a training step starts and ends.
+        clock: records when each computation of a training step starts and ends.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        links: StageLinks | None,
-        device: torch.device,
+        stage: RunsStep,
+        links: StageLinks,
+        finality: Finality,
         variable_shapes: bool = False,
-        recorder: StepRecorder | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self._stage = stage
         self._links = links
-        self._device = device
+        self._finality = finality
         self._variable_shapes = variable_shapes
-        self._recorder = recorder
-        self.gradients: GradientSink | None = None
+        self._clock = clock
         self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._trained = (-1.0, -1.0)
@@ -115,7 +145,7 @@ class PipelineExecutor:
             self._sent_leaves.clear()
         self._trained = (arriving, leaving)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: PipelineStep) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
         self._split, program = self._program(step.schedule)
         self._begin(step)
@@ -123,15 +153,14 @@ class PipelineExecutor:
             stack.callback(self._forget)
             if self._split:
                 stack.callback(self._weight_gradients().switch, False)
-            if self._recorder is not None and step.training:
-                self._recorder.run(step.schedule, program)
+            if self._clock is not None and step.training:
+                self._clock.run(step.schedule, program)
             else:
                 for act, slot in program:
                     act(slot)
-            if self._links is not None:
-                self._links.finish()
+            self._links.finish()
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: PipelineStep) -> None:
         self._step = step
         self._last = step.schedule.virtual_stages - 1
         self._signatures: dict[int, Any] = {}
@@ -144,14 +173,12 @@ class PipelineExecutor:
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
 
     def _forget(self) -> None:
-        """Let go of everything that belongs to one step."""
-        self._begin(Step(self._step.schedule, self._step.call, (), self._step.name))
+        """Drop everything that belongs to one step."""
+        self._begin(PipelineStep(self._step.schedule, self._step.call, (), self._step.name))
 
     def _weight_gradients(self) -> WeightGradients:
         if self._weights is None:
-            trunk, stage = self._stage.partition.trunk, self._stage
-            owned = sorted(stage.partition.layers_of(stage.stage))
-            self._weights = WeightGradients(stage.module.get_submodule(trunk.layer_names[index]) for index in owned)
+            self._weights = WeightGradients(self._stage.owned_layers())
         return self._weights
 
     def _program(self, schedule: Schedule) -> tuple[frozenset[Place], Program]:
@@ -162,28 +189,28 @@ class PipelineExecutor:
         actions: dict[Action, Callable[[Slot], None]] = {
             action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
         }
-        early = self._links is not None and self._links.posts_ahead and not self._variable_shapes
+        early = self._links.posts_ahead and not self._variable_shapes
         steps = schedule.instructions[self._stage.stage]
         split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
         program: Program = []
-        finals = self._final_parameters(schedule, bool(split))
+        finals = self._finality.after(schedule, self._weight_gradients().parameters if split else frozenset())
         for slot in slots:
-            final = finals.get(slot.position)
-            computes = final is not None and slot.action.name.startswith("BACKWARD")
+            final = finals.get(slot.position, False)
+            announced = bool(final) and slot.action.name.startswith("BACKWARD")
             note = replace(slot, action=Action.FINAL)
-            if computes:
+            if announced:
                 program.append((_Announcement(self, final), note))
             program.append((actions[slot.action], slot))
-            if computes:
+            if announced:
                 program.append((_Announcement(self, False), note))
         self._programs[id(schedule)] = (split, program, schedule)
         return split, program
 
-    def _final_parameters(self, schedule: Schedule, split: bool) -> dict[int, Any]:
-        put_off = self._weight_gradients().parameters if split else frozenset()
-        stage = self._stage
-        return dict(final_parameters(stage.module, stage.partition, schedule, stage.stage, put_off))
+    def announce(self, final: Final) -> None:
+        """Say which gradients that arrive from now on are the last of the step."""
+        if self._step.gradients is not None:
+            self._step.gradients.set_final(final)
 
     def _switch_linears(self, place: Place) -> None:
         """Let them be split if the backward of ``place`` is."""
@@ -223,8 +250,7 @@ class PipelineExecutor:
         place = slot.place
         self._switch_linears(place)  # for layers that are recomputed
         run = self.runs.pop(place)
-        cursor = self._stage.cursor
-        cursor.resume(self._stage.partition.bounds[slot.virtual], run)
+        self._stage.resume(slot.virtual, run)
         if slot.virtual == self._last:
             self._backward_from_loss(run)
             self._step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
@@ -232,7 +258,7 @@ class PipelineExecutor:
             roots, grads = self._roots.pop(place), self._output_grads.pop(place)
             if roots:
                 torch.autograd.backward(roots, grads)
-        cursor.end()
+        self._stage.end()
         if slot.virtual == 0:
             return
         found = run.received.gradients()
@@ -242,9 +268,8 @@ class PipelineExecutor:
             self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
 
     def _backward_from_loss(self, run: StageRun) -> None:
-        assert self._step.loss_scales is not None
         loss = loss_of(run.output)
-        if loss.requires_grad:
+        if loss.requires_grad or not run.received.leaves:  # a module that is not cut fails as in one process
             scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
             torch.autograd.backward(loss, scale)
 
@@ -264,7 +289,6 @@ class PipelineExecutor:
         return (virtual, self._step.name, signature)
 
     def _send_forward(self, slot: Slot) -> None:
-        assert self._links is not None
         training = self._step.training
         run = self.runs[slot.place] if training else self.runs.pop(slot.place)
         leaves = run.sent.leaves
@@ -285,7 +309,6 @@ class PipelineExecutor:
         run.sent = Boundary(run.sent.leaves)  # the transfer keeps them alive until it is done; backward has its roots
 
     def _send_backward(self, slot: Slot) -> None:
-        assert self._links is not None
         grads, scatter = self._input_grads.pop(slot.place)
         self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
 
@@ -300,7 +323,6 @@ class PipelineExecutor:
 
     def _post_forward(self, slot: Slot) -> None:
         """Post a receive. Shapes not known yet come first and are waited for; the sender waits for nobody."""
-        assert self._links is not None
         if (0, slot.place) in self._arriving:
             return
         key = self._key(slot, slot.virtual)
@@ -316,7 +338,6 @@ class PipelineExecutor:
 
     def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf], *, scatter: bool) -> None:
         """Post a receive; the hidden state, which comes first, may come in parts, other values come whole."""
-        assert self._links is not None
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         transfer = self._links.receive(slot.peer, shapes, slot.tag, scatter=scatter)
         self._arriving[direction, slot.place] = (transfer, leaves)
@@ -346,15 +367,14 @@ class PipelineExecutor:
 
 
 class _Announcement:
-    """Tells the gradient engine, before a backward, which gradients are the last of the step."""
+    """Tells where gradients collect, before a backward, which of them are the last of the step."""
 
-    def __init__(self, executor: PipelineExecutor, final: Any) -> None:
+    def __init__(self, executor: PipelineExecutor, final: Final) -> None:
         self._executor = executor
         self._final = final
 
     def __call__(self, slot: Slot) -> None:
-        if self._executor.gradients is not None:
-            self._executor.gradients.set_final(self._final)
+        self._executor.announce(self._final)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -1,50 +1,74 @@
 """After which instruction of a step is the gradient of a parameter complete?
 
-The sum over replicas of a bucket starts when its last gradient has arrived, so somebody must know which arrival is the
-last. That depends on the schedule and on where the parameter is used: in the layers of one chunk, or of several; by a
-linear whose weight gradient is put off until ``W``, or by something whose gradient is there after ``I``.
+The sum over replicas of a bucket starts as soon as its last gradient has arrived, so somebody must know which arrival
+is the last. On a stage of a cut module that depends on the schedule and on where the parameter is used: in the layers
+of one chunk or of several; by a linear whose weight gradient is deferred to ``W``, or by an operation whose gradient is
+complete after ``I``. A module that is not cut has all its gradients after its last backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from torch import nn
 
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
-_WHEN_NOT_PUT_OFF = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_WHEN_PUT_OFF = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_AT_ONCE = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_DEFERRED = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+Final = bool | frozenset[int]
+"""Whether the gradients that arrive from now on are the last of the step: all, none, or those of parameters by id."""
 
 
-def final_parameters(
-    module: nn.Module, partition: Partition, schedule: Schedule, stage: int, put_off: frozenset[int]
-) -> dict[int, frozenset[int]]:
-    """Parameters whose gradients are complete after an instruction.
+class Finality(Protocol):
+    """Knows where in a schedule gradients become final."""
+
+    def after(self, schedule: Schedule, deferred: frozenset[int]) -> Mapping[int, Final]:
+        """By position in this stage's list, which gradients the backward there completes.
+
+        Args:
+            schedule: with or without transfers.
+            deferred: ids of parameters whose gradients a split backward leaves to ``W``.
+        """
+
+
+class WholeFinality:
+    """Of a module that is not cut: everything is final in the last backward."""
+
+    def after(self, schedule: Schedule, deferred: frozenset[int]) -> Mapping[int, Final]:
+        """See :class:`Finality`."""
+        return {_last_position(schedule.instructions[0], 0, _AT_ONCE): True}
+
+
+class StageFinality:
+    """Of one stage of a cut module.
 
     Args:
         module: the module, cut.
         partition: who owns what.
-        schedule: the schedule, with or without transfers.
         stage: this stage rank.
-        put_off: ids of parameters whose gradients a split backward leaves to ``W``.
-
-    Returns:
-        Position in the stage's list -> ids of the parameters whose last gradient arrives there.
     """
-    chunks = _chunks_of_parameters(module, partition, schedule, stage)
-    instructions = schedule.instructions[stage]
-    last = {
-        (chunk, late): _last_position(instructions, chunk, _WHEN_PUT_OFF if late else _WHEN_NOT_PUT_OFF)
-        for chunk in range(schedule.chunks)
-        for late in (False, True)
-    }
-    found: dict[int, set[int]] = {}
-    for parameter, used_in in chunks.items():
-        position = max(last[chunk, parameter in put_off] for chunk in used_in)
-        found.setdefault(position, set()).add(parameter)
-    return {position: frozenset(parameters) for position, parameters in found.items()}
+
+    def __init__(self, module: nn.Module, partition: Partition, stage: int) -> None:
+        self._module, self._partition, self._stage = module, partition, stage
+
+    def after(self, schedule: Schedule, deferred: frozenset[int]) -> Mapping[int, Final]:
+        """See :class:`Finality`."""
+        chunks = _chunks_of_parameters(self._module, self._partition, schedule, self._stage)
+        instructions = schedule.instructions[self._stage]
+        last = {
+            (chunk, late): _last_position(instructions, chunk, _DEFERRED if late else _AT_ONCE)
+            for chunk in range(schedule.chunks)
+            for late in (False, True)
+        }
+        found: dict[int, set[int]] = {}
+        for parameter, used_in in chunks.items():
+            position = max(last[chunk, parameter in deferred] for chunk in used_in)
+            found.setdefault(position, set()).add(parameter)
+        return {position: frozenset(parameters) for position, parameters in found.items()}
 
 
 def _last_position(instructions: Iterable[Instruction], chunk: int, kinds: tuple[Kind, ...]) -> int:

@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,24 @@ from lightning_megatron.mesh.messages.host_channel import open_channels
 from lightning_megatron.mesh.watch.waits import Waiting, numbers
 
 _NOTES = 1 << 20  # tag of messages that no schedule lists
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How tensors travel between stages.
+
+    Attributes:
+        scatter_from: size in bytes from which a replicated tensor is sent in parts; below it, latency dominates.
+        under_way: sends of one tag to one stage that may be in flight at once.
+        through_memory: whether CPU processes on one host pass messages through shared memory instead of the backend.
+    """
+
+    scatter_from: int = 64 * 1024
+    under_way: int = 2
+    through_memory: bool = True
+
+
+USUAL_LINKS = LinkOptions()
 
 
 class Transfer:
@@ -83,19 +102,11 @@ class StageLinks:
 
     Args:
         group: the pipeline's process group.
-        ranks: global ranks of the pipeline, first stage first.
+        ranks: global ranks of the pipeline, first stage first; with a single one there is nobody to send to.
         device: where tensors live.
         replicas: group of ranks of the same stage that hold equal boundary tensors, if any.
-
-    Attributes:
-        scatter_from: size in bytes from which a tensor is sent in parts; below, latency is all there is.
-        under_way: messages of one kind to one stage that may be under way at once.
-        through_memory: whether CPU processes of one host hand messages over in memory, not through the backend.
+        options: sizes and limits of what travels.
     """
-
-    scatter_from = 64 * 1024
-    under_way = 2
-    through_memory = True
 
     def __init__(
         self,
@@ -103,29 +114,31 @@ class StageLinks:
         ranks: Sequence[int],
         device: torch.device,
         replicas: dist.ProcessGroup | None = None,
+        options: LinkOptions = USUAL_LINKS,
     ) -> None:
         self._replicas = replicas
         self._group = group
         self._ranks = list(ranks)
         self._device = device
+        self._options = options
         self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor | None]]]] = {}
         backend = dist.get_backend(group)
         self.posts_ahead = backend != "nccl"
-        beside = self.through_memory and device.type == "cpu" and backend == "gloo"
-        self._channels = open_channels(group) if beside else {}
+        on_cpu = device.type == "cpu" and backend == "gloo" and len(self._ranks) > 1
+        self._channels = open_channels(group) if on_cpu and options.through_memory else {}
 
     def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
         """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
         pending = self._pending.setdefault((stage, tag), deque())
-        while len(pending) >= self.under_way:
+        while len(pending) >= self._options.under_way:
             _wait_for(pending.popleft())
         channel = self._channels.get(self._ranks[stage])
         under_way: list[tuple[Any, Tensor | None]] = []
         for index, tensor in enumerate(tensors):
             data = tensor.detach().contiguous()
-            if scatter and index == 0 and self._scatters(data.shape, data.dtype):
-                assert self._replicas is not None
-                data = data.view(self._replicas.size(), -1)[self._replicas.rank()]
+            replicas = self._replicas_of(data.shape, data.dtype) if scatter and index == 0 else None
+            if replicas is not None:
+                data = data.view(replicas.size(), -1)[replicas.rank()]
             if channel is not None:
                 under_way.append((channel.send(data, tag), None))
                 continue
@@ -133,21 +146,22 @@ class StageLinks:
             under_way.append((work, data))
         pending.append(under_way)
 
-    def _scatters(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    def _replicas_of(self, shape: Sequence[int], dtype: torch.dtype) -> dist.ProcessGroup | None:
+        """The ranks among which a boundary tensor is sent in equal parts; ``None`` where it travels whole."""
         elements = math.prod(shape)
-        if self._replicas is None or elements * dtype.itemsize < max(1, self.scatter_from):
-            return False
-        return elements % self._replicas.size() == 0
+        if self._replicas is None or elements * dtype.itemsize < max(1, self._options.scatter_from):
+            return None
+        return self._replicas if elements % self._replicas.size() == 0 else None
 
     def receive(
         self, stage: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], tag: int, *, scatter: bool = False
     ) -> Transfer:
         """Start receiving tensors of the given shapes and dtypes from ``stage``; ``scatter`` as the sender has it."""
         whole = None
-        if scatter and shapes and self._scatters(*shapes[0]):
-            assert self._replicas is not None
+        replicas = self._replicas_of(*shapes[0]) if scatter and shapes else None
+        if replicas is not None:
             whole, dtype = shapes[0]
-            shapes = [((math.prod(whole) // self._replicas.size(),), dtype), *shapes[1:]]
+            shapes = [((math.prod(whole) // replicas.size(),), dtype), *shapes[1:]]
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         channel = self._channels.get(self._ranks[stage])
@@ -155,7 +169,7 @@ class StageLinks:
             works: list[Any] = [channel.receive(tensor, tag) for tensor in tensors]
         else:
             works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
-        return Transfer(tensors, works, whole, self._replicas, self._ranks[stage])
+        return Transfer(tensors, works, whole, replicas, self._ranks[stage])
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""

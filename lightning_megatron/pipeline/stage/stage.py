@@ -182,6 +182,19 @@ class Stage:
         finally:
             self.cursor.end()
 
+    def resume(self, virtual_stage: int, run: StageRun) -> None:
+        """Let layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
+        self.cursor.resume(self.partition.bounds[virtual_stage], run)
+
+    def end(self) -> None:
+        """Finish a backward: nothing of the micro-batch stays referenced here."""
+        self.cursor.end()
+
+    def owned_layers(self) -> list[nn.Module]:
+        """The layers of the trunk that this rank computes, in their order."""
+        names = self.partition.trunk.layer_names
+        return [self.module.get_submodule(names[index]) for index in sorted(self.partition.layers_of(self.stage))]
+
     def may_write(self, virtual_stage: int, where: str) -> bool:
         """Whether layers of a virtual stage write into what it receives, or are not known not to."""
         bounds = self.partition.bounds[virtual_stage]

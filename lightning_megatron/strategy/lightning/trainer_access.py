@@ -19,7 +19,6 @@ from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.logs.step_logs import StepResult
 
 
 class _FailureCallback(Callback):
@@ -78,13 +77,6 @@ def seed_workers(dataloader: Any, replica: int) -> None:
     """Where Lightning would seed loader workers by global rank, seed them by replica."""
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", 0) is None:
         dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=replica)
-
-
-def training_output(result: StepResult) -> Any:
-    """What ``training_step`` returned, for the whole batch: the loss, or a dict with it."""
-    if result.output is None:
-        return result.loss
-    return {"loss": result.loss, **result.output}
 
 
 def localize_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:

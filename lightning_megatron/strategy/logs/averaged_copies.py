@@ -20,7 +20,7 @@ _ALIKE = 1e-5  # relative; copies of a tied weight may differ in their last digi
 
 
 class CopyExchange:
-    """Keeps the copies of one module equal on all stages.
+    """Keeps the copies of one module equal on all stages; does nothing for a module without copies.
 
     Args:
         module: the user's module, cut.
@@ -33,18 +33,31 @@ class CopyExchange:
         self._module, self._stage = module, stage
         self._group, self._ranks = mesh.group("pipeline_parallel"), mesh.pipeline_ranks
         self._device = device
-        self._notes: Tensor | None = None
+        copies = stage.partition.copies
+        self._exist = bool(copies.sources or copies.buffers)
+        self._trained = False
+        self._notes = self._measure(self._tensors())
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave out what an optimizer updates: the same on all stages."""
-        trained = {id(parameter) for parameter in parameters}
-        self._stage.copies = self._stage.partition.copies.without_trained(self._module, trained)
-        self.remember()
+        """Say that all stages hold equal copies now, and leave out what an optimizer updates: the same on all stages.
 
-    @torch.no_grad()
-    def remember(self) -> None:
-        """Take the tensors as they are now for equal."""
-        self._notes = self._measure(self._tensors())
+        Args:
+            parameters: those that an optimizer updates.
+        """
+        if self._exist:
+            trained = {id(parameter) for parameter in parameters}
+            self._stage.copies = self._stage.partition.copies.without_trained(self._module, trained)
+            self._notes = self._measure(self._tensors())
+
+    def begin_training(self) -> None:
+        """Make the copies equal before a training step, after which hooks may write into them again."""
+        self.share()
+        self._trained = True
+
+    def begin_evaluation(self) -> None:
+        """Make the copies equal if a training step came before."""
+        if self._trained:
+            self.share()
 
     @torch.no_grad()
     def share(self) -> None:
@@ -53,9 +66,11 @@ class CopyExchange:
         Raises:
             RuntimeError: a tensor was changed in different ways.
         """
+        self._trained = False
+        if not self._exist:
+            return
         tensors = self._tensors()
         notes = self._measure(tensors)
-        assert self._notes is not None
         changed = (notes != self._notes) & ~(notes.isnan() & self._notes.isnan())
         mine = torch.cat([changed.any(1, keepdim=True).double(), notes], 1)
         everyone = [torch.empty_like(mine) for _ in self._ranks]
@@ -72,8 +87,9 @@ class CopyExchange:
         self._notes = self._measure(tensors)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return self._stage.copies.tensors(self._module)
+        return self._stage.copies.tensors(self._module) if self._exist else {}
 
+    @torch.no_grad()
     def _measure(self, tensors: dict[str, Tensor]) -> Tensor:
         """Two numbers that change with a tensor's content: ``[tensor, 2]``."""
         rows = [torch.stack([t.sum(dtype=torch.float64), t.double().square().sum()]) for t in tensors.values()]

@@ -1,26 +1,38 @@
-"""What a step changes on the module, carried from the stage that computes it to the others.
+"""What a step leaves on the module besides its result: attributes, buffers, lists it appends to.
 
-A step may leave more behind than logs: ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a
-counter, a running mean in a buffer. Only the last stage gets that far in the step, while the hooks that read the
-attributes run on every rank. After each step the last stage therefore sends what changed; and the first one sends the
-buffers of what runs before the layers, which the others have filled from stand-ins.
+``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a counter, a running mean in a buffer. Two
+things have to be put right:
+
+- Only the last stage gets that far in the step, while the hooks that read the attributes run on every rank. After each
+  step the last stage therefore sends what changed; and the first one sends the buffers of what runs before the layers,
+  which the others have filled from stand-ins.
+- A step of several micro-batches appends an entry per micro-batch, of which the mean is not that of batches of unlike
+  sizes. So the entries of one batch are merged as what a step returns is. A list that the code also extends, by an
+  entry per sample for instance, is left as it is.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
+
+_APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
+_EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
 
 
 class ModuleState:
@@ -141,3 +153,61 @@ def _extends(now: Any, before: Any) -> bool:
     if now[0] != "list" or before[0] != "list" or now[1] != before[1]:
         return False
     return bool(now[2][: len(before[2])] == before[2])
+
+
+class AppendedLists:
+    """Follows the lists that a module's own code appends to.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names = _appended_names(type(module))
+        self._lengths: dict[int, int] = {}
+
+    def snapshot(self) -> None:
+        """Remember the lists as they are before a step."""
+        self._lengths = {id(entries): len(entries) for entries in self._lists()}
+
+    def merge(self, weights: Sequence[float], sizes: Sequence[int]) -> None:
+        """Put the entries of the step's micro-batches together, in lists that grew by one entry for each.
+
+        Args:
+            weights: weight of each micro-batch in means.
+            sizes: samples of each micro-batch.
+        """
+        for entries in self._lists():
+            start = self._lengths.get(id(entries), 0)
+            if len(sizes) == 1 or len(entries) != start + len(sizes):
+                continue
+            try:
+                with torch.no_grad():
+                    merged = merge_outputs(entries[start:], weights, sizes, "training_step")
+            except (ValueError, KeyError):  # entries that are not alike stay apart
+                continue
+            entries[start:] = [merged]
+
+    def _lists(self) -> Iterator[list[Any]]:
+        for name in self._names:
+            value = self._module.__dict__.get(name)
+            for entries in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(entries, list):
+                    yield entries
+
+
+def _appended_names(kind: type) -> list[str]:
+    """Attributes that the code of a class and of its bases, apart from libraries, appends to and never extends."""
+    appended: set[str] = set()
+    extended: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] in ("builtins", "torch", "lightning", "lightning_fabric"):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        appended |= set(_APPENDED.findall(source))
+        extended |= set(_EXTENDED.findall(source))
+    return sorted(appended - extended)

@@ -1,25 +1,167 @@
-"""torchmetrics objects under a pipeline: updated where the step ends, read everywhere.
+"""torchmetrics objects: updated where the step ends, read everywhere, logged as the value of the whole batch.
 
 Only the last stage updates a metric. Its states are summed over the replicas of that stage, and ``compute()`` called
-outside a step hands the value to the other stages. What a call returns in a step of several micro-batches is logged as
-the batch's value (:mod:`~lightning_megatron.strategy.logs.batch_metrics`).
+outside a step hands the value to the other stages.
+
+``self.log("f1", self.f1(predictions, classes))`` logs the value of a batch. The accuracy of a batch is the mean of its
+micro-batches' accuracies; an F1 score, a precision or an area under a curve is not. So a call inside a step of several
+micro-batches also updates a copy of the metric that sees this batch alone, and what is logged is the copy's value::
+
+    micro-batch   0             1             2
+    metric        f1(...) ──▶ value 0  ...           whatever the step computes with it
+    copy          update ─────▶ update ────▶ update ──▶ compute ──▶ logged once
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.strategy.logs.batch_metrics import MetricCalls, MetricWatch
-from lightning_megatron.strategy.logs.step_logs import LogRecorder
+
+
+@dataclass(frozen=True)
+class BatchValue:
+    """Where the value of a batch comes from.
+
+    Attributes:
+        metric: the copy that has seen the batch.
+        part: key of the value, where ``compute`` returns a dictionary.
+    """
+
+    metric: Metric
+    part: str | None = None
+
+    def compute(self) -> Any:
+        """The value of the batch, over the samples of this replica."""
+        value = self.metric.compute()
+        return value if self.part is None else value[self.part]
+
+
+class MetricCalls:
+    """The calls of torchmetrics objects during one step.
+
+    Args:
+        copies: of metrics, by the metric's identity and how often it was called before in the same micro-batch; kept
+            from step to step.
+    """
+
+    def __init__(self, copies: dict[tuple[int, int], Metric]) -> None:
+        self._copies = copies
+        self._counts: Counter[int] = Counter()
+        self._started: set[tuple[int, int]] = set()
+        self._latest: dict[int, BatchValue] = {}
+        self._values: dict[int, tuple[Any, BatchValue]] = {}
+
+    def begin_micro_batch(self) -> None:
+        """Say that the calls which follow belong to a new micro-batch."""
+        self._counts.clear()
+
+    def note(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """Follow one call of ``metric`` that returned ``value``."""
+        place = (id(metric), self._counts[id(metric)])
+        self._counts[id(metric)] += 1
+        copied = self._copy(metric, place)
+        copied.update(*args, **kwargs)
+        self._latest[id(metric)] = BatchValue(copied)
+        parts = value if isinstance(value, Mapping) else {None: value}
+        for name, part in parts.items():
+            self._values[id(part)] = (part, BatchValue(copied, name))
+
+    def behind(self, value: Any) -> BatchValue | None:
+        """Where the value of the batch comes from, if ``value`` is a metric, or what a metric's call returned."""
+        if isinstance(value, Metric):
+            return self._latest.get(id(value))
+        found = self._values.get(id(value))
+        return found[1] if found is not None and found[0] is value else None
+
+    def _copy(self, metric: Metric, place: tuple[int, int]) -> Metric:
+        if place not in self._copies:
+            self._copies[place] = _without_exchange(metric)
+        if place not in self._started:
+            self._started.add(place)
+            self._copies[place].reset()
+        return self._copies[place]
+
+
+def _without_exchange(metric: Metric) -> Metric:
+    """A copy that computes from its own states alone, and that nobody watches."""
+    copied = copy.deepcopy(metric)
+    for part in copied.modules():
+        if isinstance(part, Metric):
+            part.sync_on_compute = part._to_sync = False
+            part._forward_hooks.clear()
+            part._forward_hooks_with_kwargs.clear()
+    return copied
+
+
+class MetricWatch:
+    """Hears of every call of the metrics of a module while it is attached.
+
+    Args:
+        calls: the running step's calls, if one of several micro-batches is running.
+    """
+
+    def __init__(self, calls: Callable[[], MetricCalls | None]) -> None:
+        self._hook = _CallHook(calls)
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Watch every metric inside ``module``; those of an earlier call are watched once."""
+        self.detach()
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                self._handles.append(metric.register_forward_hook(self._hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _CallHook:
+    """A forward hook; a copied metric shares it, and one that is pickled leaves it behind."""
+
+    def __init__(self, calls: Callable[[], MetricCalls | None]) -> None:
+        self._calls = calls
+
+    def __call__(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        calls = self._calls()
+        if calls is not None:
+            calls.note(metric, args, kwargs, value)
+
+    def __deepcopy__(self, memo: Any) -> _CallHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _CallHook, (_no_calls,)
+
+
+def _no_calls() -> None:
+    return None
+
+
+class RunningStep(Protocol):
+    """The step that is running on this rank, if one is; :class:`~.step_logs.Recording` is one."""
+
+    @property
+    def recorder(self) -> Any:
+        """Not ``None`` while a step runs."""
+
+    def metric_calls(self) -> MetricCalls | None:
+        """Follows the calls of metrics in a step of several micro-batches."""
 
 
 class _GatherOverReplicas:
@@ -41,23 +183,19 @@ class MetricRouter:
     Args:
         mesh: the grid.
         device: where tensors live.
-        recorder: of the logs of the step that is running; only the last stage computes then.
+        running: whether a step is running, when only the last stage computes.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device, recorder: Callable[[], LogRecorder | None]) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, running: RunningStep) -> None:
         self._device = device
         self._pipeline_group = mesh.group("pipeline_parallel")
         self._gather = _GatherOverReplicas(mesh.group("data_parallel"))
         self._alone = mesh.layout.pipeline == 1
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
-        self._recorder = recorder
-        self._watch = MetricWatch(self._calls)
+        self._running = running
+        self._watch = MetricWatch(running.metric_calls)
         self._attached: list[tuple[Metric, Any, Any]] = []
-
-    def _calls(self) -> MetricCalls | None:
-        recorder = self._recorder()
-        return recorder.metric_calls if recorder is not None else None
 
     def attach(self, module: nn.Module) -> None:
         """Take over every metric inside ``module`` that is not attached yet."""
@@ -81,7 +219,7 @@ class MetricRouter:
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""
-        if self._alone or self._recorder() is not None:
+        if self._alone or self._running.recorder is not None:
             return compute(*args, **kwargs)
         if self._has_loss:
             value = compute(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE, LogKey, StepResult, operation_of
+from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE, LogKey, StepLogs, operation_of
 
 
 class AlreadyReduced:
@@ -32,12 +32,11 @@ class LogReplay:
         self._results: Any = None
         self._known: dict[tuple[str, str], LogKey] = {}
 
-    def __call__(self, module: pl.LightningModule, result: StepResult) -> None:
-        """Log every key of ``result`` with its aggregated value, as the public ``self.log`` would."""
-        if not result.keys:
+    def __call__(self, module: pl.LightningModule, logs: StepLogs) -> None:
+        """Log every key with its aggregated value, as the public ``self.log`` would."""
+        if not logs.keys:
             return
-        assert result.rows is not None
-        for key, row in zip(result.keys, result.rows.unbind(), strict=True):
+        for key, row in zip(logs.keys, logs.rows.unbind(), strict=True):
             value, size = row[0].to(key.dtype, copy=True), int(row[2])
             batch_size = size if size >= 0 else None
             if key.metric is not None:

@@ -34,7 +34,8 @@ from lightning_megatron.strategy.step.alike import (
     agree_on_weights,
     materialize,
 )
-from lightning_megatron.strategy.step.scheduled import EngineOptions, StepEngine
+from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.engine import StepEngine
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -150,7 +151,7 @@ class Assembler:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
-        engine.remember_copies()
+        engine.note_trained()
         return Assembled(module, engine, tensor_state, report, streams, groups)
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:

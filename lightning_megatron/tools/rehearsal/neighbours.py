@@ -128,7 +128,8 @@ def _same_notes(links: StageLinks, stage: int, mine: list[float]) -> list[float]
 
 def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
     """Tensors that arrive at the first layer of a virtual stage."""
-    step, stage = executor._step, executor._stage
+    step = executor._step
+    stage: Any = executor._stage
     first = stage.partition.bounds[slot.virtual][0]
     stage.cursor.begin((first, first), slot.micro_batch, Boundary(), step.name)
     try:
@@ -144,7 +145,7 @@ def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
 
 def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:
     """Whether any parameter on the way to a virtual stage is trained, so that its input has a gradient."""
-    stage = executor._stage
+    stage: Any = executor._stage
     partition = stage.partition
     later = [*partition.trunk.layer_names[partition.bounds[virtual][0] :], *partition.after]
     with whole_view(stage.hidden):

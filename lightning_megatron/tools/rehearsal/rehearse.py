@@ -113,7 +113,7 @@ class _Witness(Callback):
         activations = self._meter.kept - self._meter.within(_gradients(strategy, pl_module))
         self.found = {
             "bytes_by_kind": held_bytes(strategy, pl_module) | {"activations": activations, "peak": self._meter.peak},
-            "schedules": dict(strategy._engine._schedules),
+            "schedules": strategy._engine.schedules,
             "plan": strategy.parallel_report.explain() if strategy.parallel_report is not None else "",
         }
         self._ledger.phase = "after the step"
@@ -147,7 +147,10 @@ def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
 
 def _gradients(strategy: Any, module: pl.LightningModule) -> list[Tensor]:
     """Where gradients collect, in buckets or not."""
-    return [*_tensors(strategy._engine.gradients), *(p.grad for p in module.parameters() if p.grad is not None)]
+    return [
+        *_tensors(strategy._engine.model_gradients.sink),
+        *(p.grad for p in module.parameters() if p.grad is not None),
+    ]
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:

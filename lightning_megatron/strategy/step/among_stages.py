@@ -1,0 +1,280 @@
+"""The stages of this rank's pipeline, as a scheduled step meets them.
+
+With several, they make sure that they train on the same batch, hear the outcome from the stage that computes the loss,
+and keep equal what each of them keeps a copy of. A module that is not cut is the only stage, and has nobody to agree
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.data_parallel.buckets.bucket import NARROW
+from lightning_megatron.mesh.batches import checksum
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.run.clock import StepClock, gather_timeline
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
+from lightning_megatron.pipeline.run.finality import StageFinality, WholeFinality
+from lightning_megatron.pipeline.run.links import StageLinks
+from lightning_megatron.pipeline.schedules.by_name import make_schedule
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.schedules.lowering import halve_backwards, join_halves, lower
+from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.pipeline.stage.uncut import UncutModule
+from lightning_megatron.strategy.logs.averaged_copies import CopyExchange
+from lightning_megatron.strategy.logs.leftovers import ModuleState
+from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.delivery import OutcomeDelivery
+from lightning_megatron.strategy.step.step import Outcome
+
+
+class Stages(Protocol):
+    """One stage or several."""
+
+    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+        """The lowered schedule of a step."""
+
+    def begin_training(self) -> None:
+        """Called before each training step."""
+
+    def begin_evaluation(self) -> None:
+        """Called before each step of evaluation."""
+
+    def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
+        """Around the schedule of a step; gives what runs it."""
+
+    def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
+        """The outcome of a step, which ``make`` gives on the stage that computes the loss; equal on all stages."""
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
+
+    def share_copies(self) -> None:
+        """Make these copies equal again, after hooks have run; collective over the pipeline."""
+
+    def settle(self) -> None:
+        """Wait until the other stages have fetched what was sent to them."""
+
+    def timeline(self) -> Timeline | None:
+        """The latest training step on all stages; ``None`` with one stage, and before the first."""
+
+    def close(self) -> None:
+        """Release hooks and connections."""
+
+
+class OneStage:
+    """A module that is not cut.
+
+    Args:
+        module: the user's module.
+        mesh: the grid, with one stage.
+        device: this rank's device.
+        streams: random streams per segment.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, mesh: ParallelMesh, device: torch.device, streams: SegmentStreams
+    ) -> None:
+        self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
+        self._opened: tuple[UncutModule, PipelineExecutor] | None = None
+
+    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+        """F0 B0 F1 B1 ...: with nobody to wait for, one micro-batch at a time needs the least memory."""
+        return lower(make_schedule("1f1b", 1, micro_batches, forward_only=forward_only))
+
+    def begin_training(self) -> None:
+        """Nothing to agree on."""
+
+    def begin_evaluation(self) -> None:
+        """Nothing to agree on."""
+
+    def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
+        """See :class:`Stages`."""
+        if self._opened is None:
+            whole = UncutModule(self._module, self._streams)
+            links = StageLinks(self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device)
+            self._opened = whole, PipelineExecutor(whole, links, WholeFinality())
+        return nullcontext(self._opened[1])
+
+    def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
+        """This stage's own."""
+        return make()
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """There are no copies on other stages."""
+
+    def share_copies(self) -> None:
+        """There are no copies on other stages."""
+
+    def settle(self) -> None:
+        """Nothing was sent."""
+
+    def timeline(self) -> Timeline | None:
+        """Nothing is recorded of one stage."""
+        return None
+
+    def close(self) -> None:
+        """Remove hooks."""
+        if self._opened is not None:
+            self._opened[0].close()
+            self._opened = None
+
+
+class _Connection(NamedTuple):
+    links: StageLinks
+    executor: PipelineExecutor
+    parameters: list[nn.Parameter]
+
+
+class SeveralStages:
+    """A module that is cut, and this rank's stage of it.
+
+    Args:
+        module: the user's module, cut.
+        mesh: the grid.
+        device: this rank's device.
+        stage: this rank's part of the module.
+        tensor: how parameters are split over tensor-parallel ranks.
+        options: the user's choices.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stage: Stage,
+        tensor: TensorState,
+        options: EngineOptions,
+    ) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._stage, self._tensor, self._options = stage, tensor, options
+        self._has_loss = mesh.rank == mesh.loss_rank
+        self._delivery = OutcomeDelivery(mesh, device)
+        self._state = ModuleState(module, stage.partition, mesh, device)
+        self._copies = CopyExchange(module, stage, mesh, device)
+        self._clock = StepClock(device) if options.record_timeline else None
+        self._opened: _Connection | None = None
+
+    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+        """The user's; in 16 bits with halved backwards, which round in every schedule alike."""
+        schedule = self._options.make_schedule(self._mesh.layout.pipeline, micro_batches, forward_only=forward_only)
+        return (halve_backwards if self._rounds() else join_halves)(lower(schedule))
+
+    def _rounds(self) -> bool:
+        """Whether layers compute in 16 bits."""
+        narrow = any(parameter.dtype in NARROW for parameter in self._module.parameters())
+        return narrow or torch.is_autocast_enabled(self._device.type)
+
+    def begin_training(self) -> None:
+        """Make copies of trained parts equal."""
+        self._copies.begin_training()
+
+    def begin_evaluation(self) -> None:
+        """Make copies of trained parts equal if a training step came before."""
+        self._copies.begin_evaluation()
+
+    @contextmanager
+    def running(self, batch: Any, micro_batches: int, *, training: bool) -> Iterator[PipelineExecutor]:
+        """See :class:`Stages`.
+
+        Raises:
+            RuntimeError: the stage before loaded another batch.
+        """
+        opened = self._connection()
+        self._state.snapshot()
+        fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            self._check_equal_batches(opened, batch, micro_batches)
+            self._delivery.expect()
+            yield opened.executor
+            if training:
+                self._state.share_early_buffers()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+
+    def _connection(self) -> _Connection:
+        """What carries tensors to the other stages, opened in the first step of a run."""
+        if self._opened is None:
+            links = StageLinks(
+                self._mesh.group("pipeline_parallel"),
+                self._mesh.pipeline_ranks,
+                self._device,
+                self._equal_boundaries(),
+                self._options.links,
+            )
+            finality = StageFinality(self._module, self._stage.partition, self._stage.stage)
+            executor = PipelineExecutor(self._stage, links, finality, self._options.variable_shapes, self._clock)
+            self._opened = _Connection(links, executor, list(self._module.parameters()))
+        return self._opened
+
+    def _equal_boundaries(self) -> Any:
+        """Group of ranks that hold the same hidden state between layers: the tensor group, where this package split it
+        and not along the sequence.
+        """
+        split = self._mesh.layout.tensor > 1 and bool(self._tensor.table)
+        return self._mesh.group("tensor_parallel") if split and not self._options.sequence_parallel else None
+
+    def _check_equal_batches(self, opened: _Connection, batch: Any, micro_batches: int) -> None:
+        """Refuse to train on batches that differ between the stages of a replica."""
+        mine = [checksum(batch), float(micro_batches), _trained(opened.parameters)]
+        before = opened.links.compare_notes(self._mesh.stage, mine)
+        arriving = 0.0 if before is None else before[2]
+        opened.executor.expect_gradients(arriving, arriving + mine[2])
+        if before is not None and before[:2] != mine[:2]:
+            raise RuntimeError(
+                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
+                "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
+                "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
+            )
+
+    def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
+        """Made where the loss is computed, and sent to the other stages with what the step left on the module."""
+        if not self._has_loss:
+            outcome = self._delivery.receive()
+            self._state.apply(outcome.state)
+            return outcome
+        outcome = make()
+        self._stage.cursor.watch_plan.note_logged(name, [key.name for key in outcome.logs.keys])
+        outcome.state = self._state.changes()
+        self._delivery.send(outcome)
+        return outcome
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See :class:`Stages`."""
+        self._copies.note_trained(parameters)
+
+    def share_copies(self) -> None:
+        """See :class:`Stages`."""
+        self._copies.share()
+
+    def settle(self) -> None:
+        """See :class:`Stages`; the stage that computes the loss updates its weights meanwhile."""
+        self._delivery.settle()
+
+    def timeline(self) -> Timeline | None:
+        """See :class:`Stages`; collective over the pipeline."""
+        if self._clock is None:
+            return None
+        return gather_timeline(self._clock, self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._opened is not None:
+            self._opened.links.close()
+            self._opened = None
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> float:
+    """Number that changes when parameters are frozen or unfrozen."""
+    return float(hash(tuple(parameter.requires_grad for parameter in parameters)) % (1 << 32))

@@ -1,0 +1,129 @@
+"""The two ways of running a batch on this rank, what they share, and which one a batch takes.
+
+The engine owns what a run needs (stages, gradients, logs) and knows nothing of Lightning's hooks; the strategy calls
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages, Stages
+from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.losses import LossChecks
+from lightning_megatron.strategy.step.plain_step import PlainStep
+from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
+from lightning_megatron.strategy.step.step import Outcome, Step
+
+
+class StepEngine:
+    """Runs steps of one module on one rank.
+
+    Args:
+        module: the user's module, already cut if there are several stages.
+        mesh: the grid.
+        device: this rank's device.
+        stage: this rank's part of the module; ``None`` with one stage.
+        streams: random streams per segment.
+        tensor: how parameters are split over tensor-parallel ranks.
+        options: the user's choices.
+
+    Attributes:
+        model_gradients: where gradients collect.
+        recording: of what the running step logs.
+        losses: what was found out about losses.
+        splits_itself: whether the module's own code has split it.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stage: Stage | None,
+        streams: SegmentStreams,
+        tensor: TensorState,
+        options: EngineOptions,
+    ) -> None:
+        self._module, self._mesh, self._tensor, self._options = module, mesh, tensor, options
+        self.splits_itself = splits_itself(module)
+        self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
+        compares = mesh.layout.tensor > 1 and not self.splits_itself
+        self.losses = LossChecks(options.gradients.inspect, mesh.group("tensor_parallel") if compares else None)
+        stages: Stages
+        if stage is None:
+            stages, check = OneStage(module, mesh, device, streams), None
+        else:
+            stages, check = SeveralStages(module, mesh, device, stage, tensor, options), stage.cursor.refuse_away
+        self._stages = stages
+        self.recording = Recording(module, check)
+        shared = self.model_gradients, self.recording, self.losses
+        self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared)
+        self._whole: Step = PlainStep(module, mesh, device, *shared) if stage is None else self._in_parts
+
+    def step(self, batch: Any) -> Step:
+        """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
+        size = self._options.micro_batch_size
+        whole = size == "auto" or not self._module.automatic_optimization or batch_size_of(batch) <= int(size)
+        return self._whole if whole else self._in_parts
+
+    def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
+        """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
+        return self._whole.evaluate(call, batch, name)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a parameter's gradient comes from several ranks or backward passes, or is not simply autograd's."""
+        layout = self._mesh.layout
+        several = layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
+        options = self._options.gradients
+        return several or self._tensor.sums_gradients or options.layer_dtype is not None or options.inspect
+
+    @property
+    def schedules(self) -> dict[tuple[int, bool], Schedule]:
+        """Schedules that were run, by number of micro-batches and whether only forwards ran."""
+        return dict(self._in_parts.schedules)
+
+    def note_trained(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
+        self._stages.note_trained(parameters)
+
+    def share_copies(self) -> None:
+        """Make these copies equal on all stages again, after hooks have run; collective over the pipeline."""
+        self._stages.share_copies()
+
+    def settle(self) -> None:
+        """Wait until the other stages have the outcome of the last training step, which they fetch when they get there:
+        the stage that computes the loss updates its weights meanwhile.
+        """
+        self._stages.settle()
+
+    def measured_timeline(self) -> Timeline | None:
+        """When each computation of the latest training step ran, on all stages; collective over the pipeline.
+
+        Raises:
+            RuntimeError: nothing was recorded.
+        """
+        if not self._options.record_timeline:
+            raise RuntimeError("nothing was recorded; pass `MegatronStrategy(record_timeline=True)`.")
+        return self._stages.timeline()
+
+    def close(self) -> None:
+        """Release hooks, buffers and connections."""
+        self.model_gradients.close()
+        self._stages.close()

@@ -1,0 +1,95 @@
+"""A step of one stage and one micro-batch: Lightning runs the backward, as in one process.
+
+Only the gradients are summed over ranks. What the replicas logged travels during the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.step.losses import LossChecks
+from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+
+
+class PlainStep:
+    """Runs the user's step on whole batches; see :class:`~lightning_megatron.strategy.step.step.Step`.
+
+    Args:
+        module: the user's module, not cut.
+        mesh: the grid, with one stage.
+        device: this rank's device.
+        gradients: of the module.
+        recording: of the logs.
+        losses: looked at here.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        gradients: ModelGradients,
+        recording: Recording,
+        losses: LossChecks,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._replicas = mesh.layout.data
+        self._gradients = gradients
+        self._recording = recording
+        self._losses = losses
+        self._mean = ReplicaMean(mesh, device)
+        self._outcome: Outcome | None = None
+        self._awaits_backward = False
+
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+        """Forward of one batch; the output keeps its graph."""
+        self._outcome = None
+        automatic = self._module.automatic_optimization
+        with self._recording.step() as recorder:
+            output = call(batch)
+            outcome = Outcome(recorder.collect(self._device))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and automatic:
+            self._losses.compare(loss.detach())
+        self._mean.start(outcome)
+        self._outcome = outcome
+        self._awaits_backward = automatic and output is not None
+        return output
+
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+        """Backward by Lightning, with sums over replicas while it runs; any number of times if the user calls it."""
+        self._losses.note([loss.detach()])
+        sink = self._gradients.sink
+        # Unless gradients end up in shards, `zero_grad` is in the user's hands, and `.grad` tells what to add to.
+        fresh = window.first if sink.scatters else None
+        sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
+        sink.set_final(True)
+        autograd(loss if window.scale == 1.0 else loss * window.scale)
+        sink.finish()
+        self._awaits_backward = False
+
+    def finish(self) -> Outcome | None:
+        """The outcome with the logs of all replicas, once the backward has run, or where none will follow."""
+        if self._outcome is None or self._awaits_backward:
+            return None
+        outcome, self._outcome = self._outcome, None
+        self._mean.finish(outcome)
+        return outcome
+
+    def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
+        """Forward of one batch, whole."""
+        with self._recording.step() as recorder:
+            output = call(batch)
+            outcome = Outcome(recorder.collect(self._device), output=output)
+            self._mean.start(outcome)
+            self._mean.finish(outcome)
+        return outcome

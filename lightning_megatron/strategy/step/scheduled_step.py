@@ -1,0 +1,199 @@
+"""A step in micro-batches: forwards and backwards by a schedule, on one stage or several.
+
+The way of a batch, down and up again::
+
+    strategy        training_step(batch)                                          outcome, replayed
+    step            cut into micro-batches, weighed                               merged, averaged, delivered
+    pipeline/run    the schedule's program                                        outputs, gradients
+    pipeline/stage  one micro-batch on one virtual stage                          boundary or output
+    the user        training_step(micro-batch)  ─────────────────────────────▶    loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.mesh.batches import (
+    auto_micro_batch_size,
+    batch_size_of,
+    check_alike,
+    merge_outputs,
+    split_batch,
+    weighted_mean,
+)
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.run.executor import PipelineStep, loss_of
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.strategy.logs.leftovers import AppendedLists
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.step.among_stages import Stages
+from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.losses import LossChecks
+from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+
+
+class ScheduledStep:
+    """Runs the user's step on micro-batches; see :class:`~lightning_megatron.strategy.step.step.Step`.
+
+    Args:
+        module: the user's module, already cut if there are several stages.
+        mesh: the grid.
+        device: this rank's device.
+        stages: of this rank's pipeline.
+        streams: random streams per segment.
+        options: the user's choices.
+        gradients: of the module.
+        recording: of the logs.
+        losses: looked at here.
+
+    Attributes:
+        schedules: by number of micro-batches, and whether only forwards run.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stages: Stages,
+        streams: SegmentStreams,
+        options: EngineOptions,
+        gradients: ModelGradients,
+        recording: Recording,
+        losses: LossChecks,
+    ) -> None:
+        self._mesh, self._device = mesh, device
+        self._stages, self._streams, self._options = stages, streams, options
+        self._gradients, self._recording, self._losses = gradients, recording, losses
+        self._appended = AppendedLists(module)
+        self._mean = ReplicaMean(mesh, device)
+        self._uncut: dict[int, int] = {}
+        self._outcome: Outcome | None = None
+        self.schedules: dict[tuple[int, bool], Schedule] = {}
+
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+        """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
+        sink = self._gradients.sink
+        self._stages.begin_training()
+        parts = self._split(batch, self._options.micro_batch_size, alike=True)
+        weights, total = self._replica_weights(parts)
+        scales = [weight / (total * window.batches) * window.scale for weight in weights]
+        sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
+        self._outcome = self._run(call, batch, parts, scales, weights, "training_step")
+        sink.withdraw()
+        return self._outcome.training_output()
+
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+        """Wait for the sums over replicas and publish ``.grad``; the schedule has run all backwards."""
+        self._gradients.sink.finish()
+
+    def finish(self) -> Outcome | None:
+        """The outcome, once."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
+        """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
+        self._stages.begin_evaluation()
+        chosen = self._options.evaluation_micro_batch_size
+        parts = [batch] if chosen == "auto" else self._split(batch, chosen)
+        weights = self._weights(parts) if len(parts) > 1 else [1.0]
+        outcome = self._run(call, batch, parts, [], weights, name)
+        self._stages.settle()
+        return outcome
+
+    def _split(self, batch: Any, chosen: int | str, *, alike: bool = False) -> list[Any]:
+        size = batch_size_of(batch)
+        part = auto_micro_batch_size(size, self._mesh.layout.pipeline) if chosen == "auto" else int(chosen)
+        if alike and part < size:
+            check_alike(batch, size, self._uncut)
+        return split_batch(batch, part)
+
+    def _weights(self, parts: Sequence[Any]) -> list[float]:
+        """Weight of each micro-batch in the means of this replica."""
+        weight_of = self._options.loss_weight
+        return [float(weight_of(part) if weight_of is not None else batch_size_of(part)) for part in parts]
+
+    def _replica_weights(self, parts: Sequence[Any]) -> tuple[list[float], float]:
+        """The same, and their total over all replicas, so that losses divided by it add up."""
+        weights, replicas = self._weights(parts), self._mesh.layout.data
+        total = sum(weights)
+        if self._options.loss_weight is None or replicas == 1:
+            return weights, total * replicas
+        shared = torch.tensor(total, dtype=torch.float64, device=self._device)
+        dist.all_reduce(shared, group=self._mesh.group("data_parallel"))
+        return weights, float(shared)
+
+    def _run(
+        self,
+        call: Callable[[Any], Any],
+        batch: Any,
+        parts: list[Any],
+        scales: list[float],
+        weights: list[float],
+        name: str,
+    ) -> Outcome:
+        training = bool(scales)
+        with self._recording.step(len(parts)) as recorder, self._streams.step(training=training):
+            schedule, recorded = (
+                self._schedule(len(parts), forward_only=not training),
+                _Recorded(call, recorder, weights),
+            )
+            step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink)
+            self._appended.snapshot()
+            with self._stages.running(batch, len(parts), training=training) as executor:
+                executor.run(step)
+            return self._stages.outcome(partial(self._merge, step, recorder, weights), name)
+
+    def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+        key = (micro_batches, forward_only)
+        if key not in self.schedules:
+            self.schedules[key] = self._stages.schedule(micro_batches, forward_only=forward_only)
+        return self.schedules[key]
+
+    def _merge(self, step: PipelineStep, recorder: LogRecorder, weights: list[float]) -> Outcome:
+        """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""
+        parts = step.micro_batches
+        outputs = [step.outputs[index] for index in range(len(parts))]
+        sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
+        self._appended.merge(weights, sizes)
+        logs, loss = recorder.collect(self._device), None
+        if step.name == "training_step":
+            losses = [loss_of(output).detach() for output in outputs]
+            self._losses.note(losses)
+            loss = weighted_mean(losses, weights)
+            self._losses.compare(loss)
+            outputs = [_without_loss(output) for output in outputs]
+        output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
+        outcome = Outcome(logs, loss, output)
+        self._mean.start(outcome)
+        self._mean.finish(outcome)
+        return outcome
+
+
+class _Recorded:
+    """The user's step, telling the recorder which micro-batch its logs belong to."""
+
+    def __init__(self, call: Callable[[Any], Any], recorder: LogRecorder, weights: list[float]) -> None:
+        self._call = call
+        self._recorder = recorder
+        self._weights = weights
+
+    def __call__(self, part: Any, index: int) -> Any:
+        self._recorder.begin_micro_batch(self._weights[index])
+        return self._call(part)
+
+
+def _without_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {key: value for key, value in output.items() if key != "loss"} or None
+    return None

@@ -1,0 +1,14 @@
+"""Strategies whose stages send in another way than usual: small tensors in parts, messages over the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.pipeline.run.links import LinkOptions
+
+
+def linked(strategy: MegatronStrategy, **options: Any) -> MegatronStrategy:
+    """The strategy, with these options of its links between stages; see ``LinkOptions``."""
+    strategy._links = LinkOptions(**options)
+    return strategy
