@@ -19,13 +19,11 @@ backward keeps.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.layers.products import Products, input_gradient, product, weight_gradient, whole_product
-from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
+from lightning_megatron.layers.weight_view import WHOLE, Operand
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -126,21 +124,3 @@ def _filled(x: Tensor) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     missing = -flat.shape[0] % MULTIPLE
     return torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat
-
-
-class Float8Call:
-    """Stands in for the ``forward`` of a whole linear (``nn.Linear``, or one that holds its weight as [in, out]).
-
-    Args:
-        module: the linear.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.__self__: Any = module
-        self._operand = WHOLE if isinstance(module, nn.Linear) else TRANSPOSED
-
-    def __call__(self, x: Tensor) -> Tensor:
-        module = self.__self__
-        if type(x) not in (Tensor, nn.Parameter):  # asked for shapes only
-            return cast(Tensor, type(module).forward(module, x))
-        return float8_linear(autocast_input(x), module.weight, module.bias, self._operand)

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_megatron.layers.float8 import Float8Call
 from lightning_megatron.models import CausalLanguageModel, DecoderConfig
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from tests.data_parallel.sharing_scenarios import SharedTask, Watch
 from tests.harness import RankInfo, ReusedProcesses
 from tests.models.scenarios import Losses
@@ -191,6 +191,8 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
         trainer.fit(module, batches, batches)
     finally:
         float8._lack = original
-    parts = [child.__dict__ for child in module.modules()]
-    eight = sum("products" in part or isinstance(part.get("forward"), Float8Call) for part in parts)
+    eight = sum(
+        "products" in child.__dict__ or ForwardStack.of(child).get(ForwardSlot.PRODUCTS) is not None
+        for child in module.modules()
+    )
     return {"losses": losses.seen, "eight": eight}

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from tests.harness import RankInfo, run_trainers
 from tests.harness.links import linked
 from tests.parity.compare import compare
@@ -228,7 +229,7 @@ def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
     trace.best_name = Path(best.best_model_path).name
     trace.best_score = float("nan") if best.best_model_score is None else float(best.best_model_score)
     leftovers = [
-        name for name, child in module.named_modules() if type(child.__dict__.get("forward")).__name__ == "_LinearCall"
+        name for name, child in module.named_modules() if ForwardStack.of(child).get(ForwardSlot.SPLIT) is not None
     ]
     assert not leftovers, leftovers
     return trace

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import PipelineProfile, PipelineTimeline
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from tests.benchmarks.sleeping import WIDTH, Sleeper, Sleeps
 from tests.harness import RankInfo, ReusedProcesses
 
@@ -60,9 +62,26 @@ class Uneven(Sleeper):
         return loss
 
 
-def profiled(info: RankInfo, schedule: str, sleeps: Sleeps, split: list[int]) -> dict[str, Any]:
-    """Six batches, of which two are measured."""
-    callback = PipelineProfile(batches=2)
+class Contained(Uneven):
+    """Layers that are containers, whose parts the step calls one by one."""
+
+    def __init__(self, sleeps: Sleeps) -> None:
+        super().__init__(sleeps)
+        self.layers = nn.ModuleList([nn.ModuleList([layer]) for layer in self.layers])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch + self.shift
+        for (layer,) in self.layers:
+            x = layer(x)
+        time.sleep(self.layers[0][0].sleeps.forward)
+        return x.square().mean()
+
+
+def profiled(
+    info: RankInfo, schedule: str, sleeps: Sleeps, split: list[int], contained: bool = False, batches: int = 2
+) -> dict[str, Any]:
+    """Six batches, of which two are measured unless told otherwise."""
+    callback = PipelineProfile(batches)
     strategy = MegatronStrategy(
         pipeline_parallel_size=sleeps.stages,
         micro_batch_size=1,
@@ -84,6 +103,8 @@ def profiled(info: RankInfo, schedule: str, sleeps: Sleeps, split: list[int]) ->
         use_distributed_sampler=False,
         default_root_dir=info.directory,
     )
-    batches: Any = DataLoader(torch.randn(6, sleeps.micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(Uneven(sleeps), train_dataloaders=batches)
-    return {"report": callback.report, "imbalance": callback.imbalance, "split": callback.split}
+    loader: Any = DataLoader(torch.randn(6, sleeps.micro_batches, WIDTH), batch_size=None)  # type: ignore[arg-type]
+    module = Contained(sleeps) if contained else Uneven(sleeps)
+    trainer.fit(module, train_dataloaders=loader)
+    left = [name for name, child in module.named_modules() if ForwardStack.of(child).get(ForwardSlot.PROFILE)]
+    return {"report": callback.report, "imbalance": callback.imbalance, "split": callback.split, "left": left}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.stage.stage import Stage
 
 CompileOptions = bool | Mapping[str, Any]
@@ -51,22 +52,24 @@ def check_compile(options: Any, schedule: Any, recompute: Any) -> None:
         )
 
 
-class CompiledCall:
+class CompiledCall(Wrapper):
     """Runs one layer by code that all layers of the trunk share.
 
     Args:
-        forward: the layer's own forward.
+        module: the layer.
         run: compiled ``run(layer, *args, **kwargs)``.
     """
 
-    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self.forward = forward
+    slot = ForwardSlot.COMPILE
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__(module)
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # asked for shapes only
             return self.forward(*args, **kwargs)
-        return self._run(self.forward.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+        return self._run(self.module, *args, **kwargs)
 
 
 def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptions, pipeline_layers: str) -> None:
@@ -78,7 +81,7 @@ def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptio
     if stage is not None:
         _install(module, stage.partition.trunk, options, stage.partition.layers_of(stage.stage))
         return
-    if options is False and not any(_is_compiled(child) for child in module.modules()):
+    if options is False and all(ForwardStack.of(child).get(ForwardSlot.COMPILE) is None for child in module.modules()):
         return
     _install(module, find_trunk(module, pipeline_layers), options, None)
 
@@ -87,19 +90,19 @@ def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Co
     arguments = {} if isinstance(options, bool) else dict(options)
     run: dict[type, Callable[..., Any]] = {}
     for index, layer in enumerate(trunk.layers(module)):
-        holder, forward = _innermost(layer)
+        stack = ForwardStack.of(layer)
+        stack.remove(ForwardSlot.COMPILE)
         if options is False or (owned is not None and index not in owned):
-            _put(layer, holder, forward)
             continue
         own = type(layer).forward
-        if getattr(forward, "__func__", None) is not own or own is nn.Module.forward:
+        if not stack.runs_class_forward or own is nn.Module.forward:
             raise ValueError(
                 f"`compile_layers` compiles the `forward` that a layer's class defines, which "
                 f"`{trunk.layer_names[index]}` ({type(layer).__name__}) does not run; use `compile_layers=False`."
             )
         if type(layer) not in run:
             run[type(layer)] = torch.compile(_code_of(own), **arguments)
-        _put(layer, holder, CompiledCall(forward, run[type(layer)]))
+        CompiledCall(layer, run[type(layer)]).install()
 
 
 def _code_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,30 +112,3 @@ def _code_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(layer, *args, **kwargs)
 
     return run
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    call: Any = module.__dict__.get("forward")
-    while call is not None and not isinstance(call, CompiledCall):
-        call = call.__dict__.get("forward") if hasattr(call, "__dict__") else None
-    return call is not None
-
-
-def _innermost(layer: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """The last wrapper around a layer's own forward, compiled calls aside, and that forward."""
-    holder: Any = None
-    call: Any = layer.__dict__.get("forward", layer.forward)
-    while hasattr(call, "forward"):
-        if not isinstance(call, CompiledCall):
-            holder = call
-        call = call.forward
-    return holder, call
-
-
-def _put(layer: nn.Module, holder: Any, call: Callable[..., Any]) -> None:
-    if holder is not None:
-        holder.forward = call
-    elif isinstance(call, CompiledCall):
-        layer.forward = call  # type: ignore[method-assign, assignment]
-    else:
-        layer.__dict__.pop("forward", None)

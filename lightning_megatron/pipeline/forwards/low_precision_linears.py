@@ -9,15 +9,17 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, Float8Call, fits
+from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, fits, float8_linear
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, autocast_input
 from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.forwards.weight_gradients import is_plain_linear, is_sharded_linear
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -101,7 +103,9 @@ def _linears(module: nn.Module, layers: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    return is_plain_linear(module) or (isinstance(module, RowParallelLinear) and module._sharding is None)
+    """Whether a module is a linear of which this rank holds all, and runs the forward of its class."""
+    whole = is_plain_linear(module) or (isinstance(module, RowParallelLinear) and module._sharding is None)
+    return whole and ForwardStack.of(module).runs_class_forward
 
 
 def _shape(linear: Any) -> tuple[int, ...]:
@@ -111,27 +115,31 @@ def _shape(linear: Any) -> tuple[int, ...]:
 
 
 def _install(linear: Any) -> None:
-    if not _is_whole(linear):
-        linear.products = FLOAT8
-        return
-    holder, call = None, linear.__dict__.get("forward")
-    while hasattr(call, "forward"):
-        holder, call = call, call.forward
-    if holder is None:
-        linear.__dict__["forward"] = Float8Call(linear)
+    if _is_whole(linear):
+        Float8Call(linear).install()
     else:
-        holder.forward = Float8Call(linear)
+        linear.products = FLOAT8
 
 
 def _restore(child: Any) -> None:
     if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
         child.__dict__.pop("products", None)
-    holder, call = None, child.__dict__.get("forward")
-    while hasattr(call, "forward"):
-        holder, call = call, call.forward
-    if not isinstance(call, Float8Call):
-        return
-    if holder is None:
-        del child.__dict__["forward"]
-    else:
-        holder.forward = type(child).forward.__get__(child)
+    ForwardStack.of(child).remove(ForwardSlot.PRODUCTS)
+
+
+class Float8Call(Wrapper):
+    """Multiplies 8-bit numbers for a whole linear (``nn.Linear``, or one that holds its weight as [in, out]).
+
+    x: [.., in] -> [.., out].
+    """
+
+    slot = ForwardSlot.PRODUCTS
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._operand = WHOLE if isinstance(module, nn.Linear) else TRANSPOSED
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if type(x) not in (Tensor, nn.Parameter):  # asked for shapes only
+            return cast(Tensor, self.forward(x))
+        return float8_linear(autocast_input(x), self.module.weight, self.module.bias, self._operand)

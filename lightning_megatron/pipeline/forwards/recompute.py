@@ -9,8 +9,7 @@ same masks. A split backward recomputes once: in ``I``, where the factors of ``W
 from __future__ import annotations
 
 import fnmatch
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
-from lightning_megatron.pipeline.stage.calls import LayerCall
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.stage.cursor import without_caches
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -72,19 +71,18 @@ def install_recompute(
     """
     for layer in trunk.layers(module):
         for inner in layer.modules():
-            _unwrap(inner)
+            ForwardStack.of(inner).remove(ForwardSlot.RECOMPUTE)
     if recompute is None:
         return []
     layers = [name for index, name in enumerate(trunk.layer_names) if owned is None or index in owned]
     if recompute == "selective":
         cores = AttentionCores(layers)
         for name in layers:
-            _wrap(module.get_submodule(name), functools.partial(SelectiveCall, name=name, cores=cores))
+            SelectiveCall(module.get_submodule(name), name, cores).install()
         return layers
     chosen = [name for name in _chosen(module, trunk, recompute) if _within(name, layers)]
     for name in chosen:
-        target = module.get_submodule(name)
-        _wrap(target, functools.partial(RecomputedCall, module=target))
+        RecomputedCall(module.get_submodule(name)).install()
     return chosen
 
 
@@ -130,35 +128,18 @@ def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[
     return chosen
 
 
-def _wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Any]) -> None:
-    """Put a wrapper around a module's own ``forward``, inside what the pipeline put around it."""
-    call: Any = module.__dict__.get("forward")
-    if isinstance(call, LayerCall):
-        call.forward = make(call.forward)
-    else:
-        module.forward = make(module.forward)  # type: ignore[method-assign]
-
-
-def _unwrap(module: nn.Module) -> None:
-    """Take away what an earlier run put around a module's ``forward``."""
-    call: Any = module.__dict__.get("forward")
-    while isinstance(call, LayerCall) and isinstance(call.forward, (RecomputedCall, SelectiveCall)):
-        call.forward = call.forward.forward
-    while isinstance(call, (RecomputedCall, SelectiveCall)):
-        call = call.forward
-        module.forward = call  # type: ignore[method-assign]
-
-
-class RecomputedCall:
+class RecomputedCall(Wrapper):
     """Runs a ``forward`` and keeps only its inputs.
 
     Args:
-        forward: what to run. Arguments that it writes into, as ``nn.ReLU(inplace=True)`` does, are copied for it.
-        module: whose it is. Sharded modules are recomputed to their very end, so that what they open is closed.
+        module: whose it is. Arguments that it writes into, as ``nn.ReLU(inplace=True)`` does, are copied for it.
+            Sharded modules are recomputed to their very end, so that what they open is closed.
     """
 
-    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
-        self.forward = forward
+    slot = ForwardSlot.RECOMPUTE
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
         self._writes: bool | None = None  # into its arguments: unknown before the first call
 
@@ -211,11 +192,13 @@ class AttentionCores(TorchFunctionMode):
             )
 
 
-class SelectiveCall:
+class SelectiveCall(Wrapper):
     """Runs a layer's ``forward`` with its attention core recomputed."""
 
-    def __init__(self, forward: Callable[..., Any], name: str, cores: AttentionCores) -> None:
-        self.forward = forward
+    slot = ForwardSlot.RECOMPUTE
+
+    def __init__(self, module: nn.Module, name: str, cores: AttentionCores) -> None:
+        super().__init__(module)
         self._name = name
         self._cores = cores
 

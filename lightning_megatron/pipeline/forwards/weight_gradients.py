@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.attend import attend_heads
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
-from lightning_megatron.layers.float8 import FLOAT8, Float8Call
+from lightning_megatron.layers.float8 import FLOAT8
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.products import SIXTEEN_BIT, Products, bias_gradient, of_its_own
 from lightning_megatron.layers.weight_view import autocast_input, gradient_dtype
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 
 class Factors(NamedTuple):
@@ -228,36 +229,22 @@ class _ShardedCall:
         self._owner.put(Factors(weight, trained, grad, x, self.module.transposed, products=self.module.products))
 
 
-class _ForwardCall:
-    """Stands in for one module's ``forward`` while a split schedule is active."""
+class _ForwardCall(Wrapper):
+    """Runs in place of one module's ``forward`` while a split schedule is active."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
-        self.forward: Any = None
-        self._holder: Any = None
+    slot = ForwardSlot.SPLIT
+    _products = SIXTEEN_BIT
 
     def install(self) -> None:
-        """Take the place of the innermost ``forward``, below what a pipeline or recomputation wrapped around it."""
-        wrapper = self.module.__dict__.get("forward")
-        if wrapper is None or isinstance(wrapper, Float8Call):
-            self._holder, self.forward = None, self.module.forward
-            self.module.__dict__["forward"] = self
-            return
-        holder = None
-        while hasattr(wrapper, "forward"):
-            holder, wrapper = wrapper, wrapper.forward
-        self._holder, self.forward = holder, wrapper
-        if holder is not None and getattr(wrapper, "__self__", None) is self.module:
-            holder.forward = self
+        """Take the place of the forward of the module's class; one put on this instance is left alone."""
+        stack = ForwardStack.of(self.module)
+        if stack.runs_class_forward:
+            self._products = SIXTEEN_BIT if stack.get(ForwardSlot.PRODUCTS) is None else FLOAT8
+            stack.put(self)
 
     def remove(self) -> None:
         """Give the place back."""
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if isinstance(self.forward, Float8Call):
-                self.module.__dict__["forward"] = self.forward
-        elif self._holder is not None and self._holder.forward is self:
-            self._holder.forward = self.forward
+        ForwardStack.of(self.module).remove(self.slot)
 
 
 class _AttentionCall(_ForwardCall):
@@ -328,8 +315,7 @@ class _LinearCall(_ForwardCall):
         x = autocast_input(x)
         anchor = None if x.requires_grad else self._owner.anchor(x.device)
         parameters = (module.weight, module.bias)
-        products = FLOAT8 if isinstance(self.forward, Float8Call) else SIXTEEN_BIT
-        return cast(Tensor, _SplitLinear.apply(self._owner, products, self._transposed, parameters, x, anchor))
+        return cast(Tensor, _SplitLinear.apply(self._owner, self._products, self._transposed, parameters, x, anchor))
 
     @staticmethod
     def _can_split(x: Any, weight: Any) -> bool:

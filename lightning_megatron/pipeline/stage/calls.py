@@ -1,4 +1,4 @@
-"""What a cut module's layers and parts have in place of their ``forward``.
+"""Wrappers around the forwards of a cut module's layers and parts.
 
 A call decides nothing: it passes itself on to whatever follows the step, a :class:`Follower`, which computes it, skips
 it or ends the step there.
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
 
 
 class Follower(Protocol):
@@ -39,16 +40,17 @@ class Follower(Protocol):
         """Answer a call of an owned part that runs before the layers."""
 
 
-class LayerCall:
-    """Installed as ``forward`` on every trunk layer; asks the cursor what to do with each call."""
+class LayerCall(Wrapper):
+    """Around the ``forward`` of every trunk layer; asks the cursor what to do with each call."""
+
+    slot = ForwardSlot.PIPELINE
 
     def __init__(self, cursor: Follower, index: int, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self.cursor = cursor
         self.index = index
-        self.module = module
         self.sentinel = Sentinel(name, is_layer=True)
-        self.forward = module.forward
-        self._main = _first_parameter(self.forward)
+        self._main = _first_parameter(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.cursor.call_layer(self.index, self, args, kwargs)
@@ -76,9 +78,7 @@ class LayerCall:
 
 
 class InnerCall(LayerCall):
-    """Installed on the modules inside a layer that is a mere container: the first of them to be called enters the
-    layer.
-    """
+    """Around the modules inside a layer that is a mere container: the first of them to be called enters the layer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not in_backward() and self.cursor.is_inside(self.index):
@@ -107,21 +107,22 @@ class GuardedNames:
             )
 
 
-class PartCall:
-    """Installed as ``forward`` on every hollow part outside the trunk."""
+class PartCall(Wrapper):
+    """Around the ``forward`` of every hollow part outside the trunk."""
+
+    slot = ForwardSlot.PIPELINE
 
     def __init__(self, cursor: Follower, module: nn.Module, sentinel: Sentinel) -> None:
+        super().__init__(module)
         self.cursor = cursor
-        self.module = module
         self.sentinel = sentinel
-        self.forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.cursor.call_part(self, args, kwargs)
 
 
 class FirstCall(PartCall):
-    """Installed as ``forward`` on owned parts that run before the layers, where a stage has several pieces of them."""
+    """Around owned parts that run before the layers, where a stage has several pieces of the layers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.cursor.call_first_part(self, args, kwargs)

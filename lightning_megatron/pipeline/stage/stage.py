@@ -99,9 +99,8 @@ class Stage:
         owned = self.partition.layers_of(self.stage)
         for index, name in enumerate(self.partition.trunk.layer_names):
             layer = self.module.get_submodule(name)
-            for path, called in _called_modules(layer, name):
-                call = (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called)
-                called.forward = call  # type: ignore[method-assign, assignment]
+            for path, called in called_modules(layer, name):
+                (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called).install()
             if index not in owned:
                 self._note_hollow(HollowModule(layer, name, self._device, self._is_running, kept, shared))
 
@@ -116,7 +115,7 @@ class Stage:
                 continue
             unit = parent.get_submodule(leaf)
             hollow = HollowModule(unit, name, self._device, self._is_running, kept, shared)
-            unit.forward = PartCall(self.cursor, unit, hollow.sentinel)  # type: ignore[method-assign, assignment]
+            PartCall(self.cursor, unit, hollow.sentinel).install()
             self._note_hollow(hollow)
 
     def _skip_repeated_units(self) -> None:
@@ -128,7 +127,7 @@ class Stage:
             owner, _, leaf = name.rpartition(".")
             unit = self.module.get_submodule(owner)._modules.get(leaf)
             if unit is not None:
-                unit.forward = FirstCall(self.cursor, unit, Sentinel(name))  # type: ignore[method-assign, assignment]
+                FirstCall(self.cursor, unit, Sentinel(name)).install()
 
     def _hide_direct(self, parent: nn.Module, leaf: str, name: str, kept: frozenset[int]) -> None:
         parameter = parent._parameters[leaf]
@@ -249,8 +248,8 @@ def _reached(module: nn.Module, name: str, elsewhere: set[str]) -> Iterator[nn.M
         yield from _reached(child, f"{name}.{key}" if name else key, elsewhere)
 
 
-def _called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules whose calls show that ``layer`` runs: itself, or what is inside a container without a forward."""
     if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
         return [(name, layer)]
-    return [called for key, child in layer.named_children() for called in _called_modules(child, f"{name}.{key}")]
+    return [called for key, child in layer.named_children() for called in called_modules(child, f"{name}.{key}")]

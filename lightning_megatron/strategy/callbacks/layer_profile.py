@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from operator import sub
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.cut.balance import balance, run_loads, stage_loads
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.run.clock import measured_costs
+from lightning_megatron.pipeline.stage.stage import called_modules
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -51,19 +53,25 @@ class PipelineProfile(Callback):
             raise ValueError(f"`batches={batches}` must be at least 1.")
         self._batches = batches
         self._seen = 0
-        self._watches: dict[int, _LayerWatch] = {}
+        self._watches: dict[int, list[_LayerWatch]] = {}
         self._stages: list[list[float]] = []
         self.report = ""
         self.imbalance = float("nan")
         self.split: list[int] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a strategy that records nothing."""
+        """Refuse a strategy that records nothing, and a second profile."""
         strategy = trainer.strategy
         if not getattr(strategy, "records_timeline", False):
             raise MisconfigurationException(
                 "PipelineProfile needs `Trainer(strategy=MegatronStrategy(record_timeline=True, ...))`; this Trainer "
                 f"has {type(strategy).__name__} without it."
+            )
+        count = sum(isinstance(callback, PipelineProfile) for callback in callbacks_of(trainer))
+        if count > 1:
+            raise MisconfigurationException(
+                f"This Trainer has {count} PipelineProfile callbacks, which would time each other; leave one of them "
+                "in `callbacks=[...]`."
             )
 
     def on_train_batch_start(
@@ -76,7 +84,13 @@ class PipelineProfile(Callback):
         if partition is not None:
             names = partition.trunk.layer_names
             owned = partition.layers_of(strategy.mesh.stage)
-            self._watches = {index: _LayerWatch(pl_module.get_submodule(names[index])) for index in owned}
+            layers = {index: pl_module.get_submodule(names[index]) for index in owned}
+            self._watches = {
+                index: [_LayerWatch(called) for _, called in called_modules(layer, names[index])]
+                for index, layer in layers.items()
+            }
+            for watch in chain.from_iterable(self._watches.values()):
+                watch.install()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -92,10 +106,19 @@ class PipelineProfile(Callback):
         if self._seen == 2 + self._batches:
             self._finish(strategy)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop watching, where the run was too short to report."""
+        self._times()
+
+    def _times(self) -> dict[int, float]:
+        """Stop watching; mean seconds of a forward of each layer here."""
+        times = {index: sum(watch.finish() for watch in watches) for index, watches in self._watches.items()}
+        self._watches = {}
+        return times
+
     def _finish(self, strategy: Any) -> None:
         partition = strategy.partition
-        own = {index: watch.finish() for index, watch in self._watches.items()}
-        self._watches = {}
+        own = self._times()
         everyone = objects.gather(own, strategy.mesh.group("pipeline_parallel"))
         times = {index: seconds for rank in everyone for index, seconds in rank.items()}
         layers = [times[index] for index in range(len(partition.trunk.layer_names))]
@@ -143,13 +166,15 @@ def insert_profile(trainer: pl.Trainer) -> None:
         callbacks.append(PipelineProfile())
 
 
-class _LayerWatch:
-    """Times one layer's forwards in training; skipped calls and recomputation do not count."""
+class _LayerWatch(Wrapper):
+    """Times the forwards of a layer, or of one module in a layer that is a container, in training; skipped calls and
+    recomputation do not count.
+    """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._call: Any = layer.__dict__["forward"]
-        self.forward = self._call.forward
-        self._call.forward = self
+    slot = ForwardSlot.PROFILE
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
         self._seconds = 0.0
         self._runs = 0
 
@@ -166,7 +191,7 @@ class _LayerWatch:
 
     def finish(self) -> float:
         """Stop; mean time of a forward in seconds."""
-        self._call.forward = self.forward
+        ForwardStack.of(self.module).remove(self.slot)
         return self._seconds / max(1, self._runs)
 
 
