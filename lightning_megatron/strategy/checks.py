@@ -16,7 +16,6 @@ from torch.optim import LBFGS, Optimizer
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
-from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -147,24 +146,6 @@ def _check_steps(module: pl.LightningModule) -> None:
             )
 
 
-def check_own_split(**options: tuple[Any, Any]) -> None:
-    """Refuse options that would be ignored for a module that has split itself with ``parallelize_module`` or
-    ``fully_shard``.
-
-    Args:
-        options: name of an option -> its value, and the only value that fits.
-
-    Raises:
-        MisconfigurationException: with the option to change.
-    """
-    for name, (value, wanted) in options.items():
-        if value != wanted:
-            raise MisconfigurationException(
-                f"`{name}={value!r}` does not fit a module whose own `configure_model` has split it (its parameters "
-                f"are DTensors): use `{name}={wanted!r}`, or leave the splitting to this strategy."
-            )
-
-
 def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
     """Refuse optimizers that need the whole model at once when it is spread over stages.
 
@@ -280,20 +261,3 @@ def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
             "`overlap_parameter_gather=True` waits in the hooks of layers, which `compile_layers` compiles away; leave "
             "out one of the two."
         )
-
-
-def already_cut(earlier: Stage, stages: int) -> str:
-    """Message for a module that another layout's run has cut."""
-    before = len(set(earlier.partition.owners))
-    return (
-        f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a "
-        f"run with {stages} stages needs a new module. Build it again and load the checkpoint."
-    )
-
-
-def already_split(before: int, tensor: int) -> str:
-    """Message for a module that another layout's run has split over tensor-parallel ranks."""
-    return (
-        f"this module was set up for `tensor_parallel_size={before}` by an earlier run and holds this rank's part; a "
-        f"run with `tensor_parallel_size={tensor}` needs a new module. Build it again and load the checkpoint."
-    )

@@ -32,8 +32,8 @@ Place = tuple[int, int]
 Program = list[tuple[Callable[[Slot], None], Slot]]
 
 
-class GradientSink(Protocol):
-    """Where the gradients of a step collect."""
+class HearsFinal(Protocol):
+    """Where the gradients of a step collect, as far as the executor knows it."""
 
     def set_final(self, final: Final) -> None:
         """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
@@ -87,7 +87,7 @@ class PipelineStep:
     micro_batches: Sequence[Any]
     name: str
     loss_scales: Sequence[float] = ()
-    gradients: GradientSink | None = None
+    gradients: HearsFinal | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property

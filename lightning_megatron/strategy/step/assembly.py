@@ -25,7 +25,6 @@ from lightning_megatron.pipeline.forwards.compiled import CompileOptions, compil
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.step.alike import (
@@ -36,6 +35,7 @@ from lightning_megatron.strategy.step.alike import (
 )
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine
+from lightning_megatron.strategy.step.refusals import already_cut, already_split, check_own_split
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -161,7 +161,7 @@ class Assembler:
         if earlier is not None or Stage.of(module) is not None:
             before = earlier.size if earlier is not None else 1
             if before != tensor:
-                raise RuntimeError(checks.already_split(before, tensor))
+                raise RuntimeError(already_split(before, tensor))
         if tensor == 1 or splits_itself(module):
             return TensorState(), None
         if earlier is None:
@@ -178,13 +178,13 @@ class Assembler:
         mesh = self._mesh
         if mesh.layout.pipeline == 1:
             if earlier is not None:
-                raise RuntimeError(checks.already_cut(earlier, 1))
+                raise RuntimeError(already_cut(earlier, 1))
             return None
         schedule = self._engine_options.make_schedule(mesh.layout.pipeline, 1, forward_only=True)
         if earlier is not None:
             owners = tuple(schedule.owner(virtual)[0] for virtual in range(schedule.virtual_stages))
             if earlier.partition.owners != owners or earlier.stage != mesh.stage:
-                raise RuntimeError(checks.already_cut(earlier, mesh.layout.pipeline))
+                raise RuntimeError(already_cut(earlier, mesh.layout.pipeline))
             earlier.cursor.use_streams(streams)
             return earlier
         partition = make_partition(
@@ -199,7 +199,7 @@ class Assembler:
         return Stage(module, partition, mesh.stage, self._device, streams)
 
     def _check_own_split(self) -> None:
-        checks.check_own_split(
+        check_own_split(
             pipeline_parallel_size=(self._mesh.layout.pipeline, 1),
             micro_batch_size=(self._engine_options.micro_batch_size, "auto"),
             tensor_parallel_plan=(self._options.tensor_plan, "auto"),
