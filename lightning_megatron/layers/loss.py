@@ -103,6 +103,7 @@ def vocab_parallel_cross_entropy(
     *,
     group: dist.ProcessGroup | None = None,
     vocabulary: int | None = None,
+    span: tuple[int, int] | None = None,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits whose classes are split over the group.
 
@@ -118,6 +119,7 @@ def vocab_parallel_cross_entropy(
         label_smoothing: share of the target given evenly to all classes, in [0, 1].
         group: the tensor group.
         vocabulary: number of classes; needed with a group.
+        span: first class of this rank and how many it holds; by default those of the padded vocabulary.
 
     Returns:
         A scalar, or [..] for ``"none"``, in the dtype of ``logits``; under autocast, float32 for 16-bit ones, as in
@@ -134,7 +136,7 @@ def vocab_parallel_cross_entropy(
     if vocabulary is None:
         raise ValueError("`vocab_parallel_cross_entropy(group=...)` needs `vocabulary=`, the number of all classes.")
     _check_shapes(logits, target, reduction)
-    start, held = local_vocabulary(vocabulary, group)
+    start, held = span or local_vocabulary(vocabulary, group)
     values = logits[..., :held].reshape(target.numel(), held)
     values = values.float() if logits.dtype in (torch.bfloat16, torch.float16) else values
     dtype = values.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype

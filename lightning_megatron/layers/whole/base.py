@@ -1,0 +1,376 @@
+"""A tensor of global shape of which this rank holds a part: code written for the whole tensor runs on it unchanged.
+
+A function of torch that is given one is looked up in a table of rules. A rule computes the same value from the parts,
+with little or no communication; there are rules for pointwise functions, views, reductions, products and losses. Any
+other function gathers the whole tensor and runs on that, with gradients. Which ones did is counted in ``GATHERED``
+and logged once. Gathering is a collective: code that does it must do it on every rank of the group.
+
+Functions that bypass ``__torch_function__`` (``autograd.Function.apply``, ``torch.func``, operators written in C++)
+see an ordinary differentiable tensor, because every `WholeTensor` is an output of autograd's own graph as well::
+
+    local part ──Show──▶ WholeTensor ──custom Function──▶ WholeTensor or Tensor
+        │                                                     │
+        └──rules──▶ local part of the next WholeTensor ◀──Enter┘
+
+Rules compute with local parts and never look at the upper row. What a custom function returned comes back to the
+lower row when a rule first needs its part. A gradient on the upper row has global shape: a `WholeTensor`, or an
+ordinary tensor that is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_megatron.layers.whole.split_dim import SplitDim
+
+Rule = Callable[..., Any]
+"""``rule(func, *args, **kwargs)``: the result, or raises `NeedsWhole`."""
+
+GATHERED: Counter[str] = Counter()
+"""How often each function gathered a tensor in this process, by name of the function."""
+
+_log = logging.getLogger(__name__)
+
+
+class NeedsWhole(Exception):
+    """No rule computes this from the parts."""
+
+
+class WholeTensor(torch.Tensor):
+    """A tensor of global shape [.., length, ..] of which this rank holds [.., block, ..].
+
+    Attributes:
+        rules: the functions that run on parts.
+    """
+
+    rules: ClassVar[Mapping[Any, Rule]] = {}
+    _local: Tensor
+    _split: SplitDim
+    _dim: int
+    _entered: Any = None
+
+    @classmethod
+    def show(cls, local: Tensor, split: SplitDim, dim: int) -> Self:
+        """The global tensor of which ``local`` is this rank's part.
+
+        Args:
+            local: [.., block, ..]
+            split: how ``dim`` is cut.
+            dim: the dim that is cut; not negative.
+        """
+        if local.requires_grad and torch.is_grad_enabled():
+            return cast(Self, _Show.apply(local, cls, split, dim))
+        return _make(cls, local, split, dim)
+
+    def like(self, local: Tensor, dim: int | None = None) -> Self:
+        """Another part of a tensor that is cut in the same way, maybe along another ``dim``."""
+        return self.show(local, self._split, self._dim if dim is None else dim)
+
+    def local(self) -> Tensor:
+        """This rank's part, padding included: [.., block, ..]."""
+        _enter(self)
+        return self._local
+
+    def held(self) -> Tensor:
+        """This rank's part without padding: [.., held, ..]; a view."""
+        return self._split.held(self.local(), self._dim)
+
+    def from_held(self, held: Tensor) -> Self:
+        """A tensor of this one's shape, from its values at the indices held here."""
+        return self.like(self._split.pad(held, self._dim, self._local.shape[self._dim]))
+
+    def full(self) -> Tensor:
+        """The whole tensor on every rank, as an ordinary one; a collective over the group."""
+        return self._split.join(self.local(), self._dim)
+
+    def part_of(self, whole: Tensor, dim: int | None = None) -> Tensor:
+        """The part of an ordinary tensor that belongs to this rank's indices: [.., length, ..] -> [.., held, ..]."""
+        dim, block = self._dim if dim is None else dim, self._local.shape[self._dim]
+        if whole.requires_grad:
+            return self._split.held(self._split.take(whole, dim, block), dim)
+        return self._split.take_held(whole, dim, block)
+
+    def alike(self, other: WholeTensor) -> bool:
+        """Whether the other tensor has this one's shape and is cut in the same way."""
+        return self.shape == other.shape and self._dim == other._dim and self._split == other._split
+
+    def changed(self) -> None:
+        """Follow a change of the local part in place: in autograd's graph, and in the count of versions."""
+        if self._local.requires_grad and torch.is_grad_enabled():
+            _supersede(self)
+            _Reshow.apply(self, self._local)
+        else:
+            torch.autograd.graph.increment_version(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        local = tuple(self._local.shape)
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, local={local})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.full().detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full().detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        shown = list(_shown((*args, *kwargs.values())))
+        if list(_shown((kwargs.get("out"),))):
+            raise RuntimeError(
+                f"`{_name(func)}(out=...)` would write into a tensor that is split over {shown[0]._split.group.size()} "
+                f"ranks ({shown[0]!r}); assign its result instead."
+            )
+        for tensor in shown:
+            _enter(tensor)
+        rule = shown[0].rules.get(func) if shown else None
+        if rule is not None:
+            with contextlib.suppress(NeedsWhole):
+                return rule(func, *args, **kwargs)
+        return _on_whole(func, args, kwargs, shown)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return _make(type(args[0]), args[0]._local.detach(), args[0]._split, args[0]._dim)
+        shown = list(_shown((*args, *kwargs.values())))
+        _note(func, shown)
+        wholes = {id(tensor): _whole_values(tensor) for tensor in shown}
+        given = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
+        found = func(*given[0], **given[1])
+        if not func._schema.is_mutable:
+            return found
+        for described, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, WholeTensor) and described.alias_info is not None and described.alias_info.is_write:
+                _write(value, wholes[id(value)])
+        originals = {id(wholes[id(tensor)]): tensor for tensor in shown}
+        return tree_map(lambda value: originals.get(id(value), value), found)
+
+
+def _make(kind: type[Any], local: Tensor, split: SplitDim, dim: int) -> Any:
+    """A tensor without values of its own: code that reads its memory gets an error and no numbers."""
+    shape = (*local.shape[:dim], split.length, *local.shape[dim + 1 :])
+    shown = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, shape, dtype=local.dtype, device=local.device, requires_grad=False
+    )
+    torch._C._set_throw_on_mutable_data_ptr(shown)  # type: ignore[attr-defined]
+    shown._local, shown._split, shown._dim = local, split, dim
+    return shown
+
+
+def _shown(values: Iterable[Any]) -> Iterator[WholeTensor]:
+    """Tensors of this kind among arguments, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, WholeTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _shown(value)
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> Any:
+    """Run a function on gathered tensors."""
+    if is_in_place(func, kwargs):
+        if isinstance(args[0], WholeTensor):
+            return _in_place(func, *args, **kwargs)
+        if list(_shown(args[:1])):
+            raise RuntimeError(f"`{_name(func)}` changes a list of split tensors in place; change one at a time.")
+    _note(func, shown)
+    wholes = {id(tensor): tensor.full() for tensor in shown}
+    args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
+    found = func(*args, **kwargs)
+    memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
+    return tree_map(lambda value: _read_only(value, memory), found)
+
+
+def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch changes its first argument, by its name or an option of this call."""
+    name = getattr(func, "__name__", "")
+    by_name = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
+    return by_name or kwargs.get("inplace") is True
+
+
+def _in_place(func: Any, target: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
+    """Run an in-place function on the whole tensor and keep this rank's part of the result."""
+    _note(func, [target])
+    args, kwargs = tree_map(lambda v: v.full() if isinstance(v, WholeTensor) else v, (args, kwargs))
+    whole = target.full().clone()
+    func(whole, *args, **kwargs)
+    if whole.shape != target.shape:
+        raise RuntimeError(
+            f"`{_name(func)}` changes the shape {tuple(target.shape)} of a split tensor to {tuple(whole.shape)} in "
+            f"place; use `{_name(func).rstrip('_')}` and its result."
+        )
+    target.held().copy_(target.part_of(whole))
+    target.changed()
+    return target
+
+
+def _write(target: WholeTensor, whole: Tensor) -> None:
+    with torch.no_grad():
+        target.held().copy_(target.part_of(whole))
+
+
+def _whole_values(shown: WholeTensor) -> Tensor:
+    """The whole tensor outside of autograd, for an operator below it."""
+    with torch.no_grad():
+        return shown._split.join(shown._local.detach(), shown._dim).clone()
+
+
+def _note(func: Any, shown: list[WholeTensor]) -> None:
+    name = _name(func)
+    GATHERED[name] += 1
+    if GATHERED[name] == 1 and shown and shown[0]._split.group.rank() == 0:
+        tensor = shown[0]
+        _log.info(
+            "`%s` reads a tensor of shape %s that is split over %d ranks: it is gathered each time, %.1f MB.",
+            *(name, tuple(tensor.shape), tensor._split.group.size(), tensor.numel() * tensor.element_size() / 1e6),
+        )
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
+
+
+class _ReadOnly(torch.Tensor):
+    """A view of a gathered copy. Writing into it would not reach the split tensor, so that is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_in_place(func, kwargs) and args and isinstance(args[0], cls) and _name(func) not in _HARMLESS:
+            raise RuntimeError(
+                f"`{_name(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
+                "gathered copy: the tensor would not change. Index it in the assignment itself "
+                "(`logits[..., 3] = 0.0`), or `clone()` the view."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {value.untyped_storage()._cdata for value in args if isinstance(value, cls)}
+            found = func(*args, **kwargs)
+            return tree_map(lambda value: _read_only(value, memory), found)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+def _read_only(value: Any, memory: Iterable[int]) -> Any:
+    """A tensor in one of these memories as one that cannot be written; anything else as an ordinary one."""
+    if not isinstance(value, Tensor) or isinstance(value, WholeTensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        if value.layout != torch.strided or value.untyped_storage()._cdata not in memory:
+            return value.as_subclass(Tensor) if type(value) is _ReadOnly else value
+        return value.as_subclass(_ReadOnly)
+
+
+class _Show(torch.autograd.Function):
+    """Lower row to upper row: a local part becomes a differentiable tensor of global shape."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, kind: type[WholeTensor], split: SplitDim, dim: int) -> Any:
+        ctx.shown, ctx.node, ctx.superseded = (local, split, dim), local.grad_fn, False
+        return _make(kind, local, split, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _local_gradient(ctx, grad), None, None, None
+
+
+class _Reshow(torch.autograd.Function):
+    """The same for a tensor whose local part was changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: WholeTensor, local: Tensor) -> Any:
+        ctx.shown, ctx.node, ctx.superseded = (local, shown._split, shown._dim), local.grad_fn, False
+        ctx.mark_dirty(shown)
+        return shown
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, _local_gradient(ctx, grad)
+
+
+class _Enter(torch.autograd.Function):
+    """Upper row to lower row: the local part of what a custom function returned."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: WholeTensor) -> Tensor:
+        ctx.shown = (type(shown), shown._split, shown._dim)
+        return shown._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kind, split, dim = ctx.shown
+        return kind.show(grad, split, dim)
+
+
+def _local_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    local, split, dim = ctx.shown
+    if local.grad_fn is not ctx.node and not ctx.superseded:
+        raise RuntimeError(
+            f"a custom function took a split tensor of shape {tuple(grad.shape)} after a view of it had been changed "
+            "in place, so its gradient is not known; change a clone instead."
+        )
+    if isinstance(grad, WholeTensor) and grad._split == split and grad._dim == dim:
+        return grad.local()
+    return split.take(grad.full() if isinstance(grad, WholeTensor) else grad, dim, local.shape[dim])
+
+
+def _node(shown: WholeTensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return shown.grad_fn
+
+
+def _supersede(shown: WholeTensor) -> None:
+    node = _node(shown)
+    if isinstance(node, _OWN):
+        node.superseded = True
+
+
+_OWN = (_Show._backward_cls, _Reshow._backward_cls)  # type: ignore[attr-defined]
+
+
+def _enter(shown: WholeTensor) -> None:
+    """Give a tensor that a custom function returned a local part with a graph."""
+    node = _node(shown)
+    if node is None or isinstance(node, _OWN) or node is shown._entered:
+        return
+    with torch.enable_grad():
+        shown._local = cast(Tensor, _Enter.apply(shown))
+    shown._entered = node
+
+
+def getters(*names: str) -> list[Any]:
+    """What ``__torch_function__`` is given where these attributes are read."""
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+T = Tensor
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
+_AUGMENTED |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+_HARMLESS = {"requires_grad_", "detach_"}
+_METADATA = {
+    *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
+    *(T._backward_hooks.__get__, T._backward_hooks.__set__),  # type: ignore[attr-defined]
+    *getters("is_nested", "is_mkldnn", "_version", "output_nr", "itemsize", "nbytes", "is_cpu"),
+    *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),
+}

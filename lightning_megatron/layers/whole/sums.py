@@ -1,0 +1,113 @@
+"""Rules for reductions over the dim that is cut, and for products that contract it.
+
+Every rank reduces what it holds, and one all-reduce puts the results together: they are whole, on every rank. 16-bit
+parts are added up in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.layers.whole.base import NeedsWhole, WholeTensor
+from lightning_megatron.mesh.messages.collectives import copy_to_group, raw_all_reduce, reduce_from_group
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def split_sum(model: WholeTensor, held: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """Sum over ``dims``, the cut one among them, of values at the held indices; whole on every rank."""
+    wide = torch.float32 if held.dtype in _SIXTEEN_BIT else held.dtype
+    return reduce_from_group(held.sum(dims, keepdim, dtype=wide), model._split.group).to(held.dtype)
+
+
+def _reduction(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
+    """``sum`` and ``mean``, of all elements or over some dims."""
+    dim = kwargs.pop("dim", args[0] if args else None)
+    keepdim = kwargs.pop("keepdim", args[1] if len(args) > 1 else False)
+    if not isinstance(model, WholeTensor) or len(args) > 2 or not model.is_floating_point():
+        raise NeedsWhole
+    chosen = range(model.ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(entry % model.ndim for entry in chosen)
+    if kwargs.pop("dtype", None) is not None or kwargs or model.ndim == 0:
+        raise NeedsWhole
+    if model._dim not in dims:
+        removed = 0 if keepdim else sum(entry < model._dim for entry in dims)
+        return model.like(func(model.local(), dims, keepdim), model._dim - removed)
+    count = math.prod(model.shape[entry] for entry in dims)
+    total = split_sum(model, model.held(), dims, keepdim)
+    return total if func in (torch.sum, Tensor.sum) else total / count
+
+
+def split_logsumexp(model: WholeTensor, held: Tensor) -> Tensor:
+    """``logsumexp`` over the cut dim, kept with size one; the largest value and the sum travel."""
+    block = model.local().shape[model._dim]
+    lowest = model._split.pad(held.detach(), model._dim, block)
+    if held.shape[model._dim] < block:
+        lowest.narrow(model._dim, held.shape[model._dim], block - held.shape[model._dim]).fill_(-math.inf)
+    highest = raw_all_reduce(lowest.amax(model._dim, keepdim=True), model._split.group, maximum=True)
+    highest = highest.masked_fill(highest.isinf(), 0.0)
+    return split_sum(model, (held - highest).exp(), (model._dim,), keepdim=True).log() + highest
+
+
+def _logsumexp(func: Any, model: WholeTensor, dim: Any, keepdim: bool = False) -> Any:
+    if dim in ([model._dim], (model._dim,)):
+        dim = model._dim
+    if not isinstance(dim, int):
+        raise NeedsWhole
+    dim %= model.ndim
+    if dim != model._dim:
+        return model.like(func(model.local(), dim, keepdim), model._dim - (not keepdim and dim < model._dim))
+    found = split_logsumexp(model, _wide(model)).to(model.dtype)
+    return found if keepdim else found.squeeze(dim)
+
+
+def _softmax(func: Any, model: WholeTensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``softmax`` and ``log_softmax``; split along the cut dim, they stay split."""
+    kwargs.pop("_stacklevel", None)
+    dtype = kwargs.pop("dtype", args[-1] if args and isinstance(args[-1], torch.dtype) else None)
+    if not isinstance(model, WholeTensor) or not isinstance(dim, int) or kwargs or not model.is_floating_point():
+        raise NeedsWhole
+    name = func.__name__
+    dim %= model.ndim
+    if dim != model._dim:
+        return model.like(getattr(torch, name)(model.local(), dim, dtype=dtype))
+    autocast = torch.is_autocast_enabled(model.device.type) and model.dtype in _SIXTEEN_BIT
+    wanted = dtype or (torch.float32 if autocast else model.dtype)
+    values = _wide(model) if dtype is None else model.held().to(dtype)
+    found = values - copy_to_group(split_logsumexp(model, values), model._split.group)
+    return model.from_held((found.exp() if name == "softmax" else found).to(wanted))
+
+
+def _wide(model: WholeTensor) -> Tensor:
+    held = model.held()
+    return held.float() if held.dtype in _SIXTEEN_BIT else held
+
+
+def _product(func: Any, left: Any, right: Any, bias: Any = None) -> Any:
+    """``F.linear`` and ``matmul`` with an ordinary matrix on the right."""
+    if not isinstance(left, WholeTensor) or isinstance(right, WholeTensor) or right.ndim != 2 or left.ndim < 2:
+        raise NeedsWhole
+    contracted = int(func is F.linear)  # the matrix is [out, in] there, [in, out] elsewhere
+    group = left._split.group
+    if left.shape[-1] != right.shape[contracted] or left.dtype != right.dtype or left.dtype in _SIXTEEN_BIT:
+        raise NeedsWhole
+    if left._dim == left.ndim - 1:
+        partial = func(left.held(), left.part_of(right, contracted))
+        found = reduce_from_group(partial, group)
+        return found if bias is None else found + bias
+    options = () if bias is None else (copy_to_group(bias, group),)
+    return left.from_held(func(left.held(), copy_to_group(right, group), *options))
+
+
+T = Tensor
+RULES = {
+    **dict.fromkeys((T.sum, torch.sum, T.mean, torch.mean), _reduction),
+    **dict.fromkeys((T.logsumexp, torch.logsumexp), _logsumexp),
+    **dict.fromkeys((T.softmax, torch.softmax, F.softmax, T.log_softmax, torch.log_softmax, F.log_softmax), _softmax),
+    **dict.fromkeys((F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), _product),
+}
