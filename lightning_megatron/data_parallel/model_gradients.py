@@ -29,7 +29,7 @@ from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
 from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
-from lightning_megatron.mesh.messages.collectives import start_flat_gather
+from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -355,7 +355,8 @@ class ModelGradients:
             flat = bucket.master
             if bucket.sharing.shards > 1:
                 flat = bucket.master.new_empty(bucket.placement.total)
-                start_flat_gather(flat, bucket.master, bucket.sharing.shard_group).wait()
+                group = bucket.sharing.shard_group
+                wait_for(start_flat_gather(flat, bucket.master, group), "all_gather", flat, group)
             for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
                 whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
         named = self._module.named_parameters(remove_duplicate=False)

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
+
 DATA_AXIS = "data_parallel"
 
 
@@ -59,7 +61,7 @@ def agree_on_start(module: nn.Module, data_group: Any | None, tensor_group: Any 
 
 def _copy_from_first(tensor: Tensor, group: Any) -> None:
     values = tensor.contiguous()
-    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+    raw_broadcast(values, dist.get_global_rank(group, 0), group)
     if values is not tensor:
         tensor.copy_(values)
 
@@ -109,8 +111,7 @@ class ReplicaAverage:
         pieces = [_local(p).new_zeros(_local(p).shape) if p.grad is None else _local(p.grad) for p in parameters]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         held = torch.tensor(present, dtype=torch.int32, device=flat.device)
-        dist.all_reduce(flat, group=self._group)
-        dist.all_reduce(held, group=self._group)
+        flat, held = (raw_all_reduce(each, self._group, keep=False) for each in (flat, held))
         flat.div_(dist.get_world_size(self._group))
         parts = flat.split([piece.numel() for piece in pieces])
         for parameter, part, piece, holders in zip(parameters, parts, pieces, held.tolist(), strict=True):

@@ -32,6 +32,7 @@ from lightning_megatron.mesh.messages.collectives import (
     raw_reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,
+    wait_for,
 )
 
 
@@ -157,8 +158,7 @@ class _SharedInput(torch.autograd.Function):
             part = ctx.pending.take(position, dtype)
             if part is not None:
                 found[index] = operand.add_to(found[index], part, shape)
-        if work is not None:
-            work.wait()
+        wait_for(work, "all_reduce" if ctx.dim is None else "reduce_scatter", grad, ctx.group)
         return None, None, None, None, grad, *found
 
 

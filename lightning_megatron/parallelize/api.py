@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.layers.table import ParameterSharding
-from lightning_megatron.mesh.messages.collectives import resolve_group
+from lightning_megatron.mesh.messages.collectives import raw_broadcast, resolve_group
 from lightning_megatron.parallelize.pairs.blueprint import Blueprint, draw_up
 from lightning_megatron.parallelize.reading.copy import copy_of, study_of
 from lightning_megatron.parallelize.report import ParallelReport, whole_table
@@ -136,7 +136,7 @@ def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
         for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
             if not tensor.is_meta:
                 data = tensor.data.contiguous()
-                dist.broadcast(data, src=source, group=group)
+                raw_broadcast(data, source, group)
                 if data.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(data)
 

@@ -5,7 +5,6 @@ Nothing here knows of modules or steps; :class:`~lightning_megatron.strategy.str
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron.mesh.layout import Layout, resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.host_channel import PeerGone
-from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure
+from lightning_megatron.mesh.watch import waits
+from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure, is_echo
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.logs.replay import ALREADY_REDUCED
 
@@ -184,13 +183,14 @@ class GridStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree on a decision over the world."""
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        with waits.on(waits.collective, "all_reduce", votes, None):
+            dist.all_reduce(votes)
         return bool(votes.item() == self.world_size) if all else bool(votes.item() > 0)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if _distributed_is_initialized():
-            with self._naming_failures():
+            with self._naming_failures(), waits.on(waits.collective, "barrier", None, None):
                 dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -204,9 +204,7 @@ class GridStrategy(ParallelStrategy):
         try:
             yield
         except Exception as error:
-            remote = (
-                self._watch.remote(wait_s=3.0 if _looks_remote(error) else 0.0) if self._watch is not None else None
-            )
+            remote = self._watch.remote(wait_s=3.0 if is_echo(error) else 0.0) if self._watch is not None else None
             if remote is not None and not isinstance(error, (RemoteFailure, AgreedFailure)):
                 assert self._watch is not None
                 self._watch.stop()
@@ -225,7 +223,7 @@ class GridStrategy(ParallelStrategy):
         """Tell the other ranks, and stay long enough for them to hear."""
         if self._watch is None:
             return
-        remote = self._watch.remote(wait_s=2.0 if _looks_remote(exception) else 0.0)
+        remote = self._watch.remote(wait_s=2.0 if is_echo(exception) else 0.0)
         self._report(exception)
         if remote is not None and not isinstance(exception, (RemoteFailure, AgreedFailure)):
             exception.add_note(str(remote))
@@ -233,27 +231,3 @@ class GridStrategy(ParallelStrategy):
         first = self._watch.reported and remote is None
         if self.world_size > 1 and (first or self.global_rank == 0):  # rank 0 may host the store that the others ask
             self._watch.linger()
-
-
-def _looks_remote(error: BaseException) -> bool:
-    """Whether an exception may be the echo of another rank's failure: a broken or timed-out connection.
-
-    Those come out of torch's compiled code; what a line of Python raised begins here.
-    """
-    if isinstance(error, RemoteFailure) or not isinstance(error, (RuntimeError, ConnectionError)):
-        return False
-    if isinstance(error, PeerGone):
-        return True
-    if error.__cause__ is not None and _looks_remote(error.__cause__):
-        return True
-    return not _raised_in_python(error)
-
-
-def _raised_in_python(error: BaseException) -> bool:
-    """Whether the innermost frame of the traceback was at a ``raise``."""
-    innermost = error.__traceback__
-    if innermost is None:
-        return False
-    while innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -28,7 +28,7 @@ def links_of(mesh: Any, **chosen: Any) -> Iterator[tuple[StageLinks, int]]:
     group, replicas = mesh["pipeline_parallel"].get_group(), mesh["tensor_parallel"].get_group()
     options, ranks = LinkOptions(**chosen), distributed.get_process_group_ranks(group)
     links = StageLinks(group, ranks, torch.device("cpu"), replicas, options)
-    assert bool(links._channels) == options.through_memory
+    assert bool(links._transport._channels) == options.through_memory
     yield links, mesh["pipeline_parallel"].get_local_rank()
     links.finish()
     links.close()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ShardTable
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec, assemble
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
@@ -73,7 +74,7 @@ class TensorState:
             piece = (
                 own if rank == self.rank else torch.empty(specs[name].local_shape, dtype=own.dtype, device=own.device)
             )
-            dist.broadcast(piece, dist.get_global_rank(self._group, rank), group=self._group)
+            raw_broadcast(piece, dist.get_global_rank(self._group, rank), self._group)
             pieces.append(piece)
         return assemble([specs[name] for specs in self._everyone], [piece.cpu() for piece in pieces])
 

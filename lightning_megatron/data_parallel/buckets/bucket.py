@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_megatron.data_parallel.buckets.holders import Sharing
 from lightning_megatron.data_parallel.buckets.shards import Part, Placement, place
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
-from lightning_megatron.mesh.watch.waits import Waiting, members, ranks_of
+from lightning_megatron.mesh.watch import waits
 
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes of weights whose gradients add up in float32."""
@@ -200,27 +200,32 @@ class Bucket:
         """Wait for the sum; returns whether one was under way."""
         if self.work is None:
             return False
-        self.work.wait()
-        self.work = None
+        self._wait()
         kept = self.own_gradients if self.scattered else self.flat
         summed = kept
         if self.sent is not None:
             low, high = self.placement.bounds(self.sharing.rank) if self.scattered else (0, self.sent.numel())
             summed = self.sent[low:high]
         if self.scattered and self.sharing.copy_group is not None:
-            dist.all_reduce(summed, group=self.sharing.copy_group)
+            with waits.on(self._told):
+                dist.all_reduce(summed, group=self.sharing.copy_group)
         if self.sent is not None:
             kept.copy_(summed)
             self.sent = None
         return True
 
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What the sum or the gather under way is about."""
-        if self.work is None:
-            return None
+    def _wait(self) -> None:
+        """Wait for the sum or the gather under way."""
+        if self.work is not None:
+            with waits.on(self._told):
+                self.work.wait()
+            self.work = None
+
+    def _told(self) -> waits.Waiting:
+        """What the sum or the gather under way is about, in words."""
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        what = f"gradients or weights of {self.names[0]}{more}, over {members(self.sharing.group)}"
-        return Waiting(what, ranks_of(self.sharing.group))
+        what = f"gradients or weights of {self.names[0]}{more}, over {waits.members(self.sharing.group)}"
+        return waits.Waiting(what, waits.ranks_of(self.sharing.group))
 
     def narrow_gradients(self) -> None:
         """Round the sums to the dtype of what the optimizer updates, until `widen_gradients`."""
@@ -280,9 +285,7 @@ class Bucket:
 
     def finish_gather(self) -> None:
         """Wait until the weights of all shards are here."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        self._wait()
 
 
 def make_bucket(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
-from lightning_megatron.mesh.messages.collectives import start_all_reduce
+from lightning_megatron.mesh.messages.collectives import start_all_reduce, wait_for
 
 
 class FlagExchange:
@@ -24,8 +24,7 @@ class FlagExchange:
 
     def finish(self) -> None:
         """Wait; the numbers are only looked at if this rank lacks some."""
-        if self._work is not None:
-            self._work.wait()
+        wait_for(self._work, "all_reduce", self._flags, self._buckets[0].sharing.group)
         if self._complete:
             return
         touched = iter((self._flags > 0).tolist())

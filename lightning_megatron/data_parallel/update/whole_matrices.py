@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Piece
 from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.watch import waits
 
 Slices = tuple[ShardSpec, ...]
 """What each rank of the tensor group holds of one parameter."""
@@ -133,7 +134,8 @@ class WholeMatrices:
         sent = torch.cat([like.new_empty(0), *(part.reshape(-1) for line in parts for part in line)])
         outgoing, incoming = [sum(part.numel() for part in line) for line in parts], [sum(line) for line in sizes]
         received = like.new_empty(sum(incoming))
-        dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group)
+        with waits.on(waits.collective, "all_to_all", sent, self._group):
+            dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group)
         return [list(block.split(line)) for block, line in zip(received.split(incoming), sizes, strict=True)]
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.mesh.messages import exchange
+from lightning_megatron.mesh.watch import waits
 
 TENSOR_AXIS = "tensor_parallel"
 
@@ -67,9 +68,28 @@ def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TEN
 def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False) -> Tensor:
     """Sum, or maximum, of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
     total, work = start_all_reduce(x, group, keep=keep, maximum=maximum)
-    if work is not None:
-        work.wait()
+    wait_for(work, "all_reduce", x, group)
     return total
+
+
+def raw_broadcast(x: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Overwrite the contiguous ``x`` with that of global rank ``source``, outside autograd; returns when it is here."""
+    with waits.on(waits.collective, "broadcast", x, group):
+        dist.broadcast(x, source, group=group)
+
+
+def wait_for(work: Started | None, name: str, operand: Tensor | None, group: dist.ProcessGroup | None) -> None:
+    """Wait for a collective that was started, if one was.
+
+    Args:
+        work: the collective.
+        name: what to call it in a report of ranks that hang.
+        operand: its tensor; only its shape and dtype are told.
+        group: its ranks.
+    """
+    if work is not None:
+        with waits.on(waits.collective, name, operand, group):
+            work.wait()
 
 
 def world_maximum(x: Tensor) -> Tensor:
@@ -106,7 +126,7 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return x
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    start_flat_gather(out, x, group).wait()
+    wait_for(start_flat_gather(out, x, group), "all_gather", x, group)
     return _moved_back(out, dim)
 
 
@@ -129,8 +149,7 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
 def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over the group of which this rank keeps its block along ``dim``, outside autograd."""
     out, work = start_reduce_scatter(x, dim, group)
-    if work is not None:
-        work.wait()
+    wait_for(work, "reduce_scatter", x, group)
     return out.contiguous()
 
 
@@ -309,6 +328,7 @@ __all__ = [
     "own_block",
     "raw_all_gather",
     "raw_all_reduce",
+    "raw_broadcast",
     "raw_reduce_scatter",
     "reduce_from_group",
     "resolve_group",
@@ -316,5 +336,6 @@ __all__ = [
     "split_to_group",
     "start_all_reduce",
     "start_reduce_scatter",
+    "wait_for",
     "world_maximum",
 ]

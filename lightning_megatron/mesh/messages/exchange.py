@@ -15,14 +15,14 @@ and 1.2, scatter of 6.6 MB 4.2 and 1.4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.watch.waits import Waiting, members, numbers, ranks_of
+from lightning_megatron.mesh.messages.transport import Message, Transport
+from lightning_megatron.mesh.watch import waits
 
 MOST_RANKS = 8
 
@@ -43,28 +43,25 @@ class Exchange:
     """
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        own, size = group.rank(), group.size()
-        self._group, self._received = group, received
-        self._works = []
+        own, size, transport = group.rank(), group.size(), Transport(group)
+        self._group, self._form = group, received[own]
+        self._messages: list[Message] = []
         for distance in range(1, size):  # everyone starts with another rank
             to, source = (own + distance) % size, (own - distance) % size
-            self._works.append(dist.isend(sent[to], group=group, group_dst=to))
-            self._works.append(dist.irecv(received[source], group=group, group_src=source))
+            self._messages.append(transport.send(sent[to], to))
+            self._messages.append(transport.receive(received[source], source))
 
     def wait(self) -> None:
         """Wait until all is received, and all that was sent may be changed."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works, self._received = [], ()
+        with waits.on(self.told):
+            for message in self._messages:
+                message.wait()
+        self._messages = []
 
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What :meth:`wait` is about."""
-        own = self._group.rank()
-        other = next((tensor for rank, tensor in enumerate(self._received) if rank != own), None)
-        if other is None:
-            return None
-        return Waiting(f"messages of {numbers(other)} among {members(self._group)}", ranks_of(self._group))
+    def told(self) -> waits.Waiting:
+        """The wait in words."""
+        what = f"messages of {waits.numbers(self._form)} among {waits.members(self._group)}"
+        return waits.Waiting(what, waits.ranks_of(self._group))
 
 
 def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
@@ -127,23 +124,14 @@ class Broadcast:
     """
 
     def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> None:
-        own = group.rank()
-        self._group, self._source, self._tensor = group, source, x.detach()
+        own, transport, data = group.rank(), Transport(group), x.detach()
         if own == source:
-            others = (rank for rank in range(group.size()) if rank != own)
-            self._works = [dist.isend(self._tensor, group=group, tag=tag, group_dst=rank) for rank in others]
+            self._messages = [transport.send(data, rank, tag) for rank in range(group.size()) if rank != own]
         else:
-            self._works = [dist.irecv(self._tensor, group=group, tag=tag, group_src=source)]
+            self._messages = [transport.receive(data, source, tag)]
 
     def wait(self) -> None:
         """Wait until it has arrived; where it is sent, until all others have it."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = []
-
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What :meth:`wait` is about."""
-        source, own = dist.get_global_rank(self._group, self._source), self._group.rank() == self._source
-        route = f"to {members(self._group)}" if own else f"from rank {source}"
-        return Waiting(f"message of {numbers(self._tensor)} {route}", ranks_of(self._group) if own else (source,))
+        for message in self._messages:
+            message.wait()
+        self._messages = []

@@ -25,7 +25,7 @@ import sys
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.watch.waits import Waiting, numbers
+from lightning_megatron.mesh.watch.waits import numbers
 
 _PACKET = struct.Struct("<iiqq")  # kind, block, tag, bytes
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -81,11 +81,6 @@ class Expected:
     def wait(self) -> None:
         """Wait for the message, and copy it into the tensor."""
         self._channel.fetch(self._tensor, self._key)
-
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What :meth:`wait` is about."""
-        peer = self._channel.peer
-        return Waiting(f"message of {numbers(self._tensor)} from rank {peer}", (peer,))
 
 
 class HostChannel:
@@ -157,10 +152,6 @@ class HostChannel:
             self._arrived[tag] += 1
         else:
             self._take_block(size)
-
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """Whom :meth:`hear` waits for."""
-        return Waiting(f"rank {self.peer}", (self.peer,))
 
     def _free_block(self, size: int) -> int:
         """A block with room; sizes are rounded up, so that messages of varying size need few blocks."""

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.watch import waits
+
 _NOT_SENT = -1
 
 
@@ -45,7 +47,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if longest == 0:
         return [None] * len(lengths)
     everyone = data.new_empty(len(lengths), longest)
-    dist.all_gather(list(everyone.unbind()), _padded(data, longest), group=group)
+    with waits.on(waits.collective, "all_gather", data, group):
+        dist.all_gather(list(everyone.unbind()), _padded(data, longest), group=group)
     return _decoded(everyone, lengths)
 
 
@@ -59,7 +62,8 @@ def gather_to(value: Any, destination: int, group: dist.ProcessGroup | None = No
         return [None] * len(lengths) if here else None
     everyone = data.new_empty(len(lengths), longest) if here else None
     rows = None if everyone is None else list(everyone.unbind())
-    dist.gather(_padded(data, longest), rows, dst=destination, group=group)
+    with waits.on(waits.collective, "gather", data, group):
+        dist.gather(_padded(data, longest), rows, dst=destination, group=group)
     return None if everyone is None else _decoded(everyone, lengths)
 
 
@@ -75,14 +79,16 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     sends = dist.get_rank() == source
     data = encode(value).to(device) if sends else torch.empty(0, dtype=torch.uint8, device=device)
     length = torch.tensor([data.numel() if sends else _NOT_SENT], device=device)
-    dist.broadcast(length, source, group=group)
+    with waits.on(waits.collective, "broadcast", length, group):
+        dist.broadcast(length, source, group=group)
     size = int(length.item())
     if size == _NOT_SENT:
         data, sends = encode(value).to(device), True
     elif not sends:
         data = data.new_empty(size)
     if data.numel():
-        dist.broadcast(data, source, group=group)
+        with waits.on(waits.collective, "broadcast", data, group):
+            dist.broadcast(data, source, group=group)
     return value if sends else decode(data)
 
 
@@ -104,7 +110,8 @@ def _announce(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list
     data = encode(value).to(_device(group))
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=data.device)
     own = torch.tensor([data.numel()], device=data.device)
-    dist.all_gather(list(lengths.split(1)), own, group=group)
+    with waits.on(waits.collective, "all_gather", own, group):
+        dist.all_gather(list(lengths.split(1)), own, group=group)
     return data, lengths.tolist()
 
 

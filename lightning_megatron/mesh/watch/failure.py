@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.mesh.watch import waits
 from lightning_megatron.mesh.watch.hang import HangWatch
 
 _FAILURE = "failure"
@@ -50,6 +51,27 @@ class RemoteFailure(RuntimeError):
 
 class AgreedFailure(RuntimeError):
     """Raised by all ranks alike, which have agreed on it: nobody has to be told of another's."""
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error`` may be the echo of another rank's failure: a connection that broke, or was silent for too long.
+
+    Such an error was raised while this rank waited for others: in one of our own calls, which say that they wait, or in
+    a call of ``torch.distributed`` that a user's code made. Everything else began on this rank.
+    """
+    if isinstance(error, RemoteFailure) or not isinstance(error, (RuntimeError, ConnectionError)):
+        return False
+    if isinstance(error, dist.DistError) or waits.interrupted(error) or _raised_by_torch(error):
+        return True
+    return error.__cause__ is not None and is_echo(error.__cause__)
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether it was raised inside of ``torch.distributed``."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 class FailureWatch:

@@ -7,8 +7,10 @@ what they are at, through the store that they met at, and reports the rank that 
     rank 0   waits in a receive, 60 s ─ ask ─ rank 1 is in `tokenize`, data.py:31 ─ report ─ all end
     rank 1   computes, sleeps, or does not answer at all
 
-What a rank waits in is read off its stack (``mesh.watch.waits``); torch's flight recorder, where it is on
-(``TORCH_FR_BUFFER_SIZE=2000``; it sees collectives, not gloo's sends and receives), adds its number.
+What a rank waits for is what its blocking calls have said (``mesh.watch.waits``). A call of ``torch.distributed`` that
+a user's code makes says nothing; it is known by its place on the stack, and named with the line that called it. The
+flight recorder of torch adds the number of the collective where it is on (``TORCH_FR_BUFFER_SIZE=2000``); it sees
+collectives, not the sends and receives of gloo.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.mesh.messages import host_channel
-from lightning_megatron.mesh.watch.waits import Waiting, waiting_for
+from lightning_megatron.mesh.watch import waits
 
 _ANSWERS_S = 3.0
 _DEPTH = 6
+_TORCH = os.path.join("torch", "distributed", "")
 
 
 class HangWatch:
@@ -67,7 +69,7 @@ class HangWatch:
         if place != self._place:
             self._place, self._since = place, time.monotonic()
         self._answer(frames)
-        if time.monotonic() - self._since < self._patience_s or not _waits(frames):
+        if time.monotonic() - self._since < self._patience_s or _waiting_now(frames) is None:
             return None
         return self._ask(frames)
 
@@ -84,11 +86,11 @@ class HangWatch:
         asked = self._store.add("hang/asked", 0)
         if asked == self._answered:
             return
-        waiting = waiting_for(frames) if _waits(frames) else Waiting()
+        waiting = _waiting_now(frames)
         note = {
-            "waits": _waits(frames),
-            "for": waiting.what,
-            "ranks": waiting.ranks,
+            "waits": waiting is not None,
+            "for": waiting.what if waiting is not None else "",
+            "ranks": waiting.ranks if waiting is not None else (),
             "still_s": time.monotonic() - self._since,
             "stack": "".join(traceback.format_list(traceback.extract_stack(frames[0])[-_DEPTH:])) if frames else "",
             "collective": _unfinished_collective(),
@@ -118,13 +120,27 @@ class HangWatch:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
 
-def _waits(frames: list[Any]) -> bool:
-    """Whether the thread waits for other ranks: it is in torch's distributed code, or in a line that says so."""
-    if not frames:
-        return False
-    name = frames[0].f_code.co_filename
-    line = linecache.getline(name, frames[0].f_lineno)
-    return os.path.join("torch", "distributed") in name or name == host_channel.__file__ or ".wait(" in line
+def _waiting_now(frames: list[Any]) -> waits.Waiting | None:
+    """What this process waits for; ``None`` if it does not.
+
+    Args:
+        frames: of the main thread, innermost first.
+    """
+    return waits.waiting(_call_of_torch(frames))
+
+
+def _call_of_torch(frames: list[Any]) -> str:
+    """A call that blocks and says nothing itself: ```all_reduce` called at task.py:31``; empty if there is none."""
+    name = ""
+    for frame in frames:
+        code = frame.f_code
+        if _TORCH not in code.co_filename:
+            line = linecache.getline(code.co_filename, frame.f_lineno)
+            name = name or ("`wait`" if ".wait(" in line else "")
+            return f"{name} called at {os.path.basename(code.co_filename)}:{frame.f_lineno}" if name else ""
+        if not code.co_name.startswith("_") and code.co_name != "wrapper":
+            name = f"`{code.co_name}`"
+    return name
 
 
 def _unfinished_collective() -> str:

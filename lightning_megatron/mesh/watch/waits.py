@@ -1,88 +1,125 @@
-"""What does a rank wait for? Read off the stack of its main thread, so that nothing is noted while it works.
+"""What this process waits for, said by the few calls that block.
 
-From the call that blocks outwards, whoever knows more adds to the answer: torch's functions and ours by their ``group``
-and tensor, objects by a method ``waits_for``::
+A rank that hangs says nothing, so whoever looks at it from outside (the thread of ``mesh.watch.hang``, or whoever
+handles an exception) has to learn what it was waiting for and for whom. The calls that block say so while they block::
 
-    Exchange.wait           messages of 4096 float32 with ranks 2, 3 (data_parallel)
-    Bucket.finish_sum       gradients of layers.3.weight and 5 more
+    with waits.within(...)          computation of the forward pass of micro-batch 3, virtual stage 1
+        with waits.on(...)          `all_reduce` of 2×8×12 float64 over ranks 0, 1 (tensor_parallel)
+            with waits.on(...)      messages of 2×8×12 float64 among ranks 0, 1 (tensor_parallel)
+
+A step enters hundreds of these, so entering one stores a function and its arguments, and words are made only when
+somebody asks. The register belongs to the process and not to a thread, because autograd runs backward passes, and the
+collectives in them, on threads of its own.
+
+An exception that leaves ``waits.on`` is marked: it may be the echo of another rank's failure, which closed a connection
+that this rank waited on. Whatever is raised elsewhere began here.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-_PARTS = 3
-_NO_COLLECTIVES = ("_", "forward", "backward")
-_TORCH = os.path.join("torch", "distributed", "")
-_OURS = os.path.join("lightning_megatron", "")
+_PARTS = 4
+_MARK = "_raised_while_waiting"
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """An answer.
+    """What is waited for.
 
     Attributes:
-        what: in words; empty where nobody knows.
-        ranks: global ranks that have to take part.
+        what: in words.
+        ranks: global ranks that have to take part; empty where that is not known.
     """
 
-    what: str = ""
+    what: str
     ranks: tuple[int, ...] = ()
 
 
-def waiting_for(frames: Sequence[Any]) -> Waiting:
-    """What the thread with these frames, innermost first, waits for.
+class within:
+    """Says what the body is about; the body waits only where it enters :class:`on`.
 
-    Another thread may ask: local variables are read only.
+    Args:
+        tell: makes a :class:`Waiting` of ``about``, or ``None``; called from another thread, if at all.
+        about: what it is about.
     """
-    told: list[str] = []
+
+    __slots__ = ("_about", "_tell")
+    blocks = False
+
+    def __init__(self, tell: Callable[..., Waiting | None], *about: Any) -> None:
+        self._tell = tell
+        self._about = about
+
+    def __enter__(self) -> None:
+        _entered.append(self)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        _entered.remove(self)
+
+    def told(self) -> Waiting | None:
+        """What it is about, in words."""
+        return self._tell(*self._about)
+
+
+class on(within):
+    """Says that the body blocks until other ranks have done their part; arguments as of :class:`within`."""
+
+    __slots__ = ()
+    blocks = True
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        _entered.remove(self)
+        if error is not None:
+            setattr(error, _MARK, True)
+
+
+_entered: list[within] = []
+
+
+def waiting(call: str = "") -> Waiting | None:
+    """What this process waits for, from the outermost to the innermost; ``None`` if it does not wait.
+
+    Args:
+        call: one that blocks without saying so itself; told only if nobody here says what blocks.
+    """
+    entered = list(_entered)
+    said = any(each.blocks for each in entered)
+    if not call and not said:
+        return None
+    told = [call] if call and not said else []
     ranks: tuple[int, ...] = ()
-    blocking = ""
-    for frame in frames:
-        seen = frame.f_locals
-        found = _by_owner(seen) or _by_group(frame.f_code, seen)
+    for each in reversed(entered):
+        found = each.told()
         if found is None or found.what in told:
-            continue
-        if _TORCH in frame.f_code.co_filename:  # torch's functions call each other: the outermost is the one meant
-            blocking, ranks = found.what, found.ranks
             continue
         told.append(found.what)
         ranks = ranks or found.ranks
-        if len(told) == _PARTS:
-            break
-    return Waiting(": ".join([*reversed(told), *([blocking] if blocking else [])]), ranks)
+    return Waiting(": ".join(reversed(told[:_PARTS])), ranks)
 
 
-def _by_owner(seen: Mapping[str, Any]) -> Waiting | None:
-    tell = getattr(type(seen.get("self")), "waits_for", None)
-    return None if tell is None else tell(seen["self"], seen)
+def interrupted(error: BaseException) -> bool:
+    """Whether ``error`` was raised inside :class:`on`."""
+    return hasattr(error, _MARK)
 
 
-def _by_group(code: Any, seen: Mapping[str, Any]) -> Waiting | None:
-    """A function that has a ``group`` among its variables."""
-    if not (_TORCH in code.co_filename or _OURS in code.co_filename) or "group" not in seen:
-        return None
-    group = seen["group"]
-    if code.co_name.startswith(_NO_COLLECTIVES) or not (group is None or isinstance(group, dist.ProcessGroup)):
-        return None
-    operands = (value for value in seen.values() if isinstance(value, Tensor))
-    operand = next(operands, None)
+def collective(name: str, operand: Tensor | None, group: dist.ProcessGroup | None) -> Waiting:
+    """A collective of ``group``: ```all_reduce` of 3×4 float32 over ranks 0, 1 (data_parallel)``."""
     of = f" of {numbers(operand)}" if operand is not None else ""
-    return Waiting(f"`{code.co_name.removeprefix('raw_')}`{of} over {members(group)}", ranks_of(group))
+    return Waiting(f"`{name}`{of} over {members(group)}", ranks_of(group))
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Global ranks of a group; of all for ``None``."""
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
-def members(group: Any) -> str:
+def members(group: dist.ProcessGroup | None) -> str:
     """``ranks 0, 1 (data_parallel)``."""
     ranks = ranks_of(group)
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -9,7 +9,7 @@ recording does not hold the stream up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class StepClock:
         self._origin: tuple[Any, float] = (None, 0.0)
         self.schedule: Schedule | None = None
 
-    def run(self, schedule: Schedule, program: Sequence[tuple[Callable[[Slot], None], Slot]]) -> None:
+    def run(self, schedule: Schedule, program: Iterable[tuple[Callable[[Slot], None], Slot]]) -> None:
         """Run a program, noting its computations; the previous step's notes are dropped."""
         self.schedule, self._marks = schedule, []
         if self._cuda:

@@ -9,7 +9,7 @@ as the only stage of its pipeline: its program is F0 B0 F1 B1 ... without transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
-from lightning_megatron.mesh.watch.waits import Waiting
+from lightning_megatron.mesh.watch import waits
 from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
@@ -129,6 +129,7 @@ class PipelineExecutor:
         ] = {}  # by id; the schedule is kept alive with it
         self._weights: WeightGradients | None = None
         self.runs: dict[Place, StageRun] = {}
+        self._slot: Slot | None = None
 
     def expect_gradients(self, arriving: float, leaving: float) -> None:
         """Forget what activations looked like if parameters were frozen or unfrozen, here or on a stage before.
@@ -153,11 +154,13 @@ class PipelineExecutor:
             stack.callback(self._forget)
             if self._split:
                 stack.callback(self._weight_gradients().switch, False)
+            stack.enter_context(waits.within(self._told))
             if self._clock is not None and step.training:
-                self._clock.run(step.schedule, program)
+                self._clock.run(step.schedule, self._followed(program))
             else:
-                for act, slot in program:
+                for act, slot in self._followed(program):
                     act(slot)
+            self._slot = None
             self._links.finish()
 
     def _begin(self, step: PipelineStep) -> None:
@@ -349,9 +352,15 @@ class PipelineExecutor:
             tensor.requires_grad_(leaf.requires_grad)
         self._inputs[slot.place] = Boundary(tuple(leaves), tensors)
 
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What is at work in a method that is given ``slot``."""
-        slot = seen.get("slot")
+    def _followed(self, program: Program) -> Iterator[tuple[Callable[[Slot], None], Slot]]:
+        """The program, noting where in it this rank is."""
+        for act, slot in program:
+            self._slot = slot
+            yield act, slot
+
+    def _told(self) -> waits.Waiting | None:
+        """The instruction at work, in words."""
+        slot = self._slot
         if slot is None or slot.action is Action.FINAL:
             return None
         words = slot.action.name.lower().split("_")
@@ -359,7 +368,7 @@ class PipelineExecutor:
             words[0], "computation of the"
         )
         direction = "forward" if "forward" in words else "backward"
-        return Waiting(f"{what} {direction} pass of micro-batch {slot.micro_batch}, virtual stage {slot.virtual}")
+        return waits.Waiting(f"{what} {direction} pass of micro-batch {slot.micro_batch}, virtual stage {slot.virtual}")
 
     def _wait_backward(self, slot: Slot) -> None:
         transfer, _ = self._arriving.pop((1, slot.place))

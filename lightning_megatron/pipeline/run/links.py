@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
-from lightning_megatron.mesh.messages.host_channel import open_channels
-from lightning_megatron.mesh.watch.waits import Waiting, numbers
+from lightning_megatron.mesh.messages.transport import Message, Transport
 
 _NOTES = 1 << 20  # tag of messages that no schedule lists
 
@@ -59,42 +58,33 @@ class Transfer:
 
     Args:
         tensors: buffers.
-        works: their receives.
+        messages: their receives.
         whole: shape of the first tensor if its buffer is for this rank's part of it only.
         replicas: the group whose parts make the whole.
-        source: global rank that sends.
     """
 
     def __init__(
         self,
         tensors: list[Tensor],
-        works: list[Any],
+        messages: list[Message],
         whole: tuple[int, ...] | None = None,
         replicas: Any = None,
-        source: int = -1,
     ) -> None:
-        self._source = source
         self._tensors = tensors
-        self._works = works
+        self._messages = messages
         self._whole = whole
         self._replicas = replicas
 
     def wait(self) -> list[Tensor]:
         """Block until every tensor has arrived (on a GPU: make the current stream wait) and return them."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        for message in self._messages:
+            message.wait()
+        self._messages = []
         if self._whole is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._tensors[0] = raw_all_gather(self._tensors[0], 0, self._replicas).view(self._whole)
             self._whole = None
         return self._tensors
-
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What :meth:`wait` is about."""
-        if not self._works:
-            return None
-        return Waiting(f"message of {numbers(self._tensors[0])} from rank {self._source}", (self._source,))
 
 
 class StageLinks:
@@ -117,34 +107,28 @@ class StageLinks:
         options: LinkOptions = USUAL_LINKS,
     ) -> None:
         self._replicas = replicas
-        self._group = group
-        self._ranks = list(ranks)
+        self._peers = [dist.get_group_rank(group, rank) for rank in ranks]
         self._device = device
         self._options = options
-        self._pending: dict[tuple[int, int], deque[list[tuple[Any, Tensor | None]]]] = {}
-        backend = dist.get_backend(group)
-        self.posts_ahead = backend != "nccl"
-        on_cpu = device.type == "cpu" and backend == "gloo" and len(self._ranks) > 1
-        self._channels = open_channels(group) if on_cpu and options.through_memory else {}
+        self._pending: dict[tuple[int, int], deque[list[Message]]] = {}
+        on_cpu = device.type == "cpu" and dist.get_backend(group) == "gloo" and len(self._peers) > 1
+        beside = on_cpu and options.through_memory
+        self._transport = Transport.through_memory(group) if beside else Transport(group)
+        self.posts_ahead = self._transport.posts_ahead
 
     def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
         """Start sending ``tensors`` to ``stage``; with ``scatter``, only this replica's part of the first."""
         pending = self._pending.setdefault((stage, tag), deque())
         while len(pending) >= self._options.under_way:
             _wait_for(pending.popleft())
-        channel = self._channels.get(self._ranks[stage])
-        under_way: list[tuple[Any, Tensor | None]] = []
+        messages: list[Message] = []
         for index, tensor in enumerate(tensors):
             data = tensor.detach().contiguous()
             replicas = self._replicas_of(data.shape, data.dtype) if scatter and index == 0 else None
             if replicas is not None:
                 data = data.view(replicas.size(), -1)[replicas.rank()]
-            if channel is not None:
-                under_way.append((channel.send(data, tag), None))
-                continue
-            work = dist.isend(data, self._ranks[stage], group=self._group, tag=tag)
-            under_way.append((work, data))
-        pending.append(under_way)
+            messages.append(self._transport.send(data, self._peers[stage], tag))
+        pending.append(messages)
 
     def _replicas_of(self, shape: Sequence[int], dtype: torch.dtype) -> dist.ProcessGroup | None:
         """The ranks among which a boundary tensor is sent in equal parts; ``None`` where it travels whole."""
@@ -164,12 +148,8 @@ class StageLinks:
             shapes = [((math.prod(whole) // replicas.size(),), dtype), *shapes[1:]]
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
-        channel = self._channels.get(self._ranks[stage])
-        if channel is not None:
-            works: list[Any] = [channel.receive(tensor, tag) for tensor in tensors]
-        else:
-            works = [dist.irecv(tensor, self._ranks[stage], group=self._group, tag=tag) for tensor in tensors]
-        return Transfer(tensors, works, whole, replicas, self._ranks[stage])
+        messages = [self._transport.receive(tensor, self._peers[stage], tag) for tensor in tensors]
+        return Transfer(tensors, messages, whole, replicas)
 
     def send_object(self, stage: int, value: Any, tag: int) -> None:
         """Start sending a small Python object; its length goes first."""
@@ -198,31 +178,22 @@ class StageLinks:
         if stage > 0:
             (before,) = self.receive(stage - 1, [((len(mine),), torch.float64)], _NOTES).wait()
             heard = list(before.tolist())
-        if stage < len(self._ranks) - 1:
+        if stage < len(self._peers) - 1:
             told = mine if heard is None else [*mine[:-1], mine[-1] + heard[-1]]
             self.send(stage + 1, [torch.tensor(told, dtype=torch.float64, device=self._device)], _NOTES)
         return heard
 
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What a method waits for that sends: that ``stage`` fetches what was sent before."""
-        if "pending" not in seen or "stage" not in seen:
-            return None
-        rank = self._ranks[seen["stage"]]
-        return Waiting(f"rank {rank} to fetch what was sent to it", (rank,))
-
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""
-        for (stage, _), pending in self._pending.items():  # noqa: B007 -- `stage` tells what is waited for
+        for pending in self._pending.values():
             while pending:
                 _wait_for(pending.popleft())
 
     def close(self) -> None:
         """Close the connections to processes of this host; those that wait for this one learn it."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels = {}
+        self._transport.close()
 
 
-def _wait_for(sends: list[tuple[Any, Tensor | None]]) -> None:
-    for work, _ in sends:
-        work.wait()
+def _wait_for(messages: list[Message]) -> None:
+    for message in messages:
+        message.wait()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
+from lightning_megatron.mesh.watch import waits
 from lightning_megatron.pipeline.stage.stage import Stage
 
 _ALIKE = 1e-5  # relative; copies of a tied weight may differ in their last digits
@@ -74,7 +76,8 @@ class CopyExchange:
         changed = (notes != self._notes) & ~(notes.isnan() & self._notes.isnan())
         mine = torch.cat([changed.any(1, keepdim=True).double(), notes], 1)
         everyone = [torch.empty_like(mine) for _ in self._ranks]
-        dist.all_gather(everyone, mine, group=self._group)
+        with waits.on(waits.collective, "all_gather", mine, self._group):
+            dist.all_gather(everyone, mine, group=self._group)
         in_order = dict(zip(sorted(self._ranks), (entry.cpu() for entry in everyone), strict=True))
         for index, (name, tensor) in enumerate(tensors.items()):
             rows = {rank: in_order[rank][index] for rank in self._ranks}
@@ -82,7 +85,7 @@ class CopyExchange:
             self._check(name, [rows[rank][1:] for rank in writers])
             if writers and len(writers) < len(rows):
                 value = tensor.detach().contiguous()
-                dist.broadcast(value, writers[0], group=self._group)
+                raw_broadcast(value, writers[0], self._group)
                 tensor.copy_(value)
         self._notes = self._measure(tensors)
 

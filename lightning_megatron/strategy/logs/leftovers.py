@@ -21,11 +21,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
 from lightning_megatron.pipeline.cut.partition import Partition
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -100,11 +100,11 @@ class ModuleState:
         group = self._mesh.group("pipeline_parallel")
         if self._filled_early is None:
             changed = torch.tensor([int(self._has_changed(name)) for name in self._early], device=self._device)
-            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
+            changed = raw_all_reduce(changed, group, keep=False, maximum=True)
             self._filled_early = [name for name, flag in zip(self._early, changed.tolist(), strict=True) if flag]
         for name in self._filled_early:
             value = self._buffer(name).detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(value, self._mesh.pipeline_ranks[0], group=group)
+            raw_broadcast(value, self._mesh.pipeline_ranks[0], group)
             self._set_buffer(name, value)
 
     def _has_changed(self, name: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.parallelize.reading.kinds import as_written
@@ -40,7 +41,7 @@ def agree_on_base_seed(device: torch.device) -> int:
     """One seed for the whole world: what the random state of global rank 0 says, which stays as it is."""
     seed = torch.tensor([state_digest()], dtype=torch.int64, device=device)
     if dist.is_initialized():
-        dist.broadcast(seed, 0)
+        raw_broadcast(seed, 0, None)
     return int(seed.item())
 
 
@@ -48,7 +49,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Any) -> Non
     """Overwrite ``tensors`` with those of global rank ``source``, in a few flat messages."""
     for chunk in _chunks(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        dist.broadcast(flat, source, group=group)
+        raw_broadcast(flat, source, group)
         offset = 0
         for tensor in chunk:
             tensor.detach().copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.watch.waits import Waiting, members, ranks_of
+from lightning_megatron.mesh.watch import waits
 from lightning_megatron.strategy.logs.step_logs import StepLogs, combine
 
 
@@ -124,7 +124,8 @@ class ReplicaMean:
         if self._pending is None:
             return
         work, everyone = self._pending
-        work.wait()
+        with waits.on(self._told):
+            work.wait()
         if outcome.loss is not None:
             outcome.loss = everyone[:, 0].mean().to(outcome.loss.dtype)
         gathered = everyone[:, 1:].view(self._replicas, -1, 3)
@@ -132,8 +133,7 @@ class ReplicaMean:
             values, weights = gathered[:, index, 0], gathered[:, index, 1]
             outcome.logs.rows[index, 0] = combine(key.operation, values, weights)
 
-    def waits_for(self, seen: Mapping[str, Any]) -> Waiting | None:
-        """What :meth:`finish` waits for."""
-        if self._pending is None:
-            return None
-        return Waiting(f"loss and logged values over {members(self._group)}", ranks_of(self._group))
+    def _told(self) -> waits.Waiting:
+        """What :meth:`finish` waits for, in words."""
+        what = f"loss and logged values over {waits.members(self._group)}"
+        return waits.Waiting(what, waits.ranks_of(self._group))
