@@ -287,6 +287,8 @@ class ModelGradients:
             return global_norm(counted, [dist.group.WORLD], self._device)
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
         groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
+        if not groups:  # whole gradients are here: the bits of torch's own norm, and so of plain Lightning
+            return torch.nn.utils.get_total_norm(counted)
         return global_norm(counted, groups, self._device)
 
     def _counts(self, name: str | None, parameter: nn.Parameter, scattered: bool) -> bool:

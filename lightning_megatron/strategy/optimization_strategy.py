@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +16,6 @@ from lightning_megatron.checkpoints.state.stored import StatePlace
 from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
 from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
 from lightning_megatron.data_parallel.step_guard import StepGuard
-from lightning_megatron.data_parallel.update.fused import fused_update
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -194,9 +192,7 @@ class OptimizationStrategy(StateStrategy):
         try:
             if logs is not None:
                 logs.hold()
-            alone = self.mesh.layout.data == 1  # replicas cut parameters, and a kernel rounds at the ends of a piece
-            with fused_update(optimizer, closure) if alone else nullcontext(closure) as computing:
-                result = super().optimizer_step(optimizer, computing, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._engine.settle()
         except BaseException:
             self._engine.model_gradients.restore()

@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -69,8 +68,8 @@ class GridStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Always: every stage needs Lightning's distributed sampler to load the same batches."""
-        return True
+        """Whether there are several ranks."""
+        return self._layout is None or self._layout.world_size > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -96,7 +95,6 @@ class GridStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
         super().setup_environment()
-        reset_seed()
         self._settle_layout()
         self._set_world_ranks()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
@@ -111,6 +109,8 @@ class GridStrategy(ParallelStrategy):
             self._mesh = build_mesh(self._layout, self.root_device.type)
         self._start_watch()
         assert self.lightning_module is not None
+        if self._layout.data == 1:  # all ranks load the same batches, so the sampler draws what it draws in one process
+            lightning_state.keep_samplers(self.lightning_module.trainer)
         self.lightning_module._device_mesh = self._mesh.device_mesh
 
     def _settle_layout(self) -> None:

@@ -414,4 +414,5 @@ class MegatronStrategy(OptimizationStrategy):
             self._metrics.detach()
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop("log", None)
+            lightning_state.replace_samplers(self.lightning_module.trainer)
         super().teardown()

@@ -20,6 +20,8 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.stage.stage import Stage
 
+_WRAPS_SAMPLERS = "_lightning_megatron_wraps_samplers"
+
 
 class _FailureCallback(Callback):
     """Comes first among the callbacks, so that a failure is known before any other callback starts a collective."""
@@ -71,6 +73,19 @@ class _WholeSummary:
                 self._summarize(trainer, pl_module)
         finally:
             pl_module.example_input_array = example
+
+
+def keep_samplers(trainer: pl.Trainer) -> None:
+    """Keep Lightning from wrapping the samplers of loaders, until :func:`replace_samplers`."""
+    connector = trainer._accelerator_connector
+    trainer.__dict__.setdefault(_WRAPS_SAMPLERS, connector.use_distributed_sampler)
+    connector.use_distributed_sampler = False
+
+
+def replace_samplers(trainer: pl.Trainer) -> None:
+    """Give ``Trainer(use_distributed_sampler=)`` back the user's value."""
+    if _WRAPS_SAMPLERS in trainer.__dict__:
+        trainer._accelerator_connector.use_distributed_sampler = trainer.__dict__.pop(_WRAPS_SAMPLERS)
 
 
 def seed_workers(dataloader: Any, replica: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,14 @@ _CHUNK_BYTES = 256 * 1024 * 1024
 
 
 def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
-    """Give all ranks of a replica the random state of the one that computes the loss.
+    """Give all ranks of a replica the random state of the rank that computes the loss; with a seed, all replicas too.
 
-    With a seed they agree already. Without one, they would shuffle and draw differently, and so load different batches.
+    Without it they could shuffle and draw differently, and so load different batches. The seed is not set again, as
+    Lightning's distributed strategies do: shuffling goes on from where one process would go on.
     """
+    if "PL_GLOBAL_SEED" in os.environ and mesh.layout.world_size > 1:
+        _copy_random_state(0, None, device)
+        return
     if mesh.layout.pipeline > 1:
         _copy_random_state(mesh.loss_rank, mesh.group("pipeline_parallel"), device)
     if mesh.layout.tensor > 1:
