@@ -1,8 +1,7 @@
 """Making ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
 
 If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
-Likewise for the flag ``precision="fp8-mixed"``, and the module of Lightning that reads flags. What is registered is a
-factory, so that torch and the strategy load only when a Trainer asks for it.
+What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
 """
 
 from __future__ import annotations
@@ -16,23 +15,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_megatron.strategy.lightning.precision_flag import accept_flag
-
 _STRATEGIES = "lightning.pytorch.strategies"
-_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
 _SAVING = "lightning.pytorch.core.saving"
 _NAME = "megatron"
 
 
 def register_when_lightning_is_imported() -> None:
-    """Register the strategy's name and the flag now, or right after the modules of Lightning that know of them are
-    imported.
-    """
-    for name, act in ((_STRATEGIES, _register), (_CONNECTOR, accept_flag)):
-        if name in sys.modules:
-            act(sys.modules[name])
-        elif not any(isinstance(finder, _AfterImport) and finder.awaited == name for finder in sys.meta_path):
-            sys.meta_path.insert(0, _AfterImport(name, act))
+    """Register the strategy's name now, or right after Lightning's strategies are imported."""
+    if _STRATEGIES in sys.modules:
+        _register(sys.modules[_STRATEGIES])
+    elif not any(isinstance(finder, _AfterImport) and finder.awaited == _STRATEGIES for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(_STRATEGIES, _register))
 
 
 def _register(strategies: ModuleType) -> None:

@@ -174,15 +174,15 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
     """Losses of a small decoder, and how many linears are set to 8 bits; ``allowed`` leaves out the question what the
     device can do, as torch emulates such products on CPUs.
     """
-    from lightning_megatron import MegatronStrategy
+    from lightning_megatron import MegatronMixedPrecision, MegatronStrategy
     from lightning_megatron.pipeline.forwards import low_precision_linears as float8
 
     losses, original = Losses(), float8._lack
     torch.manual_seed(5)
     rows = torch.randint(0, 53, (4, 17), generator=torch.Generator().manual_seed(2)).repeat(16, 1, 1)
     batches: Any = torch.utils.data.DataLoader(list(rows), batch_size=None)  # type: ignore[arg-type]
-    strategy = MegatronStrategy(**sizes)
-    trainer = make_trainer(info, strategy, precision=precision, max_epochs=1, callbacks=[losses], limit_val_batches=0)
+    strategy = MegatronStrategy(**sizes, precision_plugin=MegatronMixedPrecision(precision, "cpu"))
+    trainer = make_trainer(info, strategy, precision=None, max_epochs=1, callbacks=[losses], limit_val_batches=0)
     config = DecoderConfig(vocabulary=53, hidden=32, layers=2, heads=2, intermediate=64, norm="layer")
     module = CausalLanguageModel(config, lr=1e-2)
     try:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.float8 import BACKWARD, FLOAT8, FORWARD, fits, float8_linear, scaled
 from lightning_megatron.layers.linear import RowParallelLinear
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
@@ -180,12 +181,8 @@ def test_the_plugin_takes_the_name_and_no_loss_scale() -> None:
         MegatronMixedPrecision("fp8", "cuda")
 
 
-def test_the_flag_is_taken_with_this_strategy_and_refused_with_others() -> None:
-    trainer = Trainer(accelerator="cpu", devices=1, strategy="megatron", precision="fp8-mixed", logger=False)  # type: ignore[arg-type]
-    assert trainer.precision == "fp8-mixed" and isinstance(trainer.precision_plugin, MegatronMixedPrecision)
-    with pytest.raises(ValueError, match="'fp8-mixed' is invalid"):
-        Trainer(accelerator="cpu", devices=1, precision="fp8-mixed")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'fp9-mixed' is invalid"):
-        Trainer(accelerator="cpu", devices=1, strategy="megatron", precision="fp9-mixed")  # type: ignore[arg-type]
+def test_the_plugin_is_passed_to_the_strategy_or_the_trainer() -> None:
     plugin = MegatronMixedPrecision("fp8-mixed", "cpu")
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=MegatronStrategy(precision_plugin=plugin), logger=False)
+    assert trainer.precision_plugin is plugin and trainer.precision == "fp8-mixed"
     assert Trainer(accelerator="cpu", devices=1, strategy="megatron", plugins=[plugin]).precision_plugin is plugin

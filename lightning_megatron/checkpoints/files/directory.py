@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_megatron.checkpoints.files.checksums import Checksum, checksum, kind_of
+from lightning_megatron.checkpoints.files.checksums import Checksum, check_kind, checksum
 from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.storage import FileSum
 
@@ -160,7 +160,8 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
         content = data.read(MANIFEST)
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} is missing.") from error
-    if checksum(content, kind_of(marker.manifest_checksum)) != marker.manifest_checksum:
+    check_kind(marker.manifest_checksum)
+    if checksum(content) != marker.manifest_checksum:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} has changed since the checkpoint was written.")
     return {name: FileSum(**total) for name, total in json.loads(content)["files"].items()}
 
@@ -179,7 +180,8 @@ def damaged_files(path: Any, storage_options: dict[str, Any] | None = None) -> I
 
 
 def _damage(data: Folder, name: str, total: FileSum) -> str | None:
-    found, size = Checksum(kind_of(total.checksum)), 0
+    check_kind(total.checksum)
+    found, size = Checksum(), 0
     try:
         with data.open(name, "rb") as file:
             while block := file.read(_BLOCK):
