@@ -62,8 +62,7 @@ class MegatronStrategy(OptimizationStrategy):
         accelerator: see Lightning.
         parallel_devices: see Lightning.
         cluster_environment: see Lightning.
-        checkpoint_io: see Lightning; by default ``MegatronCheckpointIO``.
-        precision_plugin: see Lightning.
+        checkpoint_io, precision_plugin: see Lightning; by default ``MegatronCheckpointIO`` and the Trainer's.
 
     Raises:
         ValueError: an argument is out of range, or sizes do not fit the number of devices.
