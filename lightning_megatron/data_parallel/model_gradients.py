@@ -187,23 +187,22 @@ class ModelGradients:
             gathers=gathers,
             rounds=rounds,
         )
-        self._wholes = self._whole_matrices() if gathers else None
-        self._restore_masters()
+        self._wholes = self._whole_matrices(self.buckets) if gathers else None
+        self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:
             if options.overlap_gather and replicas.shards > 1 and not watches_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late, self._wholes)
 
-    def _whole_matrices(self) -> WholeMatrices:
+    def _whole_matrices(self, buckets: GradientBuckets) -> WholeMatrices:
         """What puts split matrices together for optimizers that need them whole."""
-        assert self.buckets is not None
         names = parameter_names(self._module)
 
         def slices_of(parameter: nn.Parameter) -> Slices | None:
             return self._tensor.slices_of(names[id(parameter)]) if id(parameter) in names else None
 
-        pieces = [(b.parameters[index], piece) for b in self.buckets.buckets for index, piece in b.pieces.items()]
+        pieces = [(b.parameters[index], piece) for b in buckets.buckets for index, piece in b.pieces.items()]
         split = [piece.name for parameter, piece in pieces if slices_of(parameter) is not None]
         self._tensor.check_agreement(split)
         wholes = WholeMatrices(self._mesh.group("tensor_parallel"), slices_of)
@@ -211,10 +210,9 @@ class ModelGradients:
             wholes.matrix_of(parameter)
         return wholes
 
-    def _restore_masters(self) -> None:
+    def _restore_masters(self, buckets: GradientBuckets) -> None:
         """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""
-        assert self.buckets is not None
-        for bucket in self.buckets.buckets:
+        for bucket in buckets.buckets:
             placement, master = self._masters.pop(tuple(bucket.names), (None, None))
             if bucket.master is not None and master is not None and placement == bucket.placement:
                 bucket.master.copy_(master)

@@ -1,13 +1,4 @@
-"""A step in micro-batches: forwards and backwards by a schedule, on one stage or several.
-
-The way of a batch, down and up again::
-
-    strategy        training_step(batch)                                          outcome, replayed
-    step            cut into micro-batches, weighed                               merged, averaged, delivered
-    pipeline/run    the schedule's program                                        outputs, gradients
-    pipeline/stage  one micro-batch on one virtual stage                          boundary or output
-    the user        training_step(micro-batch)  ─────────────────────────────▶    loss
-"""
+"""A step in micro-batches: forwards and backwards by a schedule, on one stage or several."""
 
 from __future__ import annotations
 

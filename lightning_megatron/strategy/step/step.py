@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,7 @@ class Outcome:
         return {"loss": self.loss, **self.output}
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A batch among those whose gradients are averaged for one update.
 
     Attributes:
