@@ -137,7 +137,7 @@ def build():
     return small()
 
 def large():
-    from tests.multi import rehearsal_scenarios as scenarios
+    from tests.tools import rehearsal_scenarios as scenarios
 
     scenarios.HIDDEN, scenarios.HEADS, scenarios.VOCABULARY, scenarios.SEQUENCE = 25600, 160, 51200, 2048
     with torch.device("meta"):
