@@ -32,7 +32,7 @@ from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
-from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class ModelGradients:
         module: the user's module, already cut if there are several stages.
         mesh: the grid.
         device: this rank's device.
-        stage: this rank's part of the module; ``None`` with one stage.
-        tensor: how parameters are split over tensor-parallel ranks.
+        presence: what of the module is on this rank.
+        tensor: puts together what is split over tensor-parallel ranks.
         options: how gradients are summed and weights kept.
     """
 
@@ -96,14 +96,14 @@ class ModelGradients:
         module: nn.Module,
         mesh: ParallelMesh,
         device: torch.device,
-        stage: Stage | None,
+        presence: Presence,
         tensor: TensorState,
         options: GradientOptions,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._device = device
-        self._stage = stage
+        self.presence = presence
         self._tensor = tensor
         self.options = options
         self._masters: dict[tuple[str, ...], tuple[Placement, Tensor]] = {}
@@ -132,8 +132,7 @@ class ModelGradients:
 
     def holders_of(self, name: str) -> Holders:
         """Who holds parameter ``name``."""
-        stages = tuple(sorted(self._stage.partition.holders[name])) if self._stage is not None else (self._mesh.stage,)
-        return Holders(stages, self._tensor.summed(name))
+        return self.presence.holders(name)
 
     def prepare(
         self,
@@ -297,8 +296,9 @@ class ModelGradients:
             return False
         if name is None:
             return True
-        over_tensor = sharing.spans_tensor or self._tensor.counted_here(name)
-        return over_tensor and (sharing.spans_stages or self._stage is None or self._stage.counted_here(name))
+        return self.presence.is_counted_here(
+            name, over_stages=not sharing.spans_stages, over_tensor=not sharing.spans_tensor
+        )
 
     def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
         """Where an optimizer keeps the state of what this rank updates."""

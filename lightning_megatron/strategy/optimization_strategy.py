@@ -18,6 +18,7 @@ from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -69,6 +70,10 @@ class OptimizationStrategy(StateStrategy):
     @property
     def _tensor_state(self) -> TensorState:
         return self._assembled.tensor_state if self._assembled is not None else TensorState()
+
+    @property
+    def _presence(self) -> Presence:
+        return self._assembled.engine.model_gradients.presence if self._assembled is not None else Presence()
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -210,7 +215,7 @@ class OptimizationStrategy(StateStrategy):
         if self.mesh.layout.pipeline * self.mesh.layout.tensor > 1 and not self._engine.splits_itself:
             self._other_logs = HookLogs(self.mesh, self.root_device)
             self._held_hooks = HeldHooks(module, callbacks, self._other_logs, self._log)
-            self._clipping = HandClipping(module, Stage.of(module), self._tensor_state, self.gradient_norm)
+            self._clipping = HandClipping(module, self._presence, Stage.of(module), self.gradient_norm)
             self._clipping.start()
 
     def _release_hooks(self) -> None:

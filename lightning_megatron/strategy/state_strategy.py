@@ -45,8 +45,8 @@ from lightning_megatron.checkpoints.state.stored import (
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.mesh.random_streams import SegmentStreams
-from lightning_megatron.pipeline.elsewhere.standin import whole_view
-from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.processes import GridStrategy
@@ -102,6 +102,11 @@ class StateStrategy(GridStrategy):
         return TensorState()
 
     @property
+    def _presence(self) -> Presence:
+        """What of the module is on this rank."""
+        return Presence()
+
+    @property
     def checkpoint_io(self) -> MegatronCheckpointIO:
         """The checkpoint plugin in use."""
         if not isinstance(self._checkpoint_io, MegatronCheckpointIO):
@@ -124,17 +129,10 @@ class StateStrategy(GridStrategy):
         return True
 
     @contextmanager
-    def _whole_view(self) -> Generator[None, None, None]:
-        """Show the parameters of all stages, on the meta device."""
-        stage = Stage.of(self.lightning_module) if self.lightning_module is not None else None
-        with whole_view(stage.hidden if stage is not None else []):
-            yield
-
-    @contextmanager
-    def _logical_view(self) -> Generator[None, None, None]:
-        """Show the module as it is in one process, to code that only counts."""
+    def _logical_view(self, *, slices: bool = True) -> Generator[None, None, None]:
+        """Show the module as it is in one process, to code that names and counts; without ``slices``, those stay."""
         assert self.lightning_module is not None
-        with self._tensor_state.logical_view(self.lightning_module), self._whole_view():
+        with shown_whole(self.lightning_module, self._presence, slices=slices):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -287,7 +287,7 @@ class MegatronStrategy(OptimizationStrategy):
         """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""
         assert self.lightning_module is not None
         self._reset_optimizers_and_schedulers()
-        with self._whole_view():
+        with self._logical_view(slices=False):
             super().setup_optimizers(trainer)
             names = parameter_names(self.lightning_module)
             checks.check_optimizers(self.optimizers, self.mesh.layout.pipeline)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
+from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 
 def test_writing_into_a_weight_of_another_stage_does_nothing_in_a_step_either():
     zeros = torch.zeros(()).expand(2, 3)
-    absent = make_absent(zeros, "layers.1.weight", lambda: True)
+    absent = make_absent(zeros, "layers.1.weight", lambda: Phase.STEP)
     assert absent.div_(2) is absent
     absent[0] = 1
     absent += 1

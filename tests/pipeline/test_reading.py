@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_megatron.pipeline.cut.averaged_copies import find_copies
+from lightning_megatron.pipeline.cut.averaged_copies import Copy, find_copies
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.provenance import WatchPlan
@@ -95,14 +95,14 @@ class Shadowed(nn.Module):
 def test_copies_are_found_with_their_sources() -> None:
     module = Shadowed()
     copies = find_copies(module, find_trunk(module))
-    assert {name: rest for name, *rest in copies.sources} == {
-        "average": ["net", "module.", ""],
-        "old_head": ["net.head", "", ""],
-        "still": ["", "", ""],
-        "target_norm": ["", "", ""],
-    }
+    assert list(copies.sources) == [
+        Copy("average", "net", "module.", ""),
+        Copy("old_head", "net.head"),
+        Copy("still"),
+        Copy("target_norm"),
+    ]
     left = copies.without_trained(module, {id(parameter) for parameter in module.parameters()})
-    assert [name for name, *_ in left.sources] == ["average", "old_head", "still"]
+    assert [copy.name for copy in left.sources] == ["average", "old_head", "still"]
 
 
 def test_a_trained_list_is_the_trunk_before_its_frozen_copy() -> None:

@@ -33,15 +33,16 @@ def test_a_batch_without_a_loss_is_refused_on_every_rank_under_a_pipeline() -> N
         assert "did not call the layers" in said and "`pipeline_parallel_size=1`" in said, said
 
 
-def test_the_first_rank_shows_real_losses_and_the_whole_model() -> None:
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_the_first_rank_shows_real_losses_and_the_whole_model(tensor: int) -> None:
     (plain,) = run_trainers(habits.shown, None, {}, devices=1)
-    first, second = run_trainers(habits.shown, (2, 1), {}, devices=2)
+    first, *others = run_trainers(habits.shown, (2, 1), {"tensor_parallel_size": tensor}, devices=2 * tensor)
     assert f"train_loss={first.value}" in first.output, first.output
     counts = [line for line in plain.output.splitlines() if "params" in line and any(c.isdigit() for c in line)]
     assert counts, plain.output
     for line in counts:
         assert line in first.output, first.output
-    assert "train_loss" not in second.output
+    assert not any("train_loss" in other.output for other in others)
 
 
 def test_a_checkpoint_left_by_an_exception_is_whole_and_goes_on() -> None:

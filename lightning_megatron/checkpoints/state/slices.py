@@ -6,13 +6,12 @@ the table that sharding left behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.layers.table import ShardTable
 from lightning_megatron.mesh.messages import objects
@@ -48,14 +47,6 @@ class TensorState:
     def sums_gradients(self) -> bool:
         """Whether there is a parameter whose gradient must be summed over the tensor group."""
         return any(entry.sums_gradient for entry in self.table.values())
-
-    def summed(self, name: str) -> bool:
-        """Whether autograd leaves a partial gradient that must be summed over the tensor group."""
-        return name in self.table and self.table[name].sums_gradient
-
-    def counted_here(self, name: str) -> bool:
-        """Whether this rank counts parameter ``name`` in a global norm: always for its own part, once for copies."""
-        return name in self._split or self.rank == 0
 
     def logical_shape(self, name: str, local: Tensor) -> torch.Size:
         """Shape of the logical tensor that ``local``, of parameter ``name`` or its optimizer state, is part of."""
@@ -126,21 +117,3 @@ class TensorState:
         if not isinstance(value, Tensor) or not self._is_part(name, value):
             return value
         return PiecedTensor(self._split[name], value.detach().contiguous())
-
-    @contextmanager
-    def logical_view(self, module: nn.Module) -> Iterator[None]:
-        """Show split parameters in their logical shape, on the meta device, to code that only counts them."""
-        swapped = []
-        for name, spec in self._split.items():
-            owner_name, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(owner_name)
-            parameter = owner._parameters.get(leaf)
-            if parameter is not None and not parameter.is_meta:
-                empty = torch.empty(spec.global_shape, dtype=parameter.dtype, device="meta")
-                owner._parameters[leaf] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                swapped.append((owner, leaf, parameter))
-        try:
-            yield
-        finally:
-            for owner, leaf, parameter in swapped:
-                owner._parameters[leaf] = parameter

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -31,25 +29,55 @@ _Look = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A module that a hook updates from another one of the same shapes.
+
+    Attributes:
+        name: its dotted name.
+        source: that of what it is a copy of; ``""`` where several modules could be.
+        own_prefix: what the names of its tensors begin with, such as ``"module."`` in a wrapper.
+        source_prefix: the same of its source.
+    """
+
+    name: str
+    source: str = ""
+    own_prefix: str = ""
+    source_prefix: str = ""
+
+    def source_of(self, name: str) -> str | None:
+        """Full name of the tensor that the copy's tensor ``name`` follows; ``None`` if it follows none."""
+        start = f"{self.name}.{self.own_prefix}"
+        if not self.source or not name.startswith(start):
+            return None
+        return f"{self.source}.{self.source_prefix}{name.removeprefix(start)}"
+
+
+@dataclass(frozen=True)
 class Copies:
     """What a module keeps beside its trained weights.
 
     Attributes:
-        sources: of each module that is a copy its dotted name, that of its source (``""`` where several could be), and
-            what the names inside both begin with.
+        sources: the modules that are copies.
         buffers: buffers that hold averages of parameters.
     """
 
-    sources: tuple[tuple[str, str, str, str], ...] = ()
+    sources: tuple[Copy, ...] = ()
     buffers: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sources or self.buffers)
 
     def covers(self, name: str) -> bool:
         """Whether the part or parameter ``name`` belongs to a copy."""
-        return any(name == copy or name.startswith(f"{copy}.") for copy, *_ in self.sources)
+        return any(_inside(name, copy.name) for copy in self.sources)
 
     def lie_in(self, part: str) -> bool:
         """Whether ``part`` belongs to a copy, or has one inside."""
-        return self.covers(part) or any(copy.startswith(f"{part}.") for copy, *_ in self.sources)
+        return self.covers(part) or any(_inside(copy.name, part) for copy in self.sources)
+
+    def source_of(self, name: str) -> str | None:
+        """Name of the tensor that the tensor ``name`` is a copy of; ``None`` if it is no copy, or of nothing known."""
+        return next((found for copy in self.sources if (found := copy.source_of(name)) is not None), None)
 
     def without_trained(self, module: nn.Module, trained: Set[int]) -> Copies:
         """Those that no optimizer updates: a part may be called like a copy and be none.
@@ -58,7 +86,7 @@ class Copies:
             module: the whole module, cut or not.
             trained: ids of the parameters that an optimizer updates.
         """
-        kept = [entry for entry in self.sources if not _has_trained(module.get_submodule(entry[0]), trained)]
+        kept = [copy for copy in self.sources if not _has_trained(module.get_submodule(copy.name), trained)]
         return replace(self, sources=tuple(kept))
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
@@ -79,7 +107,7 @@ def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
         if name and any(parameter.requires_grad for parameter in child.parameters()):
             looks.setdefault(_look(child), []).append(name)
     found = dict(_walk(module, "", trunk, looks))
-    pairs: list[tuple[str, str, str, str]] = []
+    pairs: list[Copy] = []
     for name, candidates in found.items():
         if _is_shared(module, name):
             continue
@@ -88,11 +116,11 @@ def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
     return Copies(tuple(pairs), _averages(module, trunk))
 
 
-def _pair(module: nn.Module, name: str, candidates: list[str]) -> tuple[str, str, str, str]:
+def _pair(module: nn.Module, name: str, candidates: list[str]) -> Copy:
     source = _source(name, candidates)
     if not source:
-        return name, "", "", ""
-    return name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source))
+        return Copy(name)
+    return Copy(name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source)))
 
 
 def _has_trained(module: nn.Module, trained: Set[int]) -> bool:
@@ -167,73 +195,3 @@ def _averages(module: nn.Module, trunk: Trunk) -> tuple[str, ...]:
         if not wanted - Counter(tuple(buffer.shape) for _, buffer in direct):
             found += [f"{name}.{key}" if name else key for key, _ in direct]
     return tuple(found)
-
-
-class CopyView:
-    """Installed as ``named_parameters``, ``named_buffers`` and ``state_dict`` on the modules of a copy: shows what this
-    stage has the source of.
-
-    Args:
-        module: a module inside the copy.
-        path: its name in the copy.
-        method: name of the method it stands for.
-        match: gives the tensor's name in the source for its name in the copy; ``None`` if it has none there.
-        source: what the copy is a copy of.
-        shown: whether the whole copy is seen: in a step, and if an optimizer turned out to update it.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        method: str,
-        match: Callable[[str], str | None],
-        source: nn.Module,
-        shown: Callable[[], bool],
-    ) -> None:
-        self._module, self._path, self._method = module, path, method
-        self._match, self._source, self._shown = match, source, shown
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        whole = getattr(type(self._module), self._method)(self._module, *args, **kwargs)
-        if self._shown() or args or kwargs.get("destination") is not None:
-            return whole
-        prefix = str(kwargs.get("prefix", ""))
-        if self._method != "state_dict":
-            return ((name, tensor) for name, tensor in whole if self._is_here(name.removeprefix(prefix)))
-        for name in [name for name in whole if not self._is_here(name.removeprefix(prefix))]:
-            del whole[name]
-        return whole
-
-    def _is_here(self, name: str) -> bool:
-        """Whether the source of tensor ``name`` is here; what other stages own is a plain attribute on this one."""
-        matched = self._match(f"{self._path}.{name}" if self._path else name)
-        if matched is None:
-            return True
-        owner, _, leaf = matched.rpartition(".")
-        try:
-            return leaf not in self._source.get_submodule(owner).__dict__
-        except AttributeError:
-            return True
-
-
-def install_views(module: nn.Module, copies: Copies, shown: Callable[[str], bool]) -> None:
-    """Let every module inside the copies show what this stage has the source of.
-
-    Args:
-        module: the whole module, cut.
-        copies: what was found before the cut.
-        shown: whether the whole copy of that name is to be seen.
-    """
-    for name, source_name, own_prefix, source_prefix in copies.sources:
-        if not source_name:
-            continue
-        copy, source = module.get_submodule(name), module.get_submodule(source_name)
-        match = partial(_match, own_prefix, source_prefix)
-        for path, child in list(copy.named_modules()):
-            for method in ("named_parameters", "named_buffers", "state_dict"):
-                setattr(child, method, CopyView(child, path, method, match, source, partial(shown, name)))
-
-
-def _match(own_prefix: str, source_prefix: str, name: str) -> str | None:
-    return source_prefix + name.removeprefix(own_prefix) if name.startswith(own_prefix) else None

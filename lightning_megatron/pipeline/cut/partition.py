@@ -36,7 +36,6 @@ class Partition:
         bounds: per virtual stage, the half-open range of layer indices it runs.
         owners: per virtual stage, the stage (rank along the pipeline) it lives on.
         units: dotted name of each module or direct parameter outside the trunk -> stages that keep it.
-        holders: parameter name -> stages that hold it; every alias of a tied parameter has the same entry.
         before: units that run before the layers and at no other time.
         after: units that run after the layers and at no other time.
         early_buffers: buffers that every stage has, of modules that run before the layers and at no other time.
@@ -48,7 +47,6 @@ class Partition:
     bounds: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
     units: Mapping[str, frozenset[int]]
-    holders: Mapping[str, frozenset[int]] = field(repr=False)
     before: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
     early_buffers: tuple[str, ...] = ()
@@ -59,15 +57,6 @@ class Partition:
         """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
         owned = [range(*bounds) for bounds, owner in zip(self.bounds, self.owners, strict=True) if owner == stage]
         return frozenset(index for indices in owned for index in indices)
-
-    def is_everywhere(self, name: str) -> bool:
-        """Whether the part that parameter ``name`` belongs to is computed on every stage."""
-        stages = frozenset(self.owners)
-        return any(held == stages and _covers(unit, name) for unit, held in self.units.items())
-
-    def shared_stage_sets(self) -> list[tuple[int, ...]]:
-        """Sets of stages that hold a parameter together, each once, sorted."""
-        return sorted({tuple(sorted(stages)) for stages in self.holders.values() if len(stages) > 1})
 
 
 def make_partition(
@@ -104,10 +93,9 @@ def make_partition(
     sizes = _split(module, trunk, uses, owners, pipeline_split, stage_speeds)
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
     bounds = tuple(itertools.pairwise(starts))
-    holders = _holders(module, trunk, bounds, owners, units)
     before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
     early, late = _shared_buffers(module, trunk, uses, units)
-    return Partition(trunk, bounds, owners, units, holders, before, after, early, late, copies)
+    return Partition(trunk, bounds, owners, units, before, after, early, late, copies)
 
 
 def _shared_buffers(
@@ -263,28 +251,3 @@ def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False
             continue
         total += sum(p.numel() for p in child._parameters.values() if p is not None and p.dim() >= 2)
     return total
-
-
-def _holders(
-    module: nn.Module,
-    trunk: Trunk,
-    bounds: tuple[tuple[int, int], ...],
-    owners: tuple[int, ...],
-    units: Mapping[str, frozenset[int]],
-) -> dict[str, frozenset[int]]:
-    places = dict(units)
-    for (start, stop), owner in zip(bounds, owners, strict=True):
-        places |= {trunk.layer_names[index]: frozenset({owner}) for index in range(start, stop)}
-    by_identity: dict[int, frozenset[int]] = {}
-    named = list(module.named_parameters(remove_duplicate=False))
-    for name, parameter in named:
-        by_identity[id(parameter)] = by_identity.get(id(parameter), frozenset()) | _place_of(name, places)
-    return {name: by_identity[id(parameter)] for name, parameter in named}
-
-
-def _place_of(name: str, places: Mapping[str, frozenset[int]]) -> frozenset[int]:
-    while name:
-        if name in places:
-            return places[name]
-        name = name.rpartition(".")[0]
-    raise AssertionError("every parameter belongs to a layer or a unit")

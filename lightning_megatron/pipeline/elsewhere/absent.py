@@ -10,17 +10,21 @@ a step such a tensor answers what it knows and no more::
     .item(), float(), if, print          an error that names the part, instead of a zero
     writing it into a tensor that is here                 likewise
 
-A logged value that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
+In a step, and in the backward that runs layers again, it is plain zeros. A logged value that is absent here is taken
+from the stage that has it (``strategy.logs.hook_logs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
 
 _KNOWN = frozenset(
     (
@@ -31,7 +35,12 @@ _KNOWN = frozenset(
     )
 )
 _TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
-_WRITES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__"))
+_WRITES = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"),
+        *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    )
+)
 
 
 class Absent(Tensor):
@@ -40,12 +49,12 @@ class Absent(Tensor):
     Attributes:
         part: dotted name of what it belongs to.
         plain: the zeros.
-        is_running: whether a step or a backward runs, in which it is just zeros.
+        phase: tells what runs now.
     """
 
     part: str
     plain: Tensor
-    is_running: Callable[[], bool]
+    phase: Callable[[], Phase]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,13 +64,13 @@ class Absent(Tensor):
                 direct = argument
             elif argument.__class__ is list or argument.__class__ is tuple:
                 nested = argument
-        if direct is not None and nested is None and not kwargs and direct.is_running():
-            if args[0].__class__ is Absent and _writes(func.__name__):  # the owning stage runs the same line
+        if direct is not None and nested is None and not kwargs and direct._is_zeros():
+            if args[0].__class__ is Absent and writes_in_place(func.__name__):  # the owning stage runs the same line
                 return args[0]
             return func(*[argument.plain if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
-        if first.is_running():
+        if first._is_zeros():
             return func(*_plain(args), **_plain(kwargs))
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
@@ -71,11 +80,14 @@ class Absent(Tensor):
             return f"<tensor of `{first.part}` on another pipeline stage>"
         if name == "__deepcopy__":
             return first
-        if name == "__set__" or _writes(name):
+        if name == "__set__" or writes_in_place(name):
             target = args[0] if args else next(iter(kwargs.values()))
             absent = all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target))
             return target if absent else first.refuse(f"written into another tensor by `{name}`")
         return first._result(func, attribute or name, args, kwargs)
+
+    def _is_zeros(self) -> bool:
+        return self.phase() is Phase.STEP or in_backward()
 
     def _result(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What an operation gives: absent tensors, never a number."""
@@ -88,7 +100,7 @@ class Absent(Tensor):
         leaves = pytree.tree_leaves(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             self.refuse(f"read by `{name}`")
-        return pytree.tree_map(lambda tensor: make_absent(tensor, self.part, self.is_running), output)
+        return pytree.tree_map(lambda tensor: make_absent(tensor, self.part, self.phase), output)
 
     def refuse(self, what: str) -> Any:
         """Raise the error that says why there is no number.
@@ -104,16 +116,24 @@ class Absent(Tensor):
         )
 
 
-def _writes(name: str) -> bool:
+def writes_in_place(name: str) -> bool:
     """Whether an operation of this name writes into its first argument."""
     return name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
 
 
-def make_absent(zeros: Tensor, part: str, is_running: Callable[[], bool]) -> Absent:
+def make_absent(zeros: Tensor, part: str, phase: Callable[[], Phase]) -> Absent:
     """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph."""
     absent = zeros.as_subclass(Absent)
-    absent.part, absent.plain, absent.is_running = part, zeros, is_running
+    absent.part, absent.plain, absent.phase = part, zeros, phase
     return absent
+
+
+def absent_tensors(module: nn.Module, presence: Presence) -> Iterator[tuple[Tensor, str]]:
+    """What stands in ``module`` for tensors of other stages, each with the name of the part it belongs to."""
+    for name, entry in presence.elsewhere():
+        owner, leaf = owner_of(module, name)
+        if owner is not None and leaf in owner.__dict__:
+            yield owner.__dict__[leaf], entry.part
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ into a layer of this stage, a log, a metric or the step's output is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_megatron.pipeline.elsewhere.absent import absent_tensors, writes_in_place
 from lightning_megatron.pipeline.elsewhere.inner_gradients import check_inner_gradient
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
@@ -87,20 +89,18 @@ class Provenance(TorchFunctionMode):
     """Watches one run of a step on one virtual stage.
 
     Args:
-        made: ids of tensors here that not every stage has.
-        away: id -> name of the part, for tensors that only stand in for another stage's.
-        layers: names of the trunk's layers.
+        module: the user's module, cut.
+        presence: what of it is here.
         received: what the stage before sent.
     """
 
-    def __init__(
-        self, made: frozenset[int], away: Mapping[int, str], layers: frozenset[str], received: list[Tensor]
-    ) -> None:
+    def __init__(self, module: nn.Module, presence: Presence, received: list[Tensor]) -> None:
         super().__init__()
-        self._layers = layers
+        self._presence = presence
         self._received = received
-        self._own = made
-        self._foreign = dict(away)
+        named = module.named_parameters(remove_duplicate=False)
+        self._own = frozenset(id(parameter) for name, parameter in named if not presence.is_everywhere(name))
+        self._foreign = {id(tensor): part for tensor, part in absent_tensors(module, presence)}
         self._made: dict[int, Tensor] = {}
         self._away: dict[int, tuple[Tensor, str]] = {}
         self._paused = False
@@ -120,7 +120,7 @@ class Provenance(TorchFunctionMode):
             )
         if name is not None or self._any_made(sources):
             self._note(output, name)
-            if _writes(func) and args:
+            if writes_in_place(getattr(func, "__name__", "")) and args:
                 self._note(args[0], name)
             if "out" in kwargs:
                 self._note(kwargs["out"], name)
@@ -173,7 +173,8 @@ class Provenance(TorchFunctionMode):
                 self.refuse_away([getattr(metric, state) for state in metric._defaults], f"the metric `{name}`")
 
     def _remedy(self, name: str) -> str:
-        return remedy(name, any(name == layer or name.startswith(f"{layer}.") for layer in self._layers))
+        part = self._presence.part_of(name)
+        return remedy(name, part is not None and part.is_layer)
 
     def _any_made(self, value: Any) -> bool:
         return any(self.travels(tensor) for tensor in _tensors(value))
@@ -198,15 +199,6 @@ def remedy(name: str, is_layer: bool) -> str:
         "Keep that part on every stage with "
         f'`MegatronStrategy(pipeline_placement={{"{name}": "all"}})` (its gradients are summed), or use '
         "`pipeline_parallel_size=1`."
-    )
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return (
-        name == "__setitem__"
-        or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-        or (name.endswith("_") and not name.endswith("__"))
     )
 
 

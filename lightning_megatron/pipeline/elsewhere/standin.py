@@ -11,8 +11,7 @@ depended on numbers another stage should have computed, and raises an error inst
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
 from lightning_megatron.pipeline.elsewhere.provenance import remedy
-
-Hidden = tuple[nn.Module, str, Tensor]
-"""A module, the name of a parameter or buffer of it that is elsewhere, and a tensor like that on the meta device."""
 
 
 class Sentinel:
@@ -55,53 +52,45 @@ class Sentinel:
         )
 
 
-class HollowModule:
-    """One module whose tensors live on another stage.
+def hollow_out(
+    module: nn.Module, presence: Presence, device: torch.device, phase: Callable[[], Phase]
+) -> dict[str, Sentinel]:
+    """Let only zeros remain, in ``module``, of what other stages own.
+
+    Tensors that this stage holds too, under another name or in a module that it shares, stay.
 
     Args:
-        module: hollowed in place by the constructor.
-        name: its dotted name.
-        device: where its zeros live.
-        is_running: whether a step or a backward runs, in which its tensors are zeros; see :mod:`.absent`.
-        keep: ids of parameters that this stage holds under another name (tied), which keep their entry.
-        shared: ids of modules inside that parts of this stage use too, such as one rotary table for all layers.
+        module: the whole module; changed in place.
+        presence: what of it is here.
+        device: where zeros live.
+        phase: tells what runs, on which depends what its tensors answer; see :mod:`.absent`.
+
+    Returns:
+        By name of each part that is elsewhere, the source of its zeros.
     """
+    parts = {name: part for name, part in presence.parts.items() if presence.stage not in part.stages}
+    sentinels = {name: Sentinel(name, part.is_layer) for name, part in parts.items()}
+    for name, entry in presence.elsewhere():
+        owner, leaf = owner_of(module, name)
+        if owner is not None and leaf not in owner.__dict__:  # under another name of its module, it may be
+            zeros = _hide(owner, leaf, sentinels[entry.part], device)
+            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase)
+    for name in parts:
+        part = owner_of(module, name)[0]
+        child = part._modules.get(name.rpartition(".")[2]) if part is not None else None
+        if child is not None and not isinstance(child, _Elsewhere):
+            original: Any = type(child)
+            child.__class__ = _hollow_class(original)
+    return sentinels
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        device: torch.device,
-        is_running: Callable[[], bool],
-        keep: frozenset[int] = frozenset(),
-        shared: frozenset[int] = frozenset(),
-    ) -> None:
-        self.module = module
-        self._device = device
-        self._is_running = is_running
-        self.sentinel = Sentinel(name)
-        self.hidden: list[Hidden] = []
-        for child in module.modules():
-            if id(child) not in shared:
-                self._hide_parameters(child, keep)
-                self._hide_buffers(child)
-        original: Any = type(module)
-        module.__class__ = _hollow_class(original)
 
-    def _hide_parameters(self, module: nn.Module, keep: frozenset[int]) -> None:
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) in keep:
-                continue
-            hide_parameter(module, name, self.sentinel, self._device, self._is_running)
-            self.hidden.append((module, name, meta_like(parameter)))
-
-    def _hide_buffers(self, module: nn.Module) -> None:
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                del module._buffers[name]
-                empty = torch.zeros((), dtype=buffer.dtype, device=self._device).expand(buffer.shape)
-                module.__dict__[name] = make_absent(empty, self.sentinel.name, self._is_running)
-                self.hidden.append((module, name, torch.empty_like(buffer, device="meta")))
+def _hide(owner: nn.Module, leaf: str, sentinel: Sentinel, device: torch.device) -> Tensor:
+    """Take a parameter or buffer off its module; returns zeros like it."""
+    table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+    tensor = table.pop(leaf)
+    if isinstance(tensor, nn.Parameter):
+        return sentinel.zeros(tensor.shape, tensor.dtype, device)
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 class _Elsewhere:
@@ -121,40 +110,6 @@ class _Elsewhere:
 def _hollow_class(original: Any) -> Any:
     """A subclass of ``original`` for its hollow instances; one per class, so that equal layers stay equal."""
     return type(original.__name__, (_Elsewhere, original), {"__module__": original.__module__})
-
-
-def hide_parameter(
-    module: nn.Module, name: str, sentinel: Sentinel, device: torch.device, is_running: Callable[[], bool]
-) -> None:
-    """Replace one parameter by a zero-stride plain attribute of the same name."""
-    parameter = module._parameters.pop(name)
-    assert parameter is not None
-    zeros = sentinel.zeros(parameter.shape, parameter.dtype, device)
-    module.__dict__[name] = make_absent(zeros, sentinel.name, is_running)
-
-
-def meta_like(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape and dtype that takes no memory."""
-    empty = torch.empty_like(parameter, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-@contextmanager
-def whole_view(hidden: list[Hidden]) -> Iterator[None]:
-    """Show hidden parameters and buffers again, on the meta device, so that code which only counts or names them sees
-    them all.
-    """
-    shown: list[tuple[nn.Module, str, Tensor, dict[str, Any]]] = []
-    for module, name, tensor in hidden:
-        table: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-        shown.append((module, name, module.__dict__.pop(name), table))
-        table[name] = tensor
-    try:
-        yield
-    finally:
-        for module, name, zeros, table in shown:
-            del table[name]
-            module.__dict__[name] = zeros
 
 
 def become(stand_in: Any, received: Tensor, training: bool) -> bool:

@@ -7,7 +7,7 @@ it or ends the step there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
 
 class Follower(Protocol):
     """Follows the user's step call by call and answers each of them: the stage's cursor."""
-
-    running: bool
-    parameters_read: bool
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of trunk layer ``index``."""
@@ -84,27 +81,6 @@ class InnerCall(LayerCall):
         if not in_backward() and self.cursor.is_inside(self.index):
             return self.cursor.call_inside(self.index, self, args, kwargs)
         return super().__call__(*args, **kwargs)
-
-
-class GuardedNames:
-    """Installed as ``named_parameters`` on a module with parts elsewhere.
-
-    Reading the first few is harmless (for a dtype). Reading all of them inside a step would silently leave out what
-    other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
-    """
-
-    def __init__(self, cursor: Follower, name: str, module: nn.Module) -> None:
-        self._cursor, self._name, self._module = cursor, name, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from type(self._module).named_parameters(self._module, *args, **kwargs)
-        self._cursor.parameters_read = True
-        if self._cursor.running:
-            raise RuntimeError(
-                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
-                "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
-                "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
-            )
 
 
 class PartCall(Wrapper):

@@ -5,22 +5,23 @@ Owned layers are wrapped so that the cursor sees their calls; everything that ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.random_streams import SegmentStreams
-from lightning_megatron.pipeline.cut.averaged_copies import install_views
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
+from lightning_megatron.pipeline.elsewhere.listing import install_listings
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance
-from lightning_megatron.pipeline.elsewhere.standin import Hidden, HollowModule, Sentinel, hide_parameter, meta_like
+from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
-from lightning_megatron.pipeline.stage.calls import FirstCall, GuardedNames, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
 
 _NOTHING = nullcontext()
@@ -33,31 +34,35 @@ class Stage:
     Args:
         module: the whole module; cut in place.
         partition: who owns what.
-        stage: this rank's stage.
+        presence: what of the module is on this rank.
         device: where this rank computes.
         streams: random streams per segment.
+
+    Attributes:
+        presence: what of the module is on this rank; told anew which copies no optimizer updates in each run.
+        cursor: follows the user's step through the layers.
     """
 
     def __init__(
-        self, module: nn.Module, partition: Partition, stage: int, device: torch.device, streams: SegmentStreams
+        self,
+        module: nn.Module,
+        partition: Partition,
+        presence: Presence,
+        device: torch.device,
+        streams: SegmentStreams,
     ) -> None:
         self.module = module
-        self._device = device
         self.partition = partition
-        self.stage = stage
+        self.presence = presence
+        self.stage = presence.stage
         trunk = partition.trunk
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams)
         module.get_submodule(trunk.name).__dict__[_MARK] = self
-        self.hidden: list[Hidden] = []
-        self._emptied: list[tuple[nn.Module, str, str]] = []  # module, attribute, part
-        shared = self._kept_modules()
-        self._wrap_layers(self._kept_parameters(), shared)
-        self._hollow_units(self._kept_parameters(), shared)
+        self._wrap_layers()
+        self._wrap_parts(hollow_out(module, presence, device, self.phase))
         self._skip_repeated_units()
         self.cursor.isolate_parts(parts_outside(module, trunk))
-        self._guard_parameters()
-        self.copies = partition.copies
-        install_views(module, self.copies, self._shows_whole)
+        install_listings(module, self)
 
     @staticmethod
     def of(module: nn.Module) -> Stage | None:
@@ -65,58 +70,31 @@ class Stage:
         found = (child.__dict__.get(_MARK) for child in module.modules())
         return next((stage for stage in found if stage is not None), None)
 
-    def _is_running(self) -> bool:
-        return self.cursor.running or in_backward()
+    def phase(self) -> Phase:
+        """What user code runs now: its step, or anything else."""
+        return Phase.STEP if self.cursor.running else Phase.HOOK
 
-    def _shows_whole(self, copy: str) -> bool:
-        return self.cursor.running or not self.copies.covers(copy)
+    def note_read(self) -> None:
+        """Take note that user code has gone over all parameters that this stage holds of a module."""
+        self.cursor.parameters_read = True
 
-    def _guard_parameters(self) -> None:
-        """Let nobody sum over "all" parameters inside a step where only some are here."""
-        partial = {""}
-        for name in (*self.partition.trunk.layer_names, *self.partition.units):
-            while name:
-                name = name.rpartition(".")[0]
-                partial.add(name)
-        for name in partial:
-            module = self.module.get_submodule(name)
-            guard = GuardedNames(self.cursor, name, module)
-            module.named_parameters = guard  # type: ignore[method-assign, assignment]
+    def note_trained(self, trained: Set[int]) -> None:
+        """Say which parameters, by id, optimizers update: they are no copies, whatever they are called."""
+        copies = self.partition.copies.without_trained(self.module, trained)
+        self.presence = replace(self.presence, copies=copies)
 
-    def _kept_parameters(self) -> frozenset[int]:
-        holders = self.partition.holders
-        named = self.module.named_parameters(remove_duplicate=False)
-        return frozenset(id(p) for name, p in named if self.stage in holders[name] and len(holders[name]) > 1)
-
-    def _kept_modules(self) -> frozenset[int]:
-        """Modules that are reached without passing through a part of another stage."""
-        layers, owned = self.partition.trunk.layer_names, self.partition.layers_of(self.stage)
-        elsewhere = {name for index, name in enumerate(layers) if index not in owned}
-        elsewhere |= {name for name, stages in self.partition.units.items() if self.stage not in stages}
-        return frozenset(id(child) for child in _reached(self.module, "", elsewhere))
-
-    def _wrap_layers(self, kept: frozenset[int], shared: frozenset[int]) -> None:
-        owned = self.partition.layers_of(self.stage)
+    def _wrap_layers(self) -> None:
         for index, name in enumerate(self.partition.trunk.layer_names):
             layer = self.module.get_submodule(name)
             for path, called in called_modules(layer, name):
                 (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called).install()
-            if index not in owned:
-                self._note_hollow(HollowModule(layer, name, self._device, self._is_running, kept, shared))
 
-    def _hollow_units(self, kept: frozenset[int], shared: frozenset[int]) -> None:
-        for name, stages in self.partition.units.items():
-            if self.stage in stages:
-                continue
-            owner, _, leaf = name.rpartition(".")
-            parent = self.module.get_submodule(owner)
-            if leaf in parent._parameters:
-                self._hide_direct(parent, leaf, name, kept)
-                continue
-            unit = parent.get_submodule(leaf)
-            hollow = HollowModule(unit, name, self._device, self._is_running, kept, shared)
-            PartCall(self.cursor, unit, hollow.sentinel).install()
-            self._note_hollow(hollow)
+    def _wrap_parts(self, sentinels: Mapping[str, Sentinel]) -> None:
+        """Let the parts of other stages, but for the layers, answer with zeros."""
+        for name in self.partition.units:
+            unit = _submodule(self.module, name) if name in sentinels else None
+            if unit is not None:
+                PartCall(self.cursor, unit, sentinels[name]).install()
 
     def _skip_repeated_units(self) -> None:
         """With several virtual stages here, what runs before the layers runs in the first of them only."""
@@ -124,30 +102,13 @@ class Stage:
         if partition.owners.count(self.stage) == 1 or partition.owners[0] != self.stage:
             return
         for name in sorted(partition.before):
-            owner, _, leaf = name.rpartition(".")
-            unit = self.module.get_submodule(owner)._modules.get(leaf)
+            unit = _submodule(self.module, name)
             if unit is not None:
                 FirstCall(self.cursor, unit, Sentinel(name)).install()
 
-    def _hide_direct(self, parent: nn.Module, leaf: str, name: str, kept: frozenset[int]) -> None:
-        parameter = parent._parameters[leaf]
-        assert parameter is not None
-        if id(parameter) in kept:
-            return
-        hide_parameter(parent, leaf, Sentinel(name), self._device, self._is_running)
-        self.hidden.append((parent, leaf, meta_like(parameter)))
-        self._emptied.append((parent, leaf, name))
-
-    def _note_hollow(self, hollow: HollowModule) -> None:
-        self.hidden += hollow.hidden
-        self._emptied += [(module, name, hollow.sentinel.name) for module, name, _ in hollow.hidden]
-
     def _new_watch(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        made = frozenset(id(parameter) for name, parameter in named if not self.partition.is_everywhere(name))
-        away = {id(module.__dict__[name]): part for module, name, part in self._emptied}
-        return Provenance(made, away, frozenset(self.partition.trunk.layer_names), received.tensors)
+        return Provenance(self.module, self.presence, received.tensors)
 
     def run(
         self,
@@ -235,17 +196,11 @@ class Stage:
                 return StageRun(micro_batch, received, sent)
             return self._finish(micro_batch, map_tensors(output, torch.detach), received)
 
-    def counted_here(self, name: str) -> bool:
-        """Whether this rank, among all stages that hold parameter ``name``, is the one that counts it in a norm."""
-        return min(self.partition.holders[name]) == self.stage
 
-
-def _reached(module: nn.Module, name: str, elsewhere: set[str]) -> Iterator[nn.Module]:
-    if name in elsewhere:
-        return
-    yield module
-    for key, child in module.named_children():
-        yield from _reached(child, f"{name}.{key}" if name else key, elsewhere)
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    """The module called ``name``; ``None`` if a parameter is."""
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner)._modules.get(leaf)
 
 
 def called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 
 _NAME = "_get_total_norm"
@@ -28,19 +28,19 @@ class HandClipping:
 
     Args:
         module: the user's module, divided.
-        stage: this rank's part of it; ``None`` with one stage.
-        tensor: how parameters are split over tensor-parallel ranks.
+        presence: what of it is on this rank.
+        stage: knows whether all that is here was read; ``None`` with one stage.
         norm: gives the 2-norm over the whole model of the gradients of some of this rank's parameters; collective.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        presence: Presence,
         stage: Stage | None,
-        tensor: TensorState,
         norm: Callable[[Iterable[nn.Parameter]], Tensor],
     ) -> None:
-        self._module, self._stage, self._tensor = module, stage, tensor
+        self._module, self._presence, self._stage = module, presence, stage
         self._norm = norm
         self._original: Any = None
 
@@ -65,7 +65,7 @@ class HandClipping:
         owners = {id(p.grad): (name, p) for name, p in named.items() if p.grad is not None}
         given = [owners[id(tensor)] for tensor in tensors if id(tensor) in owners]
         names = [name for name, _ in given]
-        if len(given) < len(tensors) or not given or self._is_whole_here(names):
+        if len(given) < len(tensors) or not given or self._presence.are_whole_here(names):
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         if float(norm_type) != 2.0 or not self._is_for_all(len(given) == len(owners)):
             raise RuntimeError(
@@ -83,14 +83,3 @@ class HandClipping:
     def _is_for_all(self, complete: bool) -> bool:
         """Whether every rank takes this norm together, of all its gradients."""
         return self._stage is None or (complete and self._stage.cursor.parameters_read)
-
-    def _is_whole_here(self, names: list[str]) -> bool:
-        """Whether gradients of these parameters are entirely on this rank, alike on all ranks that have them."""
-        if any(name in self._tensor.table for name in names):
-            return False
-        if self._stage is None:
-            return True
-        partition = self._stage.partition
-        parts = (*partition.trunk.layer_names, *partition.units)
-        found = {next((part for part in parts if name == part or name.startswith(f"{part}.")), "") for name in names}
-        return len(found) == 1

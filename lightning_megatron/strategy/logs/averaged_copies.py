@@ -25,18 +25,16 @@ class CopyExchange:
     """Keeps the copies of one module equal on all stages; does nothing for a module without copies.
 
     Args:
-        module: the user's module, cut.
-        stage: says which parts of it are copies.
+        stage: says which parts of its module are copies.
         mesh: the grid.
         device: where tensors live.
     """
 
-    def __init__(self, module: nn.Module, stage: Stage, mesh: ParallelMesh, device: torch.device) -> None:
-        self._module, self._stage = module, stage
+    def __init__(self, stage: Stage, mesh: ParallelMesh, device: torch.device) -> None:
+        self._stage = stage
         self._group, self._ranks = mesh.group("pipeline_parallel"), mesh.pipeline_ranks
         self._device = device
-        copies = stage.partition.copies
-        self._exist = bool(copies.sources or copies.buffers)
+        self._exist = bool(stage.partition.copies)
         self._trained = False
         self._notes = self._measure(self._tensors())
 
@@ -47,8 +45,7 @@ class CopyExchange:
             parameters: those that an optimizer updates.
         """
         if self._exist:
-            trained = {id(parameter) for parameter in parameters}
-            self._stage.copies = self._stage.partition.copies.without_trained(self._module, trained)
+            self._stage.note_trained({id(parameter) for parameter in parameters})
             self._notes = self._measure(self._tensors())
 
     def begin_training(self) -> None:
@@ -90,7 +87,7 @@ class CopyExchange:
         self._notes = self._measure(tensors)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return self._stage.copies.tensors(self._module) if self._exist else {}
+        return self._stage.presence.copies.tensors(self._stage.module) if self._exist else {}
 
     @torch.no_grad()
     def _measure(self, tensors: dict[str, Tensor]) -> Tensor:

@@ -161,7 +161,7 @@ class SeveralStages:
         self._has_loss = mesh.rank == mesh.loss_rank
         self._delivery = OutcomeDelivery(mesh, device)
         self._state = ModuleState(module, stage.partition, mesh, device)
-        self._copies = CopyExchange(module, stage, mesh, device)
+        self._copies = CopyExchange(stage, mesh, device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
 

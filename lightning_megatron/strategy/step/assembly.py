@@ -21,6 +21,7 @@ from lightning_megatron.data_parallel.presplit import agree_on_start, splits_its
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, compile_layers
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
@@ -136,20 +137,24 @@ class Assembler:
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         tensor_state, report = self._split_layers(module)
-        stage = self._cut(module, streams)
+        stage = self._cut(module, streams, tensor_state)
+        if stage is not None:
+            presence = stage.presence
+        else:
+            presence = Presence.uncut(module, tensor_state.table, tensor_state.rank)
         materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
         multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers)
         if self._options.activation_recompute is not None or stage is not None:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
-        engine = StepEngine(module, mesh, self._device, stage, streams, tensor_state, self._engine_options)
+        engine = StepEngine(module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options)
         groups: dict[Holders, Any] = {}
         if engine.splits_itself:
             self._agree_on_own_split(module)
         else:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
-            groups = mesh.holder_groups(self._all_holders(stage, tensor_state))
+            groups = mesh.holder_groups(self._all_holders(presence, tensor_state))
             agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
         return Assembled(module, engine, tensor_state, report, streams, groups)
@@ -173,7 +178,7 @@ class Assembler:
             earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)
         return earlier.state, earlier.report
 
-    def _cut(self, module: pl.LightningModule, streams: SegmentStreams) -> Stage | None:
+    def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)
         mesh = self._mesh
         if mesh.layout.pipeline == 1:
@@ -196,7 +201,8 @@ class Assembler:
             stage_speeds=self._options.stage_speeds,
             hooks_write=module._trainer is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
-        return Stage(module, partition, mesh.stage, self._device, streams)
+        presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, tensor_state.rank)
+        return Stage(module, partition, presence, self._device, streams)
 
     def _check_own_split(self) -> None:
         check_own_split(
@@ -212,9 +218,9 @@ class Assembler:
         sizes = {"data_parallel": self._mesh.layout.data, "tensor_parallel": self._mesh.layout.tensor}
         agree_on_start(module, *(self._mesh.group(axis) if size > 1 else None for axis, size in sizes.items()))
 
-    def _all_holders(self, stage: Stage | None, tensor_state: TensorState) -> list[Holders]:
+    def _all_holders(self, presence: Presence, tensor_state: TensorState) -> list[Holders]:
         """Every combination of holders in the world besides one stage's own: equal on all ranks."""
-        sets = stage.partition.shared_stage_sets() if stage is not None else []
+        sets = presence.shared_stage_sets()
         holders = [Holders(stages, False) for stages in sets]
         if tensor_state.sums_gradients:
             singles = [(index,) for index in range(self._mesh.layout.pipeline)]

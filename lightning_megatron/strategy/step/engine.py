@@ -19,6 +19,7 @@ from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -39,6 +40,7 @@ class StepEngine:
         mesh: the grid.
         device: this rank's device.
         stage: this rank's part of the module; ``None`` with one stage.
+        presence: what of the module is on this rank.
         streams: random streams per segment.
         tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
@@ -56,13 +58,14 @@ class StepEngine:
         mesh: ParallelMesh,
         device: torch.device,
         stage: Stage | None,
+        presence: Presence,
         streams: SegmentStreams,
         tensor: TensorState,
         options: EngineOptions,
     ) -> None:
         self._module, self._mesh, self._tensor, self._options = module, mesh, tensor, options
         self.splits_itself = splits_itself(module)
-        self.model_gradients = ModelGradients(module, mesh, device, stage, tensor, options.gradients)
+        self.model_gradients = ModelGradients(module, mesh, device, presence, tensor, options.gradients)
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         self.losses = LossChecks(options.gradients.inspect, mesh.group("tensor_parallel") if compares else None)
         stages: Stages

@@ -23,7 +23,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.parallelize.reading import copy as study
 from lightning_megatron.parallelize.trial import replay as probe
-from lightning_megatron.pipeline.elsewhere.standin import whole_view
+from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
@@ -147,7 +147,8 @@ def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:
     """Whether any parameter on the way to a virtual stage is trained, so that its input has a gradient."""
     stage: Any = executor._stage
     partition = stage.partition
-    later = [*partition.trunk.layer_names[partition.bounds[virtual][0] :], *partition.after]
-    with whole_view(stage.hidden):
+    later = {*partition.trunk.layer_names[partition.bounds[virtual][0] :], *partition.after}
+    with shown_whole(stage.module, stage.presence):
         trained = [name for name, parameter in stage.module.named_parameters() if parameter.requires_grad]
-    return any(not any(name == unit or name.startswith(f"{unit}.") for unit in later) for name in trained)
+    parts = [stage.presence.part_of(name) for name in trained]
+    return any(part is None or part.name not in later for part in parts)

@@ -1,0 +1,74 @@
+"""What a module of which not all is here lists: ``named_parameters``, ``named_buffers`` and ``state_dict``.
+
+On a stage these methods find its own tensors by themselves, because those of others are no parameters here. Two things
+are left to do. In a step nobody may sum over "all" parameters where only some are here; and of a copy that hooks
+update, which every stage has whole, a hook is to meet just what this stage has the source of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Sight, Viewer
+
+
+class GuardedNames:
+    """Installed as ``named_parameters`` on a module with parts elsewhere.
+
+    Reading the first few is harmless (for a dtype). Reading all of them inside a step would silently leave out what
+    other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
+    """
+
+    def __init__(self, module: nn.Module, name: str, viewer: Viewer) -> None:
+        self._module, self._name, self._viewer = module, name, viewer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(self._module).named_parameters(self._module, *args, **kwargs)
+        self._viewer.note_read()
+        if self._viewer.phase() is Phase.STEP:
+            raise RuntimeError(
+                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
+                "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
+                "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
+            )
+
+
+class CopyNames:
+    """Installed as one of the listing methods on a module inside a copy."""
+
+    def __init__(self, module: nn.Module, name: str, method: str, viewer: Viewer) -> None:
+        self._module, self._name, self._method, self._viewer = module, name, method, viewer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        listed = getattr(type(self._module), self._method)(self._module, *args, **kwargs)
+        if args or kwargs.get("destination") is not None:  # part of a listing of more than the copy
+            return listed
+        prefix = str(kwargs.get("prefix", ""))
+        if self._method != "state_dict":
+            return ((name, tensor) for name, tensor in listed if self._is_listed(name, prefix))
+        for name in [name for name in listed if not self._is_listed(name, prefix)]:
+            del listed[name]
+        return listed
+
+    def _is_listed(self, name: str, prefix: str) -> bool:
+        viewer, own = self._viewer, name.removeprefix(prefix).removeprefix(".")
+        return viewer.presence.sight(f"{self._name}.{own}", viewer.phase()) is not Sight.UNLISTED
+
+
+def install_listings(module: nn.Module, viewer: Viewer) -> None:
+    """Let ``module`` and what is in it list what user code may see.
+
+    Args:
+        module: the whole module, about to be cut or cut.
+        viewer: its stage.
+    """
+    for name in viewer.presence.partial_modules():
+        partial = module.get_submodule(name)
+        partial.named_parameters = GuardedNames(partial, name, viewer)  # type: ignore[method-assign, assignment]
+    for copy in viewer.presence.copies.sources:
+        for path, child in module.get_submodule(copy.name).named_modules(prefix=copy.name) if copy.source else ():
+            for method in ("named_parameters", "named_buffers", "state_dict"):
+                setattr(child, method, CopyNames(child, path, method, viewer))

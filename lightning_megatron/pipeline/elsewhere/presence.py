@@ -1,0 +1,315 @@
+"""What of a module is on this rank, and what user code sees of the rest.
+
+Stages own different layers, tensor-parallel ranks different slices of one weight, and hooks, steps and summaries go
+over all of it by name. Whoever has to answer for a name asks here instead of working it out again: which part it
+belongs to, which stages hold it, which slice of it a rank has, and what it looks like in one process. What is seen of
+it depends on when user code looks::
+
+    phase   looks while                          here       a slice is here   on another stage
+    STEP    the user's step runs                 itself     the slice         zeros that carry no gradient home
+    HOOK    anything else runs                   itself *   the slice         absent: its shape, but no number
+    WHOLE   code that names and counts runs      itself     its twin          its twin on the meta device
+
+``*`` of a copy that hooks update (:mod:`~lightning_megatron.pipeline.cut.averaged_copies`) each stage lists just what
+it has the source of.
+
+A presence is made once, when a module is cut, and never changes; a run that learns more, such as which copies an
+optimizer updates, replaces it. It costs no messages, since all ranks cut the same whole module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.mesh import Holders
+from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.pipeline.cut.averaged_copies import Copies
+from lightning_megatron.pipeline.cut.partition import Partition
+
+
+class Phase(Enum):
+    """When user code looks at a module; see the module's table."""
+
+    STEP = "step"
+    HOOK = "hook"
+    WHOLE = "whole"
+
+
+class Sight(Enum):
+    """What user code sees of a name."""
+
+    REAL = "the tensor that this rank holds: all of it, or its slice"
+    ZEROS = "zeros of its shape, to run a step over"
+    ABSENT = "its shape, type and device, and an error instead of a number"
+    TWIN = "a tensor on the meta device that looks as in one process"
+    UNLISTED = "nothing: listings leave it out"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is placed as one: a layer of the trunk, or a module or direct parameter outside it.
+
+    Attributes:
+        name: dotted name.
+        stages: stages that compute with it.
+        is_layer: whether it belongs to the trunk.
+    """
+
+    name: str
+    stages: frozenset[int]
+    is_layer: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Where one parameter or buffer of the whole module is.
+
+    Attributes:
+        part: name of the :class:`Part` that it belongs to, under this name or else its first; ``""`` for none.
+        stages: stages that hold it, under this or another name: more than the part's, where it is tied.
+        sharding: the slice of it that this tensor-parallel rank has, on the stages that hold it.
+        is_slice: whether that is less than all of it.
+        twin: a tensor on the meta device that looks as the tensor does in one process: logical shape, unsplit and
+            unpadded; a parameter for a parameter. Tied names share it, and what user code sets on it, as
+            ``requires_grad``, stays.
+        first: first name of the tensor: names of one tied parameter share it.
+    """
+
+    part: str
+    stages: frozenset[int]
+    sharding: ParameterSharding
+    is_slice: bool
+    twin: Tensor
+    first: str
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Which of a module's parameters and buffers are on this rank.
+
+    Attributes:
+        stage: this rank's stage.
+        stages: how many there are.
+        tensor_rank: this rank's place in the tensor group.
+        parts: by name, what was placed; empty where the module is not cut.
+        entries: by name, every parameter and buffer of the whole module; tied ones under each of their names.
+        copies: what hooks keep up to date from the weights.
+    """
+
+    stage: int = 0
+    stages: int = 1
+    tensor_rank: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict, repr=False)
+    entries: Mapping[str, Entry] = field(default_factory=dict, repr=False)
+    copies: Copies = field(default_factory=Copies)
+
+    @classmethod
+    def uncut(cls, module: nn.Module, table: Mapping[str, ParameterSharding], tensor_rank: int = 0) -> Presence:
+        """Presence in a module that one stage holds.
+
+        Args:
+            module: with its layers split already, where there is tensor parallelism.
+            table: how its parameters are split over tensor-parallel ranks.
+            tensor_rank: this rank's place in the tensor group.
+        """
+        return cls(tensor_rank=tensor_rank, entries=_entries(module, table, {}, frozenset({0})))
+
+    @classmethod
+    def of_stage(
+        cls,
+        module: nn.Module,
+        partition: Partition,
+        stage: int,
+        table: Mapping[str, ParameterSharding] | None = None,
+        tensor_rank: int = 0,
+    ) -> Presence:
+        """Presence in a module that is about to be cut.
+
+        Args:
+            module: whole, but for what tensor-parallel ranks have split.
+            partition: who owns what.
+            stage: this rank's stage.
+            table: how parameters are split over tensor-parallel ranks.
+            tensor_rank: this rank's place in the tensor group.
+        """
+        everyone = frozenset(partition.owners)
+        parts = {name: Part(name, stages) for name, stages in partition.units.items()}
+        for (start, stop), owner in zip(partition.bounds, partition.owners, strict=True):
+            names = partition.trunk.layer_names[start:stop]
+            parts |= {name: Part(name, frozenset({owner}), is_layer=True) for name in names}
+        entries = _entries(module, table or {}, parts, everyone)
+        return cls(stage, len(everyone), tensor_rank, parts, entries, partition.copies)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self.entries.get(name)
+        if entry is None and self.stages > 1:
+            raise RuntimeError(
+                f"parameter `{name}` was registered after the module was cut into {self.stages} pipeline stages, so no "
+                "stage owns it; register it in the constructor, or use `pipeline_parallel_size=1`."
+            )
+        return entry or _REGISTERED_LATER
+
+    def is_here(self, name: str) -> bool:
+        """Whether this stage holds the tensor ``name``, or a slice of it."""
+        return name not in self.entries or self.stage in self.entries[name].stages
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether every stage computes with the part that parameter ``name`` belongs to."""
+        part = self.part_of(name)
+        return part is not None and len(part.stages) == self.stages
+
+    def sight(self, name: str, phase: Phase) -> Sight:
+        """What user code sees of the tensor ``name``; see the module's table. What was registered later is real."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return Sight.REAL
+        if self.stage not in entry.stages:
+            return {Phase.STEP: Sight.ZEROS, Phase.HOOK: Sight.ABSENT, Phase.WHOLE: Sight.TWIN}[phase]
+        if phase is Phase.WHOLE and entry.is_slice:
+            return Sight.TWIN
+        source = self.copies.source_of(name) if phase is Phase.HOOK else None
+        return Sight.REAL if source is None or self.is_here(source) else Sight.UNLISTED
+
+    def elsewhere(self) -> Iterator[tuple[str, Entry]]:
+        """Names of what this stage does not hold."""
+        return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)
+
+    def shared_stage_sets(self) -> list[tuple[int, ...]]:
+        """Sets of stages that hold a parameter together, each once, sorted: equal on all ranks."""
+        held = {entry.stages for entry in self.entries.values() if isinstance(entry.twin, nn.Parameter)}
+        return sorted(tuple(sorted(stages)) for stages in held if len(stages) > 1)
+
+    def part_of(self, name: str) -> Part | None:
+        """The part that a tensor or module called ``name`` belongs to, or is."""
+        return _part_of(name, self.parts)
+
+    def partial_modules(self) -> frozenset[str]:
+        """Names of the modules that have parts below them, so that none of them may be whole here."""
+        above = set()
+        for name in self.parts:
+            while name:
+                name = name.rpartition(".")[0]
+                above.add(name)
+        return frozenset(above)
+
+    def holders(self, name: str) -> Holders:
+        """Who holds parameter ``name``, and whether their gradients of it are partial sums.
+
+        Raises:
+            RuntimeError: the parameter was registered after the module was cut.
+        """
+        entry = self._entry(name)
+        return Holders(tuple(sorted(entry.stages)), entry.sharding.sums_gradient)
+
+    def is_counted_here(self, name: str, *, over_stages: bool, over_tensor: bool) -> bool:
+        """Whether this rank counts what it holds of parameter ``name`` in a sum over the ranks of a model: a slice
+        always, a copy on the first of those who have it.
+
+        Args:
+            name: the parameter.
+            over_stages: whether the copies of several stages are in the sum.
+            over_tensor: whether those of tensor-parallel ranks are.
+        """
+        entry = self._entry(name)
+        if over_tensor and not entry.is_slice and self.tensor_rank != 0:
+            return False
+        return not over_stages or min(entry.stages) == self.stage
+
+    def are_whole_here(self, names: Iterable[str]) -> bool:
+        """Whether the gradients of these parameters are entirely on this rank, alike on all ranks that have them."""
+        entries = [self._entry(name) for name in names]
+        split = any(entry.is_slice or entry.sharding.sums_gradient for entry in entries)
+        return not split and len({entry.part for entry in entries}) == 1
+
+
+class Viewer(Protocol):
+    """Who knows, for one module, what is here and what runs: its stage."""
+
+    presence: Presence
+
+    def phase(self) -> Phase:
+        """What runs now."""
+
+    def note_read(self) -> None:
+        """Take note that user code has gone over all parameters of a module that has parts elsewhere."""
+
+
+_REGISTERED_LATER = Entry("", frozenset({0}), ParameterSharding(ShardSpec.whole(())), False, torch.empty(()), "")
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    """The module inside ``module`` that has the tensor ``name``, ``None`` if it was removed, and its attribute."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        return module.get_submodule(path), leaf
+    except AttributeError:
+        return None, leaf
+
+
+def _part_of(name: str, parts: Mapping[str, Part]) -> Part | None:
+    while name:
+        if name in parts:
+            return parts[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+_Key = tuple[int, str]
+"""What is one tensor under several names: a tied parameter, or one buffer of a module that has several names."""
+
+
+def _entries(
+    module: nn.Module, table: Mapping[str, ParameterSharding], parts: Mapping[str, Part], everyone: frozenset[int]
+) -> dict[str, Entry]:
+    """An entry for every name of every parameter and buffer."""
+    named = list(_named_tensors(module))
+    stages: dict[_Key, frozenset[int]] = {}
+    for name, tensor, key in named:
+        part = _part_of(name, parts)
+        if part is not None or not isinstance(tensor, nn.Parameter):  # else: a further name of a module that is a part
+            stages[key] = stages.get(key, frozenset()) | (everyone if part is None else part.stages)
+    entries: dict[str, Entry] = {}
+    firsts: dict[_Key, str] = {}
+    for name, tensor, key in named:
+        first = firsts.setdefault(key, name)
+        sharding = table.get(name) or ParameterSharding(ShardSpec.whole(tensor.shape))
+        part = _part_of(name, parts) or _part_of(first, parts)
+        entries[name] = Entry(
+            part="" if part is None else part.name,
+            stages=stages.get(key, everyone),
+            sharding=sharding,
+            is_slice=not sharding.replicated,
+            twin=_twin(tensor, sharding.spec) if first == name else entries[first].twin,
+            first=first,
+        )
+    return entries
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, _Key]]:
+    """Every name of every parameter and buffer that has a shape.
+
+    Buffers go by module, even where another one has the same tensor: they are assigned anew, ``self.table = ...``,
+    module by module.
+    """
+    modules = {name: id(child) for name, child in module.named_modules(remove_duplicate=False)}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not is_lazy(parameter):
+            yield name, parameter, (id(parameter), "")
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        if not is_lazy(buffer):
+            yield name, buffer, (modules[path], leaf)
+
+
+def _twin(tensor: Tensor, spec: ShardSpec) -> Tensor:
+    shape = spec.global_shape if tuple(tensor.shape) == spec.local_shape else tensor.shape
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
