@@ -1,8 +1,9 @@
-"""Packages whose names are imported on first use."""
+"""Imports at the last moment: names of our own packages on first use, and packages that are optional."""
 
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,3 +22,28 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty ``matplotlib.figure.Figure`` of so many inches, drawn without a display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "pictures are drawn by matplotlib, which is not installed: `pip install 'lightning_megatron[plots]'`."
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(drawn: Any, kind: str) -> bytes:
+    """A figure as a file's bytes; ``kind`` is ``"svg"``, with text as text, or ``"png"``."""
+    import matplotlib as mpl
+
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        drawn.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()

@@ -1,7 +1,7 @@
 """The public door to timelines: check a schedule, simulate it with costs, and draw what comes out."""
 
 from lightning_megatron.pipeline.pictures.drawing import chrome_trace, svg, text_grid, title
-from lightning_megatron.pipeline.pictures.raster import png
+from lightning_megatron.pipeline.pictures.image import png
 from lightning_megatron.pipeline.schedules.check import Fault, ScheduleError, activations_in_flight, check
 from lightning_megatron.pipeline.schedules.dependencies import Costs
 from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate

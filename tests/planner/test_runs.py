@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.planner.calibrate import fit, folds, read_samples, score, table
-from lightning_megatron.planner.linear import solve
 from lightning_megatron.planner.model.constants import PRIORS, Constants
 from lightning_megatron.planner.runs.records import family_scores, predict_rows, record, score_rows
 from lightning_megatron.planner.runs.runs import MEASURED, read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import kendall, ran_out_of_memory, summaries
+from tools.calibrate import fit, folds, read_samples, score, table
 
 RUNS = Path(__file__).parents[1] / "data" / "published_runs.csv"
 OTHERS = RUNS.with_name("other_runs.csv")
@@ -214,9 +213,3 @@ def test_kendall_counts_pairs_in_order() -> None:
     assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall([1.0], [2.0]) is None
-
-
-def test_the_linear_solver_solves() -> None:
-    assert solve([[0.0, 2.0], [3.0, 1.0]], [4.0, 5.0]) == pytest.approx([1.0, 2.0])
-    with pytest.raises(ValueError, match="singular"):
-        solve([[1.0, 1.0], [1.0, 1.0]], [1.0, 2.0])

@@ -121,5 +121,5 @@ def test_a_plan_is_json_and_its_picture_is_xml() -> None:
     assert document["layouts"][0]["fits"] is True
     picture = ElementTree.fromstring(plan_svg(found))
     assert picture.tag.endswith("svg")
-    titles = [node.text or "" for node in picture.iter() if node.tag.endswith("title")]
-    assert any("16 GPUs" in text for text in titles) and any("activations" in text for text in titles)
+    texts = [node.text or "" for node in picture.iter() if node.tag.endswith("text")]
+    assert any("16 GPUs" in text for text in texts) and "activations" in texts and "tokens/s" in texts

@@ -149,6 +149,10 @@ def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: in
     return f'{bar}<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{name}</text>'
 
 
+KINDS = tuple((name, _COLOURS[kind][0]) for kind, name in _LEGEND)
+"""What the colours mean: name and first colour of each kind of instruction."""
+
+
 def colours_of(step: Instruction) -> tuple[str, str]:
     """Colour of an instruction's bar, and of the letters on it."""
     colours = _COLOURS[step.kind]

@@ -1,7 +1,7 @@
 """The few numbers that datasheets do not give: what share of a peak a training step reaches.
 
 They are physical (an efficiency, a latency, a count of passes over memory), shared by every model, paper and layout,
-and fitted on published runs by ``calibrate.py``. Nothing here belongs to one source of runs.
+and fitted on published runs by ``tools/calibrate.py`` of the repository. Nothing here belongs to one source of runs.
 """
 
 from __future__ import annotations
@@ -126,4 +126,4 @@ PRIORS: dict[str, float] = {
 """Physical expectation of every fitted constant, before any run was seen; sources in docs/planning.md."""
 
 DEFAULT_CONSTANTS = Constants()
-"""Constants fitted to all published runs; ``python -m lightning_megatron.planner.calibrate`` makes them."""
+"""Constants fitted to all published runs; ``python -m tools.calibrate`` makes them."""

@@ -58,7 +58,7 @@ def plan(
         found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
         if plot:
             plot.write_text(plan_svg(found, limits), encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_megatron.pipeline.pictures.drawing import chrome_trace, svg, text_grid, title
-from lightning_megatron.pipeline.pictures.raster import png
+from lightning_megatron.pipeline.pictures.image import png
 from lightning_megatron.pipeline.schedules.by_name import SCHEDULES, make_schedule
 from lightning_megatron.pipeline.schedules.check import check
 from lightning_megatron.pipeline.schedules.custom import UserSchedule
@@ -77,6 +77,9 @@ def timeline(
         written = _write(found, svg_file, png_file, trace_file)
     except OSError as error:
         typer.echo(f"Error: could not write {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from error
+    except ImportError as error:
+        typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
     _print(found, as_json, written)
 

@@ -1,6 +1,6 @@
 """Fit the planner's constants to published runs, and show how well runs that were not fitted are predicted.
 
-``python -m lightning_megatron.planner.calibrate FILE.csv`` leaves out one family of runs after the other, fits the
+``python -m tools.calibrate FILE.csv`` leaves out one family of runs after the other, fits the
 constants to the rest, and predicts the family left out: no family predicts itself. The constants that ship with the
 package come from the fit to all rows (``--print-constants``).
 
@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lightning_megatron.planner.cost.makespan import closed_form
 from lightning_megatron.planner.cost.prediction import Prediction, predict
-from lightning_megatron.planner.error_plot import error_svg
-from lightning_megatron.planner.linear import solve
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
 from lightning_megatron.planner.runs.runs import Run, read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import FamilyScore, Scored, measured_seconds, score_row, summaries
+from tools.error_plot import error_svg
 
 _SCALE = 0.12
 """Relative error beyond which a row counts as far off."""
@@ -135,17 +136,13 @@ def _improve(
 ) -> tuple[list[float] | None, float]:
     """One damped step; None where it does not lower the loss."""
     weights = [s.weight / _SCALE**2 / (1 + (e / _SCALE) ** 2) for s, e in zip(samples, errors, strict=True)]
-    count = len(names)
-    matrix = [
-        [sum(w * a * b for w, a, b in zip(weights, slopes[i], slopes[j], strict=True)) for j in range(count)]
-        for i in range(count)
-    ]
-    right = [-sum(w * a * e for w, a, e in zip(weights, slopes[i], errors, strict=True)) for i in range(count)]
-    for i, name in enumerate(names):
-        matrix[i][i] += SPREAD[name] ** -2
-        right[i] -= (logs[i] - math.log(PRIORS[name])) / SPREAD[name] ** 2
-        matrix[i][i] *= 1 + damping
-    step = [max(-0.5, min(0.5, value)) for value in solve(matrix, right)]
+    jacobian, wide = np.array(slopes), np.array(weights)
+    spread = np.array([SPREAD[name] for name in names])
+    prior = np.array([math.log(PRIORS[name]) for name in names])
+    matrix = (jacobian * wide) @ jacobian.T + np.diag(spread**-2)
+    matrix[np.diag_indices_from(matrix)] *= 1 + damping
+    right = -(jacobian @ (wide * np.array(errors))) - (np.array(logs) - prior) / spread**2
+    step = np.linalg.solve(matrix, right).clip(-0.5, 0.5).tolist()
     candidate = [log + value for log, value in zip(logs, step, strict=True)]
     better = _loss(samples, _errors(samples, _constants(names, candidate)), candidate, names)
     return (candidate, better) if better < loss else (None, loss)
@@ -186,7 +183,7 @@ def table(scores: Sequence[FamilyScore]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: print the table of the folds, or the constants of the fit to all rows."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_megatron.planner.calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.calibrate", description=__doc__)
     parser.add_argument("file", help="CSV of published runs")
     parser.add_argument("--print-constants", action="store_true", help="fit all rows and print the constants as JSON")
     parser.add_argument("--no-folds", action="store_true", help="score the fit to all rows on those rows themselves")

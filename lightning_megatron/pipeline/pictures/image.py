@@ -1,0 +1,56 @@
+"""A timeline as a PNG picture, for places that show no SVG. Needs matplotlib, the extra ``plots``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_megatron.mesh.lazy import figure, save_figure
+from lightning_megatron.pipeline.pictures.drawing import KINDS, colours_of
+from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.pipeline.schedules.text import label
+
+_WIDEST = 60.0  # inches
+_INCHES_PER_LETTER = 0.09
+
+
+def png(timeline: Timeline) -> bytes:
+    """Draw a timeline as a PNG picture: a row per stage and a bar per instruction over an axis of time.
+
+    Args:
+        timeline: What happened when.
+
+    Returns:
+        The file's bytes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    return save_figure(draw(timeline), "png")
+
+
+def draw(timeline: Timeline) -> Any:
+    """The ``matplotlib.figure.Figure`` that :func:`png` writes; bars whose label does not fit carry none."""
+    schedule = timeline.schedule
+    bars = [
+        (rank, step, start - timeline.start, end - start)
+        for rank, steps in enumerate(schedule.instructions)
+        for step, start, end in zip(steps, timeline.starts[rank], timeline.ends[rank], strict=True)
+    ]
+    shortest = min((length for *_, length in bars if length > 0), default=1.0)
+    letters = max(len(label(schedule, step)) for _, step, _, _ in bars)
+    span = max(timeline.makespan, 1e-12)
+    inches = min(_WIDEST, max(5.0, span / shortest * (letters + 1) * _INCHES_PER_LETTER))
+    drawn = figure(inches + 1.0, 1.2 + 0.32 * schedule.stages)
+    axes = drawn.add_subplot()
+    axes.broken_barh([(0, span)], (-0.5, schedule.stages), facecolors="#eeeeee")
+    for rank, step, start, length in bars:
+        colour, ink = colours_of(step)
+        axes.broken_barh([(start, length)], (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.5)
+        name = label(schedule, step)
+        if length / span * inches >= len(name) * _INCHES_PER_LETTER:
+            axes.text(start + length / 2, rank, name, color=ink, fontsize=8, ha="center", va="center")
+    axes.set(xlim=(0, span), ylim=(schedule.stages - 0.5, -0.5), xlabel="time", ylabel="stage")
+    axes.set_yticks(range(schedule.stages))
+    handles = [axes.broken_barh([], (0, 0), facecolors=colour, label=name) for name, colour in KINDS]
+    drawn.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)
+    return drawn
