@@ -6,18 +6,58 @@ import os
 
 import pytest
 
+from tests.harness import remember
 from tests.harness.filters import filter_lines
+from tests.harness.lanes import SideBySide
+from tests.harness.pool import share_fork_server
+from tests.harness.tenths import TENTHS, tenth_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("this project")
+    group.addoption("--wide", action="store_true", help="run the exhaustive tables as well")
+    group.addoption(
+        "--wide-tenth",
+        type=int,
+        choices=range(TENTHS),
+        metavar="N",
+        help=f"run one tenth of the exhaustive tables as well, N from 0 to {TENTHS - 1}; with `-m wide`, that alone",
+    )
+    group.addoption(
+        "--lanes",
+        type=int,
+        default=(os.cpu_count() or 1) + 1,
+        metavar="N",
+        help="run N tests at the same time; 1 runs them one after the other in this process (default: %(default)s)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config.addinivalue_line("markers", "wide: a row of an exhaustive table; runs with `-m wide` only")
+    config.addinivalue_line("markers", "wide: a row of an exhaustive table; runs on request only (`--wide`)")
     config.addinivalue_line("markers", "launch: starts processes through a real launcher; slow")
+    config.addinivalue_line("markers", "alone: measures time or memory; no other test runs beside it")
     for line in filter_lines():
         config.addinivalue_line("filterwarnings", line)
-    if not config.option.markexpr:
-        config.option.markexpr = "not wide"
+    option = config.option
+    if not (option.markexpr or option.wide or option.wide_tenth is not None):
+        option.markexpr = "not wide"
+    config.add_cleanup(remember.open_folder())
+    config.pluginmanager.register(SideBySide(option.lanes, share_fork_server))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves one tenth of the exhaustive tables."""
+    if config.option.wide_tenth is None:
+        return
+    chosen = [
+        item
+        for item in items
+        if not item.get_closest_marker("wide") or tenth_of(item.nodeid) == config.option.wide_tenth
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True, scope="session")

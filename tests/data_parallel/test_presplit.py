@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from tests.data_parallel.presplit_scenarios import fit
 from tests.harness import run_trainers
+from tests.harness.remember import remembered
 from tests.parity.compare import compare
 
 
-@functools.cache
+@remembered
 def one_process() -> Any:
     return run_trainers(fit, None, {}, True, {}, devices=1)[0].value
 

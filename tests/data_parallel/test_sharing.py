@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,13 @@ import torch
 
 from tests.data_parallel.sharing_scenarios import OPTIMIZERS, Setup, differences, norms, quiet, train
 from tests.harness import JobFailed, run_trainers
+from tests.harness.remember import remembered
 
 SMALL = {"bucket_size_mb": 0.01}  # several buckets, whose cuts fall into the middle of parameters
 CLIP = {"gradient_clip_val": 0.3}
 
 
-@functools.cache
+@remembered
 def _reference(key: str) -> dict[str, Any]:
     setup = eval(key, {"Setup": Setup})
     return run_trainers(train, setup, devices=1)[0].value

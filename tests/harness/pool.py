@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness import worker
+from tests.harness import lanes, worker
 from tests.harness.job import Job, JobFailed, Outcome, RankInfo, check_function, pack, unpack
 
 MAX_WORKERS = 16
@@ -78,10 +79,7 @@ class Pool:
     """Up to `MAX_WORKERS` reusable processes."""
 
     def __init__(self) -> None:
-        for name, value in _ENVIRONMENT.items():  # the fork server inherits them; libraries read them at import
-            os.environ.setdefault(name, value)
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.harness.preload"])
+        self.context = _context()
         self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.idle: list[Worker] = []
         self.started = 0
@@ -221,6 +219,24 @@ def _finish(team: list[Worker]) -> bool:
         return False
 
 
+@functools.cache
+def _context() -> Any:
+    """How workers are started: forked from a process that has imported what they need and has run none of it."""
+    for name, value in _ENVIRONMENT.items():  # the fork server inherits them; libraries read them at import
+        os.environ.setdefault(name, value)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness.preload"])
+    return context
+
+
+def share_fork_server() -> None:
+    """Starts the process that workers are forked from, for this process and those that are forked from it later."""
+    _context()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server.ensure_running()
+    server.ensure_running = lambda: None  # it asks after a child of its own, which the server is to the parent alone
+
+
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
@@ -233,6 +249,7 @@ def shared_pool() -> Pool:
     """The pool of this test session, created at first use."""
     pool = Pool()
     atexit.register(pool.close)
+    lanes.AT_END.append(pool.close)
     return pool
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
 from tests.harness import run_trainers
+from tests.harness.remember import remembered
 from tests.models.scenarios import train
 
 
-@functools.cache
+@remembered
 def _alone(config: str) -> Any:
     return run_trainers(train, config, {"micro_batch_size": 2}, devices=1)[0].value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from tests.harness import RankInfo, run_trainers
+from tests.harness.remember import remembered
 from tests.parity.train import make_trainer
 
 Layout = tuple[int, int]  # pipeline, data
@@ -35,7 +35,7 @@ def trainer_for(info: RankInfo, layout: Layout | None, arguments: Mapping[str, A
     return make_trainer(info, strategy, **options)
 
 
-@functools.cache
+@remembered
 def one_process(scenario: Callable[..., Any]) -> Any:
     """The scenario's report from a plain Trainer."""
     return run_trainers(scenario, None, {}, devices=1)[0].value

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from tests.harness import RankInfo, run_trainers
 from tests.harness.links import linked
+from tests.harness.remember import remembered
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
@@ -159,7 +159,7 @@ class ScheduleRow:
     accumulate: int = 1
     recompute: str = "None"
     others: str = "{}"
-    steps: int = field(default=5, repr=False)
+    steps: int = 5
 
     @property
     def devices(self) -> int:
@@ -235,7 +235,7 @@ def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
     return trace
 
 
-@functools.cache
+@remembered
 def reference(row: ScheduleRow) -> Trace:
     """The one-process run, made once."""
     trace: Trace = run_trainers(train_row, row, devices=1)[0].value

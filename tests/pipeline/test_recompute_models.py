@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from tests.harness import run_trainers
+from tests.harness.remember import remembered
 from tests.pipeline.recompute_scenarios import with_dropout
 
 ROWS: list[Any] = [
@@ -28,7 +28,7 @@ ROWS: list[Any] = [
 ]
 
 
-@functools.cache
+@remembered
 def kept(name: str, tensor: int) -> dict[str, float]:
     """The losses when nothing is recomputed."""
     arguments = {"tensor_parallel_size": tensor, "pipeline_schedule": "1f1b"}

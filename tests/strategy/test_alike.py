@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.harness import run_trainers
+from tests.harness.remember import remembered
 from tests.strategy.start_scenarios import start
 
 
@@ -17,7 +17,7 @@ def run(layout: tuple[int, int], *args: Any) -> list[Any]:
     return [outcome.value for outcome in run_trainers(start, layout, *args, devices=layout[0] * layout[1])]
 
 
-@functools.cache
+@remembered
 def alone(*args: Any) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = run((1, 1), *args)[0][0]
     return whole

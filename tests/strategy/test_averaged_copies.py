@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from tests.harness import run_trainers
+from tests.harness.remember import remembered
 from tests.parity.scenario import differences
 from tests.strategy import copy_scenarios as copies
 
@@ -19,7 +19,7 @@ LAYOUTS: list[Any] = [
 KINDS = [kind if kind == "zipped" else pytest.param(kind, marks=pytest.mark.wide) for kind in copies.KINDS]
 
 
-@functools.cache
+@remembered
 def _one_process(kind: str) -> Any:
     return run_trainers(copies.averaged, None, {}, kind, devices=1)[0].value
 

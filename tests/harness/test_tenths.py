@@ -1,0 +1,24 @@
+"""Every row of the exhaustive tables is in exactly one tenth, and the tenths are about as long as each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.harness.tenths import TENTHS, tenth_of
+from tests.parity import table, tensor_rows, test_schedules
+
+ROWS = [
+    *(f"table[{row}]" for row in dict.fromkeys(table.everything())),
+    *(f"tensor[{row}]" for row in dict.fromkeys(tensor_rows.everything())),
+    *(f"schedules[{row}]" for row in test_schedules.wide_rows()),
+]
+
+
+def test_the_tenths_are_alike_and_leave_no_row_out() -> None:
+    sizes = Counter(map(tenth_of, ROWS))
+    assert sorted(sizes) == list(range(TENTHS)) and sizes.total() == len(ROWS) > 2000
+    assert max(sizes.values()) < 1.4 * len(ROWS) / TENTHS
+
+
+def test_a_row_stays_in_its_tenth() -> None:
+    assert [tenth_of(name) for name in ("a", "b", "tests/x.py::test[row]")] == [0, 6, 0]
