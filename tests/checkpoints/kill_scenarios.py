@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -27,9 +28,14 @@ from lightning_megatron import MegatronCheckpointIO
 from lightning_megatron.checkpoints.files import directory
 from lightning_megatron.checkpoints.files.folder import Folder
 from tests.checkpoints.reshard_scenarios import Grid, Tied, trainer_of
-from tests.harness import RankInfo, ReusedProcesses, run_job, run_trainers
+from tests.harness import Outcome, RankInfo, ReusedProcesses, run_job, run_trainers
 from tests.parity.train import make_trainer
 
+# What a rank says that has lost another one; anything else that ends a run is a failure of its own.
+LOST = re.compile(
+    r"closed its connection|[Cc]onnection (was |likely )*(closed|reset|refused)|Broken pipe|sent nothing for"
+    r"|rank \d+ \(pipeline .*(failed|ended|taken no part)|another rank had failed"
+)
 GRIDS = (Grid(pipeline=2), Grid(data=2), Grid(tensor=2), Grid(pipeline=2, data=2))
 
 
@@ -125,7 +131,8 @@ def kill_again_and_again(kills: int, seed: int, grid: Grid, async_save: bool, fo
         outcomes = run_job(
             run, grid.ranks, grid, folder, reached + 400, kill, async_save, check=False, deadline=60.0, grace=12.0
         )
-        done += any("exit code -9" in (outcome.error or "") for outcome in outcomes)
+        _check_killed(outcomes, kill)
+        done += 1
         went_on = int((Path(folder) / "resumed_at").read_text())
         newest = _newest_step(saves)
         assert went_on == reached, f"{kill}: went on at {went_on}, the newest whole checkpoint was at {reached}"
@@ -139,6 +146,19 @@ def kill_again_and_again(kills: int, seed: int, grid: Grid, async_save: bool, fo
         for name, value in other.value.items():
             assert torch.equal(mine.value[name], value), f"{name} differs after {done} kills and {steps} steps"
     report(f"{done} kills, {steps} steps: weights equal those of the undisturbed run bit for bit")
+
+
+def _check_killed(outcomes: list[Outcome], kill: Kill) -> None:
+    """A crash is not a kill: the ranks that were to be killed were, by the signal, and the others ended of that alone.
+
+    Raises:
+        AssertionError: with what another rank said.
+    """
+    for outcome in outcomes:
+        if kill.rank in (outcome.rank, -1):
+            assert outcome.error == f"process ended with exit code {-signal.SIGKILL}", f"{kill}: {outcome}"
+        else:
+            assert outcome.error is not None and LOST.search(outcome.error), f"{kill}: {outcome}"
 
 
 def _newest_step(saves: str) -> int:

@@ -177,7 +177,7 @@ def test_export_to_hugging_face_loads_with_from_pretrained_and_comes_back(saved:
     command("export", saved / "hf.ckpt", tmp_path / "hf")
     stored = tensors_of(saved / "hf.ckpt")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert isinstance(model, transformers.GPT2LMHeadModel)
     for name, value in model.state_dict().items():
         assert name == "lm_head.weight" or torch.equal(value, stored[f"net.{name}"]), name
     module = HuggingFace.load_from_checkpoint(saved / "hf.ckpt").net.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.harness import Outcome, run_trainers
 from tests.mesh.failure_scenarios import PLACES, fail, train_hanging
 
-SECONDS = 15.0
+SECONDS = 15.0  # from the first rank's end to that of the last; the harness kills those that take longer
 WIDE = pytest.mark.wide
 
 
@@ -25,7 +24,6 @@ def _check(outcomes: list[Outcome], culprit: int, place: str) -> None:
         said = _everything_said(outcome)
         assert not outcome.ok, f"rank {outcome.rank} ended as if nothing had happened"
         assert "killed while running" not in said, f"rank {outcome.rank} had to be killed\n{outcome.stacks}"
-        assert outcome.seconds - outcomes[culprit].seconds < SECONDS
         if outcome.rank != culprit:
             assert f"rank {culprit} (pipeline" in said, said
             assert where in said and "Traceback" in said and "_scenarios.py" in said, said
@@ -42,17 +40,13 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("place", "culprit"), _cases())
 def test_one_rank_fails_and_the_other_stage_names_it(place: str, culprit: int) -> None:
-    start = time.monotonic()
-    outcomes = run_trainers(fail, (2, 1), culprit, place, devices=2, check=False, grace=SECONDS + 5, deadline=90)
+    outcomes = run_trainers(fail, (2, 1), culprit, place, devices=2, check=False, grace=SECONDS, deadline=90)
     _check(outcomes, culprit, place)
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=WIDE)])
 def test_one_rank_of_four_fails_and_all_the_others_name_it(culprit: int) -> None:
-    outcomes = run_trainers(
-        fail, (2, 2), culprit, "training_step", devices=4, check=False, grace=SECONDS + 5, deadline=90
-    )
+    outcomes = run_trainers(fail, (2, 2), culprit, "training_step", devices=4, check=False, grace=SECONDS, deadline=90)
     _check(outcomes, culprit, "training_step")
 
 

@@ -25,6 +25,9 @@ WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **S
 FALCON = {**WIDE, "ffn_hidden_size": 64, "alibi": False, "multi_query": False, "new_decoder_architecture": False}
 NEOX = {**WIDE, "intermediate_size": 48, "max_position_embeddings": 64}
 
+# These compute norms in float32, whatever their weights are, of numbers that ranks may add up in another order: a last
+# bit that differs becomes 1e-8.
+FLOAT32_NORMS = ("qwen", "gemma", "olmoe", "t5", "cohere", "granite", "glm", "smollm3", "mixtral", "nemotron")
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "llama, one key/value head, tied": (

@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch.utils.data import default_collate
 from lightning_megatron import MegatronStrategy
 from tests.harness import RankInfo, run_trainers
 from tests.harness.links import linked
-from tests.parallelize.models import ARCHITECTURES, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
+from tests.harness.remember import remembered
+from tests.parallelize.models import ARCHITECTURES, FLOAT32_NORMS, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
 from tests.parity.zoo.tasks import Task
 
 STRICT = 1e-9
-# Hugging Face norms, softmax, rotary tables and losses that run in float32 whatever the weights are.
-FLOAT32 = 1e-5
+# A Hugging Face model that is given labels= computes its loss, and so its gradients, in float32 whatever its weights
+# are: over ranks that hold parts of the vocabulary, weights differ by up to 6e-7 after six steps.
+FLOAT32_LOSS = 2e-6
+FLOAT32_WEIGHTS = 1e-7  # of `FLOAT32_NORMS`; measured up to 4e-8
 
 
 class TensorTask(Task):
@@ -148,7 +151,7 @@ class TensorRow:
     accumulate: int = 1
     schedule: str = "1f1b"
     others: str = "{}"
-    steps: int = field(default=6, repr=False)
+    steps: int = 6
 
     @property
     def devices(self) -> int:
@@ -161,7 +164,9 @@ class TensorRow:
 
     @property
     def tolerance(self) -> float:
-        return STRICT if self.module in OWN else FLOAT32
+        if self.module.endswith("+"):
+            return FLOAT32_LOSS
+        return FLOAT32_WEIGHTS if self.module.startswith(FLOAT32_NORMS) else STRICT
 
     def __str__(self) -> str:
         layout = f"tp{self.tensor}xpp{self.stages}xdp{self.replicas}" + ("-sequence" if self.sequence else "")
@@ -208,7 +213,7 @@ def train_row(info: RankInfo, row: TensorRow) -> Trace:
     return trace
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def reference(row: TensorRow) -> Trace:
     """The one-process run, made once."""
     trace: Trace = run_trainers(train_row, row, devices=1)[0].value

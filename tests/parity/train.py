@@ -25,7 +25,8 @@ class Trace:
         losses: what ``training_step`` gave the loop, per batch.
         metrics: ``callback_metrics`` after each batch and after each validation, in order.
         rates: learning rate of the first group after each batch.
-        weights: parameters that this rank holds after training, by fully qualified name; tied names all appear.
+        weights: parameters that this rank holds after training, by fully qualified name, tied ones under each of their
+            names; the whole state where tensors are split.
         best_score: ModelCheckpoint's best monitored value.
         best_name: file name of the checkpoint it chose.
         steps: optimizer steps taken.
@@ -115,7 +116,8 @@ def train(info: RankInfo, row: Row) -> Trace:
     )
     module = build(row.module)
     trainer.fit(module)
-    trace.weights = local_weights(module)
+    whole: Any = trainer.strategy
+    trace.weights = whole.full_state_dict() if row.sizes[2] > 1 else local_weights(module)
     trace.steps = trainer.global_step
     trace.best_name = Path(best.best_model_path).name
     trace.best_score = float("nan") if best.best_model_score is None else float(best.best_model_score)

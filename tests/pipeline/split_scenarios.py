@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from tests.harness import RankInfo
@@ -58,7 +59,7 @@ class Counters(Callback):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear of whatever kind."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def build(model: str) -> LightningModule:

@@ -5,7 +5,6 @@ through memory that processes of one host share.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -136,10 +135,8 @@ def test_a_process_that_is_gone_or_silent_is_named(mesh: Any) -> None:
         channel.close()
     silent = distributed.new_group(timeout=timedelta(seconds=1))
     ((peer, channel),) = open_channels(silent).items()
-    began = time.monotonic()
     with pytest.raises(PeerGone, match=f"rank {peer} sent nothing for 1 s"):
         channel.receive(torch.empty(2), tag=1).wait()
-    assert 0.9 < time.monotonic() - began < 20
     distributed.barrier()
     channel.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_megatron.checkpoints.files.directory import newest_complete
@@ -39,14 +40,14 @@ def _trainer(info: RankInfo, grid: Grid, callbacks: list[Callback], environment:
 
 
 def told_to_stop(info: RankInfo, grid: Grid, rank: int, folder: str, on_exception: bool) -> list[Any]:
-    """How the run ended, the newest checkpoint, and the losses of both runs together."""
+    """Whether the signal ended the run, the newest checkpoint, and the losses of both runs together."""
     losses, saves = Losses(), ModelCheckpoint(folder, save_on_exception=on_exception)
     module: LightningModule = Told(int(signal.SIGTERM), info.rank == rank)
-    ended = "normally"
+    ended = False
     try:
         _trainer(info, grid, [losses, saves], ReusedProcesses(info)).fit(module)
     except SystemExit as error:
-        ended = type(error).__name__
+        ended = isinstance(error, SIGTERMException)
     warnings.filterwarnings("ignore", message=".*there is no last checkpoint")
     newest = newest_complete(folder)
     rest = Losses()

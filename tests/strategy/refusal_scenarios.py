@@ -214,12 +214,3 @@ def old_callback(info: RankInfo) -> None:
 
     callback: Any = pytorch_lightning.callbacks.LearningRateMonitor()
     trainer_for(info, (2, 1), {}, max_epochs=1, callbacks=[callback]).fit(MODULES["plain"]())
-
-
-def old_trainer(info: RankInfo) -> None:
-    """The strategy in a Trainer of the ``pytorch_lightning`` namespace."""
-    import pytorch_lightning
-
-    from lightning_megatron import MegatronStrategy
-
-    pytorch_lightning.Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=2, logger=False)
