@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.plan.patterns import matches
 from lightning_megatron.parallelize.plan.styles import is_style
 from lightning_megatron.parallelize.reading.kinds import is_linear
@@ -24,9 +25,7 @@ def hugging_face_models(module: nn.Module) -> dict[str, Any]:
     """The outermost Hugging Face models in a module, by dotted name (empty for the module itself)."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        if is_hugging_face(part) and not any(
-            name == outer or name.startswith(f"{outer}.") or not outer for outer in found
-        ):
+        if is_hugging_face(part) and name not in Parts(found):
             found[name] = part
     return found
 

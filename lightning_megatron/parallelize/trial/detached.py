@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.pairs.regions import Region
 from lightning_megatron.parallelize.reading.trace import Trace, fresh, prepared, tensors_left
 from lightning_megatron.parallelize.trial.replay import TOLERANCE
@@ -31,7 +32,7 @@ def read_elsewhere(module: nn.Module, trace: Trace, groups: Sequence[Sequence[Re
     found: set[str] = set()
     for root in trace.roots:
         inside = [
-            [r for r in group if all(_is_in(n, root) and n in trace.calls for n in r.members)] for group in groups
+            [r for r in group if all(lies_in(n, root) and n in trace.calls for n in r.members)] for group in groups
         ]
         every = [region for group in inside for region in group]
         run = _Run(module, trace, root, every)
@@ -41,10 +42,6 @@ def read_elsewhere(module: nn.Module, trace: Trace, groups: Sequence[Sequence[Re
             if group and run.differs(group):
                 found |= {name for region in group for name in region.columns}
     return found
-
-
-def _is_in(name: str, root: str) -> bool:
-    return not root or name == root or name.startswith(f"{root}.")
 
 
 class _Run:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.mesh.parts.boxes import block_range
-from lightning_megatron.parallelize.pairs.regions import Region, holder_of, parent
+from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.parallelize.pairs.regions import Region, holder_of
 from lightning_megatron.parallelize.reading.attention import ColumnCut, HeadSizes, local_attributes
 from lightning_megatron.parallelize.reading.inputs import BATCH
 from lightning_megatron.parallelize.reading.kinds import is_transposed, linear_sizes

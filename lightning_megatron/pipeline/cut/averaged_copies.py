@@ -22,6 +22,7 @@ from itertools import takewhile
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.pipeline.cut.trunk import Trunk
 
 _NAMES = re.compile(r"(ema|avg|average|averaged|teacher|target|momentum|shadow|swa|slow)(_|$)", re.IGNORECASE)
@@ -69,11 +70,11 @@ class Copies:
 
     def covers(self, name: str) -> bool:
         """Whether the part or parameter ``name`` belongs to a copy."""
-        return any(_inside(name, copy.name) for copy in self.sources)
+        return any(lies_in(name, copy.name) for copy in self.sources)
 
     def lie_in(self, part: str) -> bool:
         """Whether ``part`` belongs to a copy, or has one inside."""
-        return self.covers(part) or any(_inside(copy.name, part) for copy in self.sources)
+        return self.covers(part) or any(lies_in(copy.name, part) for copy in self.sources)
 
     def source_of(self, name: str) -> str | None:
         """Name of the tensor that the tensor ``name`` is a copy of; ``None`` if it is no copy, or of nothing known."""
@@ -111,7 +112,7 @@ def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
     for name, candidates in found.items():
         if _is_shared(module, name):
             continue
-        originals = [other for other in candidates if not any(_inside(other, copy) for copy in found)]
+        originals = [other for other in candidates if not any(lies_in(other, copy) for copy in found)]
         pairs.append(_pair(module, name, originals))
     return Copies(tuple(pairs), _averages(module, trunk))
 
@@ -133,8 +134,8 @@ def _walk(module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[st
         path = f"{name}.{key}" if name else key
         if path == trunk.name or any(path == layer for layer in trunk.layer_names):
             continue
-        candidates = [other for other in looks.get(_look(child), []) if not _inside(other, path)]
-        if candidates and not _inside(trunk.name, path) and _is_copy(path, child):
+        candidates = [other for other in looks.get(_look(child), []) if not lies_in(other, path)]
+        if candidates and not lies_in(trunk.name, path) and _is_copy(path, child):
             yield path, candidates
         else:
             yield from _walk(child, path, trunk, looks)
@@ -150,22 +151,18 @@ def _is_copy(path: str, module: nn.Module) -> bool:
 def _is_shared(module: nn.Module, path: str) -> bool:
     """Whether a part is another name of something else, or tied to it: then it holds the same weights, not a copy."""
     named = list(module.named_parameters(remove_duplicate=False))
-    inside = {id(parameter) for name, parameter in named if _inside(name, path)}
-    return any(id(parameter) in inside for name, parameter in named if not _inside(name, path))
+    inside = {id(parameter) for name, parameter in named if lies_in(name, path)}
+    return any(id(parameter) in inside for name, parameter in named if not lies_in(name, path))
 
 
 def _source(copy: str, candidates: list[str]) -> str:
     """The module that ``copy`` is a copy of: the only one that looks so, or the only one with such a name."""
-    outer = [name for name in candidates if not any(name != other and _inside(name, other) for other in candidates)]
+    outer = [name for name in candidates if not any(name != other and lies_in(name, other) for other in candidates)]
     if len(outer) == 1:
         return outer[0]
     leaf = copy.rpartition(".")[2]
     named = [name for name in outer if re.search(rf"(^|_){re.escape(name.rpartition('.')[2])}(_|$)", leaf)]
     return named[0] if len(named) == 1 else ""
-
-
-def _inside(name: str, owner: str) -> bool:
-    return name == owner or name.startswith(f"{owner}.")
 
 
 def _look(module: nn.Module) -> _Look:
@@ -189,7 +186,7 @@ def _averages(module: nn.Module, trunk: Trunk) -> tuple[str, ...]:
     wanted = Counter(tuple(parameter.shape) for parameter in layer.parameters())
     found: list[str] = []
     for name, child in module.named_modules():
-        if any(_inside(name, inner) for inner in trunk.layer_names):
+        if any(lies_in(name, inner) for inner in trunk.layer_names):
             continue
         direct = [(key, buffer) for key, buffer in child._buffers.items() if buffer is not None]
         if not wanted - Counter(tuple(buffer.shape) for _, buffer in direct):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.names import Parts, lies_in
 from lightning_megatron.pipeline.cut.averaged_copies import Copies, find_copies
 from lightning_megatron.pipeline.cut.balance import balance, balance_unequal
 from lightning_megatron.pipeline.cut.reading import Phase, Uses, read_uses
@@ -104,8 +105,9 @@ def _shared_buffers(
     """Buffers outside the layers and outside the units, by when they are used: before the layers only, or else."""
     early: list[str] = []
     late: list[str] = []
+    parts = Parts((*trunk.layer_names, *units))
     for name, _ in module.named_buffers():
-        if any(name.startswith(f"{part}.") for part in (*trunk.layer_names, *units)):
+        if name in parts:
             continue
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
         (early if phases == {Phase.BEFORE} else late).append(name)
@@ -136,9 +138,8 @@ def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str])
         return
     for child_name, child in module.named_children():
         path = f"{prefix}{child_name}"
-        holds_trunk = path == trunk.name or trunk.name.startswith(f"{path}.")
         opened = isinstance(child, (nn.ModuleDict, nn.ModuleList))
-        if holds_trunk or opened:
+        if lies_in(trunk.name, path) or opened:
             _collect_units(child, path, trunk, names)
         elif any(True for _ in child.parameters()):
             names.append(path)
@@ -171,7 +172,7 @@ def _stages_of_places(places: Mapping[str, frozenset[str]], owners: tuple[int, .
 
 
 def _covers(unit: str, used: str) -> bool:
-    return used == unit or used.startswith(f"{unit}.") or unit.startswith(f"{used}.")
+    return bool(used) and (lies_in(used, unit) or lies_in(unit, used))
 
 
 def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, str]) -> None:

@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.parts.names import outwards, parent
 from lightning_megatron.pipeline.cut.averaged_copies import Copies
 from lightning_megatron.pipeline.cut.partition import Partition
 
@@ -193,12 +194,7 @@ class Presence:
 
     def partial_modules(self) -> frozenset[str]:
         """Names of the modules that have parts below them, so that none of them may be whole here."""
-        above = set()
-        for name in self.parts:
-            while name:
-                name = name.rpartition(".")[0]
-                above.add(name)
-        return frozenset(above)
+        return frozenset(above for name in self.parts for above in outwards(parent(name)))
 
     def holders(self, name: str) -> Holders:
         """Who holds parameter ``name``, and whether their gradients of it are partial sums.
@@ -255,11 +251,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
 
 
 def _part_of(name: str, parts: Mapping[str, Part]) -> Part | None:
-    while name:
-        if name in parts:
-            return parts[name]
-        name = name.rpartition(".")[0]
-    return None
+    return next((parts[each] for each in outwards(name) if each in parts), None)
 
 
 _Key = tuple[int, str]

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.stage.cursor import without_caches
@@ -80,7 +81,8 @@ def install_recompute(
         for name in layers:
             SelectiveCall(module.get_submodule(name), name, cores).install()
         return layers
-    chosen = [name for name in _chosen(module, trunk, recompute) if _within(name, layers)]
+    here = Parts(layers)
+    chosen = [name for name in _chosen(module, trunk, recompute) if name in here]
     for name in chosen:
         RecomputedCall(module.get_submodule(name)).install()
     return chosen
@@ -103,10 +105,6 @@ def _chosen(module: nn.Module, trunk: Trunk, recompute: str | Mapping[str, int] 
     return _matching(module, trunk, recompute)
 
 
-def _within(name: str, layers: Sequence[str]) -> bool:
-    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-
-
 def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[str]:
     """Names in the trunk that match, without those inside another match."""
     candidates = [
@@ -123,7 +121,7 @@ def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[
             )
     chosen: list[str] = []
     for name in candidates:
-        if not _within(name, chosen) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if name not in Parts(chosen) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             chosen.append(name)
     return chosen
 

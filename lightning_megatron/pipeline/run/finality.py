@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
@@ -91,15 +92,9 @@ def _chunks_of_parameters(
             rank, chunk = schedule.owner(virtual)
             if unit in units and rank == stage:
                 names[unit] = frozenset({chunk})
-    chunks: dict[int, frozenset[int]] = {}
+    parts, chunks = Parts(names), dict[int, frozenset[int]]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        chunks[id(parameter)] = chunks.get(id(parameter), frozenset()) | _longest_match(name, names, everywhere)
+        part = parts.of(name)
+        used_in = everywhere if part is None else names[part]
+        chunks[id(parameter)] = chunks.get(id(parameter), frozenset()) | used_in
     return chunks
-
-
-def _longest_match(name: str, names: dict[str, frozenset[int]], otherwise: frozenset[int]) -> frozenset[int]:
-    while name:
-        if name in names:
-            return names[name]
-        name = name.rpartition(".")[0]
-    return otherwise

@@ -16,6 +16,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.parts.names import outwards
 from lightning_megatron.mesh.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.parallelize.reading.kinds import as_written
 
@@ -218,9 +219,8 @@ def _initialize(root: nn.Module, name: str, module: nn.Module, pending: bool) ->
 
 def _initializer_above(root: nn.Module, name: str) -> Any:
     """``_init_weights`` of the nearest module above ``name`` that has one."""
-    while name:
-        name = name.rpartition(".")[0]
-        initializer = getattr(root.get_submodule(name), "_init_weights", None)
+    for above in list(outwards(name))[1:]:
+        initializer = getattr(root.get_submodule(above), "_init_weights", None)
         if callable(initializer) and _takes_one_argument(initializer):
             return initializer
     return None
