@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,22 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.files.sources import Source, open_source
 from lightning_megatron.checkpoints.state.stored import Match, aliases, match
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 
-_LATER = "_lightning_megatron_initial_weights"
-_LOADED = "_lightning_megatron_loaded_weights"
+
+@dataclass(frozen=True)
+class _Later:
+    """Where weights come from once the module is divided, as asked for in ``configure_model``."""
+
+    path: Any
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Where the weights of a divided module came from."""
+
+    path: str
 
 
 def load_hf_weights(module: nn.Module, path: Any) -> None:
@@ -42,7 +55,7 @@ def load_hf_weights(module: nn.Module, path: Any) -> None:
         RuntimeError: a parameter of the part that the weights belong to is missing in the files, or has another shape.
     """
     if _is_divided_later(module):
-        module.__dict__[_LATER] = path
+        Marks.of(module).put(_Later(path))
         return
     source = open_source(path)
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -68,10 +81,12 @@ def start_from(module: nn.Module, given: Any) -> Any:
     """Where a divided module's weights come from: what :func:`load_hf_weights` was asked for in ``configure_model``, or
     what the strategy was ``given``; ``None`` if neither, or if they were loaded already.
     """
-    path = module.__dict__.pop(_LATER, given)
-    if path is None or module.__dict__.get(_LOADED) == str(path):
+    marks = Marks.of(module)
+    asked = marks.take(_Later)
+    path = given if asked is None else asked.path
+    if path is None or marks.get(_Loaded) == _Loaded(str(path)):
         return None
-    module.__dict__[_LOADED] = str(path)
+    marks.put(_Loaded(str(path)))
     return path
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
 from lightning_megatron.pipeline.elsewhere.listing import install_listings
@@ -25,7 +26,6 @@ from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerC
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
 
 _NOTHING = nullcontext()
-_MARK = "_lightning_megatron_stage"
 
 
 class Stage:
@@ -57,7 +57,7 @@ class Stage:
         self.stage = presence.stage
         trunk = partition.trunk
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams)
-        module.get_submodule(trunk.name).__dict__[_MARK] = self
+        Marks.of(module.get_submodule(trunk.name)).put(self)
         self._wrap_layers()
         self._wrap_parts(hollow_out(module, presence, device, self.phase))
         self._skip_repeated_units()
@@ -67,7 +67,7 @@ class Stage:
     @staticmethod
     def of(module: nn.Module) -> Stage | None:
         """The stage that an earlier run cut ``module`` for; ``None`` if the module is whole."""
-        found = (child.__dict__.get(_MARK) for child in module.modules())
+        found = (Marks.of(child).get(Stage) for child in module.modules())
         return next((stage for stage in found if stage is not None), None)
 
     def phase(self) -> Phase:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.random_streams import collect_rng_state, restore_rng_state
 from lightning_megatron.strategy.data.generators import generators_in, restore_states, states_of
 from lightning_megatron.strategy.data.workers import NotingIterator
 
 _CPU = torch.device("cpu")
-_NAME = "_lightning_megatron_walk"
 
 
 class Walk:
@@ -114,10 +114,8 @@ class Walk:
 
 def walk_of(loader: Any) -> Walk:
     """The walk of a loader, made when first asked for; Lightning copies none from loader to loader."""
-    walk = loader.__dict__.get(_NAME)
-    if walk is None:
-        walk = loader.__dict__[_NAME] = Walk()
-    return walk
+    marks = Marks.of(loader)
+    return marks.get(Walk) or marks.put(Walk())
 
 
 def _of_data(loader: Any) -> dict[str, Any]:

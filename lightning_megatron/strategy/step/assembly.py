@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
@@ -40,8 +41,6 @@ from lightning_megatron.strategy.step.refusals import already_cut, already_split
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
-
-_SPLIT = "_lightning_megatron_split"
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class Assembler:
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
         tensor = self._mesh.layout.tensor
-        earlier: _Split | None = module.__dict__.get(_SPLIT)
+        earlier = Marks.of(module).get(_Split)
         if earlier is not None or Stage.of(module) is not None:
             before = earlier.size if earlier is not None else 1
             if before != tensor:
@@ -175,7 +174,7 @@ class Assembler:
 
             with self._precision.forward_context():
                 report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
-            earlier = module.__dict__[_SPLIT] = _Split(tensor, TensorState(report.parameters, group), report)
+            earlier = Marks.of(module).put(_Split(tensor, TensorState(report.parameters, group), report))
         return earlier.state, earlier.report
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
