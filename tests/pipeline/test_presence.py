@@ -226,3 +226,22 @@ def test_a_stage_is_found_from_its_module_and_lists_what_it_has() -> None:
     stage.cursor.running = True
     with pytest.raises(RuntimeError, match="the step read all parameters of `Tied`"):
         list(module.parameters())
+
+
+def test_listings_of_a_copy_show_hooks_what_this_stage_updates() -> None:
+    module = Tied()
+    module.ema = copy.deepcopy(module.layers).requires_grad_(False)
+    partition = _partition(module, 4, pipeline_layers="layers", hooks_write=True)
+    stage = Stage(module, partition, Presence.of_stage(module, partition, 3), CPU, SegmentStreams(CPU, 0, 0))
+    own = ["3.weight", "3.bias"]
+    assert [name for name, _ in module.ema.named_parameters()] == own
+    assert [name for name, _ in module.ema.named_parameters(prefix="ema")] == [f"ema.{name}" for name in own]
+    assert list(module.ema.state_dict()) == [*own, "3.mean"]
+    assert [name for name, _ in module.ema[3].named_parameters()] == ["weight", "bias"]
+    assert not list(module.ema[0].parameters())
+    assert len([name for name in module.state_dict() if name.startswith("ema.")]) == 9
+    stage.cursor.running = True
+    assert len(list(module.ema.named_parameters())) == 8
+    stage.cursor.running = False
+    stage.note_trained({id(module.ema[0].weight.requires_grad_(True))})
+    assert len(list(module.ema.named_parameters())) == 8
