@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.data_parallel.finite import Finding, NonFiniteError, agree_on_overflow, largest, worst
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
@@ -31,6 +31,7 @@ class StepGuard:
         place: its coordinates, in words.
         nonfinite: what to do about a loss or gradient that is not finite; ``None`` to let it pass.
         loss_scale: of float16, or ``None``.
+        tell: called on every rank with what the user should know; shows it once.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class StepGuard:
         place: str,
         nonfinite: NonFinite,
         loss_scale: LossScale | None,
+        tell: Callable[[str], None],
     ) -> None:
+        self._tell = tell
         self._gradients = gradients
         self._device = device
         self._rank = rank
@@ -86,9 +89,9 @@ class StepGuard:
         self._gradients.skip_updates()
         self.skipped_steps += 1
         if scale is not None:
-            rank_zero_info(
+            self._tell(
                 f"step {step}: gradients overflow at loss scale {before:g}; the update is skipped on every rank, and "
                 f"the scale is now {scale.scale:g}."
             )
         else:
-            rank_zero_info(f"{finding.describe(step)} The update is skipped on every rank.")
+            self._tell(f"{finding.describe(step)} The update is skipped on every rank.")

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from torch import nn
 
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
 from lightning_megatron.data_parallel.model_gradients import GradientOptions
@@ -27,6 +28,7 @@ from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
 if TYPE_CHECKING:
+    from lightning_megatron.parallelize import ParallelReport
     from lightning_megatron.planner import Recipe
 
 Strategy = TypeVar("Strategy")
@@ -309,9 +311,43 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     return arguments
 
 
+def explain_plan(options: Options, module: nn.Module | None, report: ParallelReport | None) -> str:
+    """The tensor-parallel plan as a table.
+
+    Args:
+        options: how to split.
+        module: whole, to see the plan that it would get.
+        report: the plan of the module in training, shown where no module is given.
+
+    Raises:
+        RuntimeError: no module was given, and none has been split yet.
+        ValueError: there is no plan for ``module``.
+    """
+    if module is not None:
+        from lightning_megatron.parallelize import explain
+
+        size, plan = options.tensor_parallel_size, options.tensor_parallel_plan
+        return explain(module, size, plan, options.sequence_parallel).explain()
+    if report is None:
+        raise RuntimeError(
+            "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1. Give a "
+            "module, `strategy.explain(module)`, to see its plan now."
+        )
+    return report.explain()
+
+
+_LIGHTNINGS = """
+        accelerator: see Lightning.
+        parallel_devices: see Lightning.
+        cluster_environment: see Lightning.
+        checkpoint_io: see Lightning; by default ``MegatronCheckpointIO``.
+        precision_plugin: see Lightning."""
+
+
 def documents_options(strategy: type[Strategy]) -> type[Strategy]:
-    """Class decorator: put the descriptions of the options in front of those of the class's own arguments."""
+    """Class decorator: describe the options, and Lightning's own arguments, in front of what the class raises."""
     if strategy.__doc__ and Options.__doc__:  # `python -OO` leaves them out
         section = Options.__doc__.partition("    Args:\n")[2].partition("\n    Raises:\n")[0].rstrip("\n ")
-        strategy.__doc__ = strategy.__doc__.replace("    Args:\n", f"    Args:\n{section}\n", 1)
+        described = f"    Args:\n{section}{_LIGHTNINGS}\n\n    Raises:\n"
+        strategy.__doc__ = strategy.__doc__.replace("    Raises:\n", described, 1)
     return strategy

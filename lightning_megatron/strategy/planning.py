@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_megatron.mesh.layout import Layout, resolve_layout
@@ -76,6 +77,7 @@ def settle(options: Options, module: pl.LightningModule, world: int, per_node: i
     if options.layout == "auto":
         found = _choose(options.layout_options or {}, module, world, per_node, device)
         options = options.with_recipe(found.best.recipe)
+        rank_zero_info(f"layout='auto': {found.best.recipe.describe()}\n{found.explanation}")
     if options.topology is None:
         return Settled(options, found)
     layout = resolve_layout(world, **options.sizes)

@@ -1,4 +1,4 @@
-"""Making ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
+"""Makes ``Trainer(strategy="megatron")`` work without importing Lightning before the user does.
 
 If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
 What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
@@ -7,7 +7,6 @@ What is registered is a factory, so that torch and the strategy load only when a
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,8 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_megatron.strategy.lightning.load_directories import read_directories
+
 _STRATEGIES = "lightning.pytorch.strategies"
-_SAVING = "lightning.pytorch.core.saving"
 _NAME = "megatron"
 
 
@@ -32,23 +32,7 @@ def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
     if _NAME not in registry:
         registry.register(_NAME, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
-    saving = sys.modules.get(_SAVING)
-    if hasattr(saving, "pl_load") and not isinstance(saving.pl_load, _LoadsDirectories):  # type: ignore[union-attr]
-        saving.pl_load = _LoadsDirectories(saving.pl_load)  # type: ignore[union-attr]
-
-
-class _LoadsDirectories:
-    """Lightning's reader of checkpoint files, which reads our directories as well, for ``load_from_checkpoint``."""
-
-    def __init__(self, lightnings: Callable[..., Any]) -> None:
-        self._lightnings = lightnings
-
-    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
-            from lightning_megatron.checkpoints.files.sources import load_whole
-
-            return load_whole(path, trust=kwargs.get("weights_only") is False)
-        return self._lightnings(path, *args, **kwargs)
+    read_directories()
 
 
 def _build(**options: Any) -> Any:

@@ -77,7 +77,7 @@ class Tapped(LightningModule):
         self.after = self._masters()
 
     def _masters(self) -> dict[str, Tensor]:
-        whole = self.trainer.strategy._engine.model_gradients.whole_masters()
+        whole = self.trainer.strategy.run.engine.model_gradients.whole_masters()
         return {name: weight.clone() for name, weight in whole.items()}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -118,7 +118,8 @@ def _network() -> nn.Module:
 
 def test_linears_of_the_trunk_are_chosen_and_given_back() -> None:
     net = _network()
-    multiply_in_8_bits(net, None, True, "auto")
+    said = multiply_in_8_bits(net, None, True, "auto")
+    assert said.startswith("fp8-mixed: 4 linears on this rank") and "`layers.0.odd`" in said
     chosen = {name for name, child in net.named_modules() if "forward" in child.__dict__}
     assert chosen == {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")}
     x = torch.randn(2, 16, 32)

@@ -84,7 +84,7 @@ def train(info: RankInfo, kind: str, settings: dict[str, Any] | None, batch: int
         return {"losses": losses.values}
     with Overheard(ledger):
         trainer.fit(module, data)
-    layout, numbers = strategy.mesh.layout, strategy._numbers or list(range(info.world_size))
+    layout, numbers = strategy.mesh.layout, strategy._processes.numbers or list(range(info.world_size))
     return {
         "losses": losses.values,
         "rank": strategy.global_rank,

@@ -96,7 +96,9 @@ def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
     found = strategy.rehearse(build, world_size=16, rank=9)
     assert str(found.layout.coordinates(found.rank)) == "pipeline 0, data 1, tensor 0"
     assert "activations" in found.describe() and found.as_dict()["world_size"] == 16
-    assert strategy._mesh is None and strategy._assembled is None
+    assert strategy.parallel_report is None
+    with pytest.raises(RuntimeError, match="the mesh exists only once the Trainer has started"):
+        _ = strategy.mesh
     assert torch.zeros(2_000_000).sum().item() == 0  # tensors have memory again
 
 

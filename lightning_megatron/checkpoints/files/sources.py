@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pkgutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import (
@@ -34,7 +35,9 @@ from lightning_megatron.checkpoints.state.stored import optimizer_names, plain_v
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
-_SAFE_TYPES: list[Any] = [AttributeDict]
+_SAFE_TYPES = ("lightning.fabric.utilities.data:AttributeDict",)
+"""Types besides plain data that files may hold: Lightning's dict of hyperparameters. Imported when a file is read."""
+
 _SAFETENSORS_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -144,7 +147,7 @@ def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: there is more than plain data, and no ``trust``.
     """
-    with torch.serialization.safe_globals(_SAFE_TYPES):
+    with _safe_types():
         try:
             return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust))
         except pickle.UnpicklingError as error:
@@ -152,6 +155,11 @@ def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
                 f"{what} holds objects that are not plain data ({str(error).splitlines()[0]}). If you trust the file, "
                 "pass `Trainer(plugins=[MegatronCheckpointIO(weights_only=False)])`, or `--trust` on the command line."
             ) from error
+
+
+def _safe_types() -> AbstractContextManager[None]:
+    """Within, ``torch.load(weights_only=True)`` takes the types that files may hold."""
+    return torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in _SAFE_TYPES])
 
 
 def _open_safetensors(folder: Folder, files: Mapping[str, Any]) -> Source:
@@ -176,7 +184,7 @@ def _open_lightning(where: Folder, trust: bool) -> Source:
     if not where.is_local:
         raise RuntimeError(f"{where} must be on a mounted file system; copy it there first.")
     try:
-        with torch.serialization.safe_globals(_SAFE_TYPES), FakeTensorMode():
+        with _safe_types(), FakeTensorMode():
             content = dict(torch.load(path, map_location="cpu", weights_only=not trust))
     except pickle.UnpicklingError as error:
         raise RuntimeError(f"{path} holds objects that are not plain data; `--trust` loads them: {error}") from error

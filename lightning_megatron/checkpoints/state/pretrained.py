@@ -11,13 +11,14 @@ Files are read by place: a rank brings in its own layers and its own slices of t
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.files.sources import Source, open_source
@@ -108,8 +109,8 @@ def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Map
     found = match(kinds, part, further, source.aliases, {taken: put})
     if found.missing or found.reshaped:
         raise RuntimeError(f"the weights in {path} do not fit: {found}.")
-    if found.unexpected:
-        rank_zero_warn(f"{path} holds weights that the module has no place for: {found.unexpected}")
+    if found.unexpected and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(f"{path} holds weights that the module has no place for: {found.unexpected}", stacklevel=2)
     return found
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, fits, float8_linear
@@ -56,10 +55,11 @@ def _lack(device: torch.device) -> str | None:
     return None if capability >= _CAPABILITY else f"{name} of capability {capability[0]}.{capability[1]}"
 
 
-def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pipeline_layers: str) -> None:
+def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pipeline_layers: str) -> str:
     """Let this rank's linears in the trunk multiply 8-bit numbers, or take back what an earlier run did.
 
-    Says on global rank 0 which ones stay in 16 bits.
+    Returns:
+        What was done, for the user: how many do, and which ones stay in 16 bits; empty where none was to.
 
     Raises:
         ValueError: no trunk is found, or none of the linears in this rank's layers fits.
@@ -67,7 +67,7 @@ def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pip
     for child in module.modules():
         _restore(child)
     if not wanted:
-        return
+        return ""
     trunk = stage.partition.trunk if stage is not None else find_trunk(module, pipeline_layers)
     owned = stage.partition.layers_of(stage.stage) if stage is not None else range(len(trunk.layer_names))
     chosen: list[tuple[str, Any]] = []
@@ -82,9 +82,8 @@ def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pip
         )
     for _, linear in chosen:
         _install(linear)
-    rank_zero_info(
-        f"fp8-mixed: {len(chosen)} linears on this rank multiply 8-bit numbers"
-        + (f"; in 16 bits, as a dim is no multiple of {MULTIPLE}: {listed}." if kept else ".")
+    return f"fp8-mixed: {len(chosen)} linears on this rank multiply 8-bit numbers" + (
+        f"; in 16 bits, as a dim is no multiple of {MULTIPLE}: {listed}." if kept else "."
     )
 
 

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatron.mesh.random_streams import collect_rng_state, restore_rng_state
@@ -33,6 +32,7 @@ from lightning_megatron.strategy.data.walk import (
     walk_of,
 )
 from lightning_megatron.strategy.data.workers import noting_iterator
+from lightning_megatron.strategy.lightning.trainer_access import set_sampler_epoch
 
 _CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ class ResumableLoader(DataLoader[Any]):
         if at is None or at.is_over:
             walk.at = None
             return super().__iter__()
-        _set_sampler_epoch(self, at.epoch)
+        set_sampler_epoch(self, at.epoch)
         at.rewind()
         iterator = _ResumableIterator(self, super().__iter__, at)
         if walk.skip:

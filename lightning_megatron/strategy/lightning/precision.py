@@ -6,40 +6,50 @@ difference is gradient clipping, which must see the gradients of all stages and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.global_norm import clip_by_norm
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
-
-NormOf = Callable[[Iterable[Any]], Tensor]
-HeldOf = Callable[[Iterable[Any]], list[Tensor]]
 
 
 class _GlobalClip:
-    """Mixin: clips by the global norm that the strategy computes."""
+    """Mixin: clips by the global norm of a run's gradients."""
 
-    norm_of: NormOf | None = None
-    held_of: HeldOf | None = None
+    _gradients: ModelGradients | None = None
+
+    @property
+    def gradients(self) -> ModelGradients:
+        """Those of the run that this plugin is used in.
+
+        Raises:
+            RuntimeError: there is no run.
+        """
+        if self._gradients is None:
+            raise RuntimeError("gradients are clipped while MegatronStrategy trains, and it does not.")
+        return self._gradients
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip the gradients of ``optimizer`` by their norm over all stages."""
-        assert self.norm_of is not None and self.held_of is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = self.norm_of(parameters)
-        clip_by_norm(self.held_of(parameters), norm, float(clip_val))
+        clip_by_norm(self.gradients.held(parameters), self.gradients.norm(parameters), float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip every element of the gradients that this rank holds."""
-        assert self.held_of is not None
-        for gradient in self.held_of(p for group in optimizer.param_groups for p in group["params"]):
+        for gradient in self.gradients.held(p for group in optimizer.param_groups for p in group["params"]):
             gradient.clamp_(-clip_val, clip_val)
+
+
+def clips_gradients_of(plugin: Precision, gradients: ModelGradients | None) -> None:
+    """Let a plugin of this package clip these gradients; none, when their run ends."""
+    if isinstance(plugin, _GlobalClip):
+        plugin._gradients = gradients
 
 
 class MegatronPrecision(_GlobalClip, Precision):  # type: ignore[misc]

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from torch import Tensor
@@ -21,6 +23,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.stage.stage import Stage
 
 _WRAPS_SAMPLERS = "_lightning_megatron_wraps_samplers"
+T = TypeVar("T")
 
 
 class _FailureCallback(Callback):
@@ -53,14 +56,29 @@ def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException
         callbacks.insert(0, _FailureCallback(report))
 
 
-def show_whole_summary(trainer: pl.Trainer, whole_view: Callable[[], Any]) -> None:
-    """Let ModelSummary count the whole model instead of this stage."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ModelSummary) and not isinstance(callback.__dict__.get("on_fit_start"), _WholeSummary):
-            callback.on_fit_start = _WholeSummary(callback.on_fit_start, whole_view)  # type: ignore[method-assign]
+class WholeSummaries:
+    """Lets ModelSummary count the whole model instead of this rank's part, until :meth:`remove`.
+
+    Args:
+        trainer: of the run.
+        whole_view: shows the module as it is in one process, as a context manager.
+    """
+
+    def __init__(self, trainer: pl.Trainer, whole_view: Callable[[], Any]) -> None:
+        self._changed = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
+        for callback in self._changed:
+            callback.__dict__["on_fit_start"] = _WholeSummary(callback.on_fit_start, whole_view)
+
+    def remove(self) -> None:
+        """Give the callbacks their own method back."""
+        for callback in self._changed:
+            callback.__dict__.pop("on_fit_start", None)
+        self._changed = []
 
 
 class _WholeSummary:
+    """Stands for ``on_fit_start`` of one ModelSummary."""
+
     def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any]) -> None:
         self._summarize, self._whole_view = summarize, whole_view
 
@@ -82,16 +100,43 @@ def keep_samplers(trainer: pl.Trainer) -> None:
     connector.use_distributed_sampler = False
 
 
-def replace_samplers(trainer: pl.Trainer) -> None:
-    """Give ``Trainer(use_distributed_sampler=)`` back the user's value."""
-    if _WRAPS_SAMPLERS in trainer.__dict__:
+def replace_samplers(module: pl.LightningModule | None) -> None:
+    """Give ``Trainer(use_distributed_sampler=)`` back the user's value, where a module was trained."""
+    trainer = module._trainer if module is not None else None
+    if trainer is not None and _WRAPS_SAMPLERS in trainer.__dict__:
         trainer._accelerator_connector.use_distributed_sampler = trainer.__dict__.pop(_WRAPS_SAMPLERS)
+
+
+@contextmanager
+def in_hook(module: pl.LightningModule, name: str) -> Generator[None, None, None]:
+    """Let ``self.log`` take the calls in here for those of the hook called ``name``."""
+    hook, module._current_fx_name = module._current_fx_name, name
+    yield
+    module._current_fx_name = hook
+
+
+def present(value: T | None, name: str) -> T:
+    """What a Trainer gives the strategy.
+
+    Raises:
+        RuntimeError: it has not given any: the strategy is used without a Trainer.
+    """
+    if value is None:
+        raise RuntimeError(
+            f"MegatronStrategy has no {name}; a Trainer gives it one: `Trainer(strategy=MegatronStrategy(...))`."
+        )
+    return value
 
 
 def seed_workers(dataloader: Any, replica: int) -> None:
     """Where Lightning would seed loader workers by global rank, seed them by replica."""
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", 0) is None:
         dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=replica)
+
+
+def set_sampler_epoch(dataloader: object, epoch: int) -> None:
+    """Tell a loader's samplers which epoch it is, as Lightning does before each."""
+    _set_sampler_epoch(dataloader, epoch)
 
 
 def localize_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -64,6 +63,10 @@ class Preemption:
             signal.signal(number, self._note_requeue)
         if not requeues:  # under SLURM with requeuing, SIGTERM comes with the other signal and is passed over
             signal.signal(signal.SIGTERM, self._note_stop)
+
+    def remove(self) -> None:
+        """Give Lightning's loop its own question back; the signals' handlers Lightning puts back itself."""
+        self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _note_stop(self, number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
@@ -121,7 +124,7 @@ class Preemption:
             trainer.save_checkpoint(os.path.join(saver.dirpath, _NAME), weights_only=False)
 
 
-def listen(trainer: pl.Trainer, device: torch.device) -> Any:
+def listen(trainer: pl.Trainer, device: torch.device) -> Preemption:
     """Install a :class:`Preemption` for this fit."""
     preemption = Preemption(trainer, device)
     preemption.install()

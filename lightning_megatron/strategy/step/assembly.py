@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
@@ -144,7 +145,8 @@ class Assembler:
         materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
-        multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers)
+        if done := multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers):
+            rank_zero_info(done)
         if self._options.activation_recompute is not None or stage is not None:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
         engine = StepEngine(module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options)

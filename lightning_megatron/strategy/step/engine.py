@@ -50,6 +50,7 @@ class StepEngine:
         recording: of what the running step logs.
         losses: what was found out about losses.
         splits_itself: whether the module's own code has split it.
+        whole: the way of a batch that is not cut into micro-batches.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class StepEngine:
         self.recording = Recording(module, check)
         shared = self.model_gradients, self.recording, self.losses
         self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared)
-        self._whole: Step = PlainStep(module, mesh, device, *shared) if stage is None else self._in_parts
+        self.whole: Step = PlainStep(module, mesh, device, *shared) if stage is None else self._in_parts
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
         size = self._options.micro_batch_size
         whole = size == "auto" or not self._module.automatic_optimization or batch_size_of(batch) <= int(size)
-        return self._whole if whole else self._in_parts
+        return self.whole if whole else self._in_parts
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
-        return self._whole.evaluate(call, batch, name)
+        return self.whole.evaluate(call, batch, name)
 
     @property
     def sums_gradients(self) -> bool:

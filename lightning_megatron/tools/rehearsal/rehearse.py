@@ -8,7 +8,6 @@ error of the real launch.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import warnings
@@ -113,7 +112,7 @@ class _Witness(Callback):
         activations = self._meter.kept - self._meter.within(_gradients(strategy, pl_module))
         self.found = {
             "bytes_by_kind": held_bytes(strategy, pl_module) | {"activations": activations, "peak": self._meter.peak},
-            "schedules": strategy._engine.schedules,
+            "schedules": strategy.run.engine.schedules,
             "plan": strategy.parallel_report.explain() if strategy.parallel_report is not None else "",
         }
         self._ledger.phase = "after the step"
@@ -148,7 +147,7 @@ def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
 def _gradients(strategy: Any, module: pl.LightningModule) -> list[Tensor]:
     """Where gradients collect, in buckets or not."""
     return [
-        *_tensors(strategy._engine.model_gradients.sink),
+        *_tensors(strategy.run.engine.model_gradients.sink),
         *(p.grad for p in module.parameters() if p.grad is not None),
     ]
 
@@ -223,8 +222,7 @@ def rehearse(
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = _Witness(ledger, meter)
-        rehearsed = copy.copy(strategy)
-        rehearsed._process_group_backend = BACKEND
+        rehearsed = strategy.unstarted(process_group_backend=BACKEND)
         per_node = math.gcd(world_size, devices_per_node)
         options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **trainer}
         runner = pl.Trainer(

@@ -1,0 +1,56 @@
+"""Lightning's own code for process groups and launching, which it keeps to itself, under names of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+
+def default_backend(device: torch.device) -> str:
+    """Backend of process groups whose tensors live on ``device``."""
+    return _get_default_process_group_backend_for_device(device)
+
+
+def connect(
+    environment: ClusterEnvironment, backend: str, rank: int, timeout: timedelta | None, device: torch.device
+) -> None:
+    """Make the default process group, unless there is one already.
+
+    Args:
+        environment: knows where rank 0 listens, and the size of the world.
+        backend: of the group.
+        rank: global rank of this process.
+        timeout: of collectives.
+        device: this rank's; a GPU is bound to the group.
+    """
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(environment, backend, rank, timeout=timeout, device_id=device_id)
+
+
+def reduce(tensor: Tensor, group: ProcessGroup, operation: Any) -> Tensor:
+    """``tensor`` reduced over a group, as Lightning's strategies reduce what is logged.
+
+    Args:
+        tensor: equal in shape on all ranks; may be changed in place.
+        group: of ranks.
+        operation: ``"mean"``, ``"sum"`` or one of torch's.
+    """
+    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
+
+
+def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the tensors of optimizers' states to a device."""
+    _optimizers_to_device(optimizers, device)

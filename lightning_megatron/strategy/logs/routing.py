@@ -1,0 +1,100 @@
+"""Where a call of ``self.log`` goes while a module runs under the strategy.
+
+::
+
+    in a step                      the step's recorder, which averages over micro-batches and replicas
+    in a hook, model divided       held back until the hook is done, then put together over the ranks of one model
+    anywhere else                  Lightning, made equal over replicas
+
+The module's ``log``, its metrics and the hooks that may log are taken over when a run begins and given back at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.lightning.hooks import watches_gradients
+from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs
+from lightning_megatron.strategy.logs.metrics import MetricRouter
+from lightning_megatron.strategy.logs.replay import ALREADY_REDUCED, log_everywhere
+from lightning_megatron.strategy.step.engine import StepEngine
+
+
+class LogRouting:
+    """Routes the logs of one run, from when it is made until :meth:`release`.
+
+    Args:
+        module: the user's module, divided.
+        trainer: of the run.
+        engine: records the logs of steps.
+        mesh: the grid.
+        device: this rank's.
+        cuts_batches: whether a batch may be cut into micro-batches, so that a metric sees it in parts.
+        fits: whether optimizers will step.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        trainer: pl.Trainer,
+        engine: StepEngine,
+        mesh: ParallelMesh,
+        device: torch.device,
+        *,
+        cuts_batches: bool,
+        fits: bool,
+    ) -> None:
+        self._module, self._engine = module, engine
+        self._replicas = mesh.group("data_parallel") if mesh.layout.data > 1 else ALREADY_REDUCED
+        callbacks = lightning_state.callbacks_of(trainer)
+        is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
+        self._metrics: MetricRouter | None = None
+        if is_divided or cuts_batches:
+            self._metrics = MetricRouter(mesh, device, engine.recording)
+            self._metrics.attach(module)
+        self._of_updates: HookLogs | None = None
+        self._of_hooks: HookLogs | None = None
+        self._held_hooks: HeldHooks | None = None
+        if is_divided and not engine.splits_itself:
+            if fits and watches_gradients(module, callbacks):
+                self._of_updates = HookLogs(mesh, device)
+            self._of_hooks = HookLogs(mesh, device)
+            self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self.log)
+        module.__dict__["log"] = self.log
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """``self.log`` of the module; arguments as of Lightning's."""
+        recorder = self._engine.recording.recorder
+        if recorder is not None:
+            recorder.log(*args, **kwargs)
+        elif not any(logs.take(self._module, args, kwargs) for logs in (self._of_updates, self._of_hooks) if logs):
+            log_everywhere(self._module, self._replicas, args, kwargs)
+
+    @contextmanager
+    def updating(self) -> Generator[None, None, None]:
+        """Hold back what hooks log while an optimizer steps, then log it alike on every rank; collective."""
+        if self._of_updates is None:
+            yield
+            return
+        self._of_updates.hold()
+        try:
+            yield
+        except BaseException:
+            self._of_updates.release()
+            raise
+        self._of_updates.flush(self._module, self.log)
+
+    def release(self) -> None:
+        """Give the module its ``log``, metrics and hooks back."""
+        if self._held_hooks is not None:
+            self._held_hooks.remove()
+        if self._metrics is not None:
+            self._metrics.detach()
+        self._module.__dict__.pop("log", None)

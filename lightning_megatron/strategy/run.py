@@ -1,0 +1,259 @@
+"""One run of a module, from Lightning's ``setup`` to its ``teardown``: everything that only exists in between.
+
+A :class:`Run` is made whole, once the module is divided, so that nothing in it needs a check that it is there yet::
+
+    saving    states, checkpoints, where to go on          logs      where ``self.log`` goes
+    engine    steps of this rank's part of the module      guard     looks at gradients before an update
+
+After ``teardown`` it has given back what it took over from the module, the Trainer and torch, and still answers for the
+weights: saving after ``fit`` is common, and the next run of the same module goes on with what is divided already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoints.state.pretrained import start_from
+from lightning_megatron.data_parallel.step_guard import StepGuard
+from lightning_megatron.pipeline.run.links import LinkOptions
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
+from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
+from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
+from lightning_megatron.strategy.lightning.precision import clips_gradients_of
+from lightning_megatron.strategy.logs.replay import LogReplay
+from lightning_megatron.strategy.logs.routing import LogRouting
+from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.processes import Processes
+from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
+from lightning_megatron.strategy.saving.model_state import ModelState
+from lightning_megatron.strategy.saving.saving import Saving
+from lightning_megatron.strategy.step.assembly import Assembled, Assembler
+from lightning_megatron.strategy.step.step import Window
+from lightning_megatron.strategy.step.updates import prepare_updates
+
+
+class Run:
+    """A module on its processes, ready for steps.
+
+    Args:
+        trainer: of the run.
+        assembled: the divided module.
+        processes: of the strategy.
+        precision: the plugin in use; clips by the gradients of this run until :meth:`close`.
+        options: of the strategy.
+        io: writes and reads checkpoints.
+        earlier: the same module's run before this one, if any.
+
+    Attributes:
+        module: this rank's part of the user's module.
+        engine: runs its steps.
+        saving: its state.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        assembled: Assembled,
+        processes: Processes,
+        precision: Precision,
+        options: Options,
+        io: MegatronCheckpointIO,
+        earlier: Run | None = None,
+    ) -> None:
+        self.assembled, self.module, self.engine = assembled, assembled.module, assembled.engine
+        self._trainer, self._processes, self._precision, self._options = trainer, processes, precision, options
+        self._fits = trainer.state.fn == TrainerFn.FITTING
+        self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
+        self._replay = LogReplay()
+        self._reduces = True
+        self._step = self.engine.whole
+        self.saving = Saving(assembled, trainer, processes, io, options.details)
+        if earlier is not None:
+            self.saving.optimizer_names = earlier.saving.optimizer_names
+        mesh, gradients = processes.mesh, self.engine.model_gradients
+        self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view)
+        clips_gradients_of(precision, gradients)
+        self._logs = LogRouting(
+            self.module,
+            trainer,
+            self.engine,
+            mesh,
+            processes.device,
+            cuts_batches=options.micro_batch_size != "auto",
+            fits=self._fits,
+        )
+        self._clipping: HandClipping | None = None
+        if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
+            self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
+            self._clipping.start()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates left out because a loss or gradient was not finite, in the latest fit."""
+        return self._guard.skipped_steps if self._guard is not None else 0
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep this rank's part of optimizers that were made in sight of the whole module."""
+        checks.check_optimizers(optimizers, self._processes.mesh.layout.pipeline)
+        self.engine.note_trained(p for o in optimizers for group in o.param_groups for p in group["params"])
+        self.saving.localize(optimizers)
+
+    def prepare_updates(self, optimizers: Sequence[Optimizer]) -> None:
+        """Lay out the gradients for these optimizers, before the first step of a fit."""
+        scale = getattr(self._precision, "loss_scale", None)
+        self._guard = prepare_updates(
+            self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
+        )
+
+    def training_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
+        batch = args[0] if args else next(iter(kwargs.values()))
+        call = functools.partial(_call_step, self.module.training_step, args, kwargs)
+        gradients = self.engine.model_gradients
+        with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
+            self._step = self.engine.step(batch)
+            output = self._step.forward(call, batch, self._window)
+            outcome = self._step.finish()
+            if outcome is not None:
+                self._replay(self.module, outcome.logs)
+            return output
+
+    def evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's step of evaluation or prediction called ``name``, through all stages."""
+        batch = args[0] if args else next(iter(kwargs.values()))
+        call = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
+        with self._processes.naming_failures(), context():
+            self.engine.model_gradients.finish_gather()
+            outcome = self.engine.evaluate(call, batch, name)
+            self._replay(self.module, outcome.logs)
+            return outcome.output
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        """Publish the gradients of a scheduled step, or run autograd for a plain one."""
+        precision = self._precision
+        loss = precision.pre_backward(loss, self.module)
+        autograd = functools.partial(self._autograd, optimizer, args, kwargs)
+        with self._processes.naming_failures():
+            self._step.backward(loss, autograd, self._window)
+            self._check_gradients()
+            outcome = self._step.finish()
+            if outcome is not None:  # of a plain step, whose logs travelled between the replicas meanwhile
+                with lightning_state.in_hook(self.module, "training_step"), precision.train_step_context():
+                    self._replay(self.module, outcome.logs)
+        return precision.post_backward(loss, self.module)
+
+    def _autograd(self, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any], loss: Tensor) -> None:
+        self._precision.backward(loss, self.module, optimizer, *args, **kwargs)
+
+    def _check_gradients(self) -> None:
+        """Refuse or skip an update that is not finite, once gradients have been summed."""
+        if self._guard is not None and self._guard.watches and self._reduces:
+            self._guard.check(self._trainer.global_step, self.engine.losses.take_bad())
+
+    @property
+    def _window(self) -> Window:
+        """Where the present batch stands among those whose gradients are averaged."""
+        batches, scale = self._trainer.accumulate_grad_batches, getattr(self._precision, "loss_scale", None)
+        first = self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
+        return Window(batches, first, self._reduces, 1.0 if scale is None else scale.scale)
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Add gradients up without summing over replicas."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    @contextmanager
+    def updating(self) -> Generator[None, None, None]:
+        """Around a step of an optimizer, which gets its parameters back if it fails."""
+        with self._logs.updating():
+            try:
+                yield
+                self.engine.settle()
+            except BaseException:
+                self.engine.model_gradients.restore()
+                raise
+
+    def end_training(self) -> None:
+        """Hand round what the last hooks wrote."""
+        self.engine.settle()
+        self.engine.share_copies()
+
+    def close(self) -> None:
+        """Give back what was taken over from the module, the Trainer and torch."""
+        self.engine.close()
+        self.saving.close()
+        if self._clipping is not None:
+            self._clipping.stop()
+        self._logs.release()
+        self._summaries.remove()
+        clips_gradients_of(self._precision, None)
+
+
+def start_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    processes: Processes,
+    precision: Precision,
+    options: Options,
+    io: MegatronCheckpointIO,
+    links: LinkOptions,
+    stage_speeds: tuple[float, ...] | None = None,
+    earlier: Run | None = None,
+) -> Run:
+    """Divide the module, fill it with its initial weights, and take it over for a run.
+
+    Args:
+        trainer: of the run.
+        module: the user's; whole, or divided by an earlier run.
+        processes: connected.
+        precision: the plugin in use.
+        options: of the strategy.
+        io: writes and reads checkpoints.
+        links: how tensors travel between stages.
+        stage_speeds: relative speed of every stage's devices, where they differ.
+        earlier: the strategy's run before this one, if any.
+
+    Raises:
+        MisconfigurationException: a module or callback that this strategy cannot train with.
+        ValueError: the module cannot be divided so; the message says what to change.
+    """
+    checks.check_run(trainer, module, options.pipeline_parallel_size, options.micro_batch_size)
+    lightning_state.insert_failure_callback(trainer, processes.report)
+    if options.profiles_layers:
+        insert_profile(trainer)
+    if options.log_gradient_norm:
+        insert_gradient_norm(trainer)
+    if earlier is not None and earlier.module is module:
+        module.to(processes.device)
+        return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
+    engine_options = options.engine(getattr(precision, "layer_dtype", None), links)
+    assembler = Assembler(processes.mesh, processes.device, precision, options.module(stage_speeds), engine_options)
+    assembled = assembler.assemble(module)
+    path = start_from(module, options.initial_weights)
+    if path is not None:
+        ModelState(assembled, processes.mesh).fill_from(path)
+    return Run(trainer, assembled, processes, precision, options, io)
+
+
+def _call_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> Any:
+    """The user's step with ``batch`` in the place of the whole one."""
+    if args:
+        return step(batch, *args[1:], **kwargs)
+    first = next(iter(kwargs))
+    return step(**{**kwargs, first: batch})

@@ -1,0 +1,111 @@
+"""The weights of a divided module as one process names and shapes them, so that any layout can load what another saved.
+
+A rank holds some of the parameters (a stage's), slices of others (tensor parallelism) and 16-bit copies where the
+optimizer has float32 ones. Lightning asks for and gives whole states; between the two stands :class:`ModelState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoints.files.sources import open_source
+from lightning_megatron.checkpoints.state.pretrained import match_weights
+from lightning_megatron.checkpoints.state.stored import Kinds, Match, aliases, load_module, match, stored_module
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
+from lightning_megatron.pipeline.elsewhere.twins import shown_whole
+from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.step.assembly import Assembled
+
+
+class ModelState:
+    """State of one divided module.
+
+    Args:
+        assembled: the module, and how its tensors are split.
+        mesh: the grid.
+    """
+
+    def __init__(self, assembled: Assembled, mesh: ParallelMesh) -> None:
+        self.module = assembled.module
+        self._engine = assembled.engine
+        self._tensors = assembled.tensor_state
+        self._mesh = mesh
+
+    def logical_view(self, *, slices: bool = True) -> AbstractContextManager[None]:
+        """Show the module as it is in one process, to code that names and counts; without ``slices``, those stay."""
+        return shown_whole(self.module, self._engine.model_gradients.presence, slices=slices)
+
+    def stored(self) -> dict[str, Any]:
+        """This rank's part as checkpoints keep it: split tensors in pieces, and float32 weights where there are any."""
+        gradients = self._engine.model_gradients
+        gradients.finish_gather()
+        masters = gradients.masters()
+        stored = stored_module(self.module, self._tensors) | masters
+        return {name: value for name, value in stored.items() if value is not None or name not in masters}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state that matches the module, whole or in pieces."""
+        gradients = self._engine.model_gradients
+        gradients.finish_gather()
+        masters = gradients.masters()
+        load_module(self.module, {n: v for n, v in state.items() if n not in masters}, self._tensors)
+        if masters:
+            gradients.load_masters(state)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The whole state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
+        self._engine.model_gradients.finish_gather()
+        self._engine.share_copies()
+        state = self.module.state_dict()
+        state |= {n: v for n, v in self._engine.model_gradients.whole_masters().items() if n in state}
+        return lightning_state.gather_state_dict(self._tensors.logical_state(state), self._mesh)
+
+    def fill_from(self, path: Any) -> None:
+        """Load this rank's part of a file or folder of weights, reading that part only.
+
+        Raises:
+            RuntimeError: a parameter is missing there, or has another shape.
+        """
+        source = open_source(path)
+        found = match_weights(source, *self._whole_shapes(), path)
+        state = {n: v for n, v in self.stored().items() if isinstance(v, (Tensor, PiecedTensor))}
+        wanted = {n: (found.stored[n], as_pieces(v).empty_like()) for n, v in state.items() if n in found.stored}
+        source.fill(wanted)
+        self.load({name: pieces for name, (_, pieces) in wanted.items()})
+
+    def match(
+        self, kinds: Kinds, saved_aliases: Mapping[str, str] | None = None, prefixes: Mapping[str, str] | None = None
+    ) -> Match:
+        """Which stored tensor each tensor of the whole module is loaded from; collective over the pipeline.
+
+        Args:
+            kinds: shape and dtype of every stored tensor.
+            saved_aliases: tied names there -> the name that is stored.
+            prefixes: start of a name there -> start of the name in the module.
+        """
+        return match(kinds, *self._whole_shapes(), saved_aliases or {}, prefixes)
+
+    def _whole_shapes(self) -> tuple[dict[str, torch.Size], dict[str, str]]:
+        """Logical shapes of the whole module's tensors, and its tied names; collective over the pipeline."""
+        state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+        shapes = {name: self._tensors.logical_shape(name, value) for name, value in state.items()}
+        stages = objects.gather((shapes, aliases(self.module)), self._mesh.group("pipeline_parallel"))
+        return (
+            {name: shape for stage in stages for name, shape in stage[0].items()},
+            {name: first for stage in stages for name, first in stage[1].items()},
+        )
+
+
+def does_not_fit(module: Any, found: Match) -> str:
+    """Message for a checkpoint whose names or shapes are not the module's."""
+    return (
+        f"the checkpoint does not fit {type(module).__name__}: {found}; set `strict_loading = False` on the module to "
+        "load what fits, or name what moved with `MegatronCheckpointIO(prefixes={'old.': 'new.'})`."
+    )

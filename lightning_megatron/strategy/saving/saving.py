@@ -1,0 +1,248 @@
+"""What a run keeps: states of modules and optimizers, checkpoints, and going on from them.
+
+Lightning asks for whole states; a rank holds parts. Everything here is named and shaped as in one process, so that
+what one layout saves any other can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoints.state.stored import (
+    GroupNames,
+    add_saved_groups,
+    added_groups,
+    aliases,
+    joined_values,
+    load_optimizer,
+    optimizer_templates,
+    parameter_names,
+    plain_values,
+    stored_optimizer,
+    values_here,
+)
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
+from lightning_megatron.strategy.data.loaders import make_resumable
+from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.lightning.distributed import move_optimizers
+from lightning_megatron.strategy.processes import Processes
+from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
+from lightning_megatron.strategy.saving.model_state import ModelState, does_not_fit
+from lightning_megatron.strategy.saving.newest import answered
+from lightning_megatron.strategy.saving.preemption import Preemption, listen
+from lightning_megatron.strategy.saving.resume import (
+    Resumption,
+    about,
+    gather_all_to_first,
+    gather_to_first,
+    note_what_is_read_ahead,
+    replica_state,
+)
+from lightning_megatron.strategy.step.assembly import Assembled
+
+
+class Saving:
+    """Saves and loads the state of one run; every rank takes part in each call.
+
+    Args:
+        assembled: the divided module.
+        trainer: of the run.
+        processes: of the strategy.
+        io: writes and reads checkpoints.
+        details: what a checkpoint notes of the layout besides the sizes of the axes.
+
+    Attributes:
+        weights: the module's part of the state.
+        optimizer_names: of each optimizer, the names of each parameter group's parameters on all stages.
+    """
+
+    def __init__(
+        self,
+        assembled: Assembled,
+        trainer: pl.Trainer,
+        processes: Processes,
+        io: MegatronCheckpointIO,
+        details: Mapping[str, Any],
+    ) -> None:
+        self.weights = ModelState(assembled, processes.mesh)
+        self.optimizer_names: list[GroupNames] = []
+        self._module = assembled.module
+        self._engine = assembled.engine
+        self._streams = assembled.streams
+        self._trainer = trainer
+        self._processes = processes
+        self._mesh = processes.mesh
+        self._io = io
+        self._details = details
+        self._resumption: Resumption | None = None
+        self._preemption: Preemption | None = None
+
+    def localize(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the parameters of other stages from optimizers that were made in sight of the whole module."""
+        names = parameter_names(self._module)
+        self.optimizer_names = [lightning_state.localize_optimizer(optimizer, names) for optimizer in optimizers]
+
+    def begin_training(self) -> None:
+        """Go on where the checkpoint stopped; from here on, signals to stop are agreed upon between steps."""
+        if self._resumption is not None:
+            self._resumption.begin()
+        note_what_is_read_ahead(self._trainer)
+        if self._mesh.layout.world_size > 1:
+            self._preemption = listen(self._trainer, self._processes.device)
+
+    def close(self) -> None:
+        """Listen to signals no more."""
+        if self._preemption is not None:
+            self._preemption.remove()
+            self._preemption = None
+
+    def continue_loader(self, dataloader: object) -> object:
+        """A training loader that goes on where the checkpoint's run stopped; others as they are."""
+        if not self._trainer.training:
+            return dataloader
+        loader = make_resumable(dataloader)
+        if self._resumption is not None:
+            self._resumption.continue_loader(loader)
+        return loader
+
+    def optimizer_state(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """State of one of the optimizers by parameter name, in pieces where it is split."""
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        index = next(i for i, candidate in enumerate(optimizers) if candidate is optimizer)
+        names = self.optimizer_names[index]
+        added = added_groups(optimizer, names, parameter_names(self._module))
+        stages = objects.gather(added, self._mesh.group("pipeline_parallel"))
+        added = [group for stage in stages for group in stage]
+        return stored_optimizer(optimizer, names, self._engine.model_gradients.state_places(optimizer), added)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Load this rank's part of the optimizers' states."""
+        saved = checkpoint.get("lightning_megatron", {}).get("about", {}).get("precision")
+        same = saved == str(self._trainer.precision)
+        for optimizer, names, state in zip(
+            optimizers, self.optimizer_names, checkpoint["optimizer_states"], strict=True
+        ):
+            places = self._engine.model_gradients.state_places(optimizer)
+            load_optimizer(optimizer, names, places, state, keep_types=same)
+        move_optimizers(optimizers, self._processes.device)
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load this rank's part of a whole or partial state.
+
+        Raises:
+            RuntimeError: names of a plain state are missing or unexpected, and ``strict``.
+        """
+        state = checkpoint["state_dict"]
+        if not checkpoint.get("lightning_megatron", {}).get("is_matched"):
+            found = self.weights.match({n: (v.shape, v.dtype) for n, v in state.items() if isinstance(v, Tensor)})
+            if strict and (found.missing or found.unexpected):
+                raise RuntimeError(does_not_fit(self._module, found))
+        self.weights.load(state)
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        """Write a checkpoint of Lightning's; after a failure of some ranks only, say that nothing can be saved."""
+        if not self._processes.can_meet():
+            print(f"{self._processes.place}: no checkpoint at {path}: not all ranks failed together")
+            return
+        self._engine.share_copies()
+        checkpoint["lightning_megatron"] = self._run_section(checkpoint)
+        self._io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps for this package; whole on global rank 0."""
+        mesh, layout = self._mesh, self._mesh.layout
+        tied = aliases(self._module)
+        extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}
+        stages = gather_to_first((tied, extra), mesh.group("pipeline_parallel"), mesh, layout.pipeline)
+        values = gather_all_to_first(plain_values(checkpoint.get("optimizer_states", [])))
+        replica = replica_state(self._trainer, checkpoint.get("loops"), self._processes.device)
+        return {
+            "local_aliases": tied,
+            "aliases": {name: first for stage in stages for name, first in stage[0].items()},
+            "extra": {name: value for stage in stages for name, value in stage[1].items()},
+            "optimizer_values": joined_values(values),
+            "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
+            "streams": self._streams.state_dict(),
+            "about": about(self._trainer, mesh, self._details),
+        }
+
+    def load(self, path: Any, optimizers: Sequence[Optimizer], weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file.
+
+        Args:
+            path: of the checkpoint.
+            optimizers: of the run.
+            weights_only: whether pickled objects are refused; ``None`` for what the plugin says.
+        """
+        path = self._processes.broadcast(answered(path), 0)
+        checkpoint = self._io.load_checkpoint(path, weights_only=weights_only)
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if "state_dict" not in checkpoint:
+            self._read_tensors(path, checkpoint, optimizers if fitting and self._io.load_optimizer else None)
+        own = checkpoint.get("lightning_megatron", {})
+        self._resumption = None
+        if fitting and "replicas" in own and "loops" in checkpoint:
+            self._resumption = Resumption(checkpoint, self._trainer, self._mesh, self._processes.device)
+            if own["streams"] is not None:
+                self._streams.load_state_dict(own["streams"])
+        return checkpoint
+
+    def _read_tensors(self, path: Any, checkpoint: dict[str, Any], optimizers: Sequence[Optimizer] | None) -> None:
+        """Fill ``checkpoint`` with this rank's tensors; those of optimizers only where some are given.
+
+        Raises:
+            RuntimeError: the module's names or shapes are not those of the checkpoint, and it wants them to be.
+        """
+        module, kinds, own = self._module, self._io.tensor_kinds(path), checkpoint["lightning_megatron"]
+        found = self.weights.match(kinds, own["aliases"], self._io.prefixes)
+        if not found.fits:
+            if module.strict_loading:
+                raise RuntimeError(does_not_fit(module, found))
+            rank_zero_warn(f"{path} fits {type(module).__name__} in part: {found}.")
+        wanted: dict[str, tuple[str, PiecedTensor]] = {}
+        for name, value in self.weights.stored().items():
+            if name in found.stored and isinstance(value, (Tensor, PiecedTensor)):
+                wanted[name] = found.stored[name], as_pieces(value).empty_like()
+        states = [] if optimizers is None else self._optimizer_states(checkpoint, kinds, optimizers, wanted)
+        self._io.load_tensors(path, wanted)
+        checkpoint["state_dict"] = {name: pieces for name, (_, pieces) in wanted.items() if name in found.stored}
+        checkpoint["state_dict"] |= checkpoint.pop("state_dict_extra", {})
+        own["is_matched"] = True
+        if "optimizer_groups" in checkpoint:
+            checkpoint["optimizer_states"] = states
+
+    def _optimizer_states(
+        self,
+        checkpoint: Mapping[str, Any],
+        kinds: Mapping[str, Any],
+        optimizers: Sequence[Optimizer],
+        wanted: dict[str, tuple[str, PiecedTensor]],
+    ) -> list[dict[str, Any]]:
+        """States of the optimizers, whose tensors are added to ``wanted`` and read with the rest."""
+        tied = checkpoint["lightning_megatron"]["aliases"]
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        states: list[dict[str, Any]] = []
+        for index, groups in enumerate(checkpoint.get("optimizer_groups", [])):
+            state: dict[str, Any] = {}
+            states.append({"state": state, "param_groups": groups})
+            if index >= len(optimizers):
+                continue
+            names = self.optimizer_names[index]
+            add_saved_groups(optimizers[index], names, groups, parameters)
+            places = self._engine.model_gradients.state_places(optimizers[index])
+            for mine in checkpoint.get("optimizer_values", [])[index:][:1]:
+                state |= values_here(mine, places, tied, names)
+            templates = optimizer_templates(kinds, index, places, tied, names)
+            for stored, (name, key, pieces) in templates.items():
+                wanted[stored] = stored, pieces
+                state.setdefault(name, {})[key] = pieces if stored in kinds and pieces.shape else pieces.local
+        return states

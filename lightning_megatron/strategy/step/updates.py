@@ -1,0 +1,93 @@
+"""What the optimizers of a run need of the gradients, found out by a trial before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
+from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
+from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
+from lightning_megatron.data_parallel.update.loss_scale import LossScale
+from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
+from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
+from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
+from lightning_megatron.strategy.processes import Processes
+from lightning_megatron.strategy.step.assembly import Assembled
+
+
+def prepare_updates(
+    assembled: Assembled,
+    optimizers: Sequence[Optimizer],
+    trainer: pl.Trainer,
+    processes: Processes,
+    nonfinite: NonFinite,
+    loss_scale: LossScale | None,
+) -> StepGuard | None:
+    """Lay out the gradient buckets, and let the optimizers update this rank's share.
+
+    Args:
+        assembled: the divided module.
+        optimizers: with this rank's parameters.
+        trainer: of the run.
+        processes: of the strategy.
+        nonfinite: what to do about a loss or gradient that is not finite.
+        loss_scale: of float16, or ``None``.
+
+    Returns:
+        What looks at the summed gradients; ``None`` where autograd's are used as they are.
+
+    Raises:
+        MisconfigurationException: an optimizer or option that cannot work with gradients shared out like this.
+    """
+    gradients, module = assembled.engine.model_gradients, assembled.module
+    if assembled.engine.splits_itself:
+        checks.check_own_gradients(loss_scale, nonfinite, gradients.options.reduce_dtype)
+        return None
+    several = assembled.needs_gradients or accumulates(trainer)
+    adds_up = several and has_narrow_weights(module)
+    least = _least_independence(assembled, optimizers, processes, adds_up)
+    widens = adds_up and least is not Independence.NONE
+    puts_together = least is Independence.PARAMETER and not assembled.tensor_state.is_trivial
+    if not (assembled.needs_gradients or puts_together or widens):
+        return None
+    if loss_scale is not None:
+        checks.check_scaled(module)
+    rank, place = processes.mesh.rank, processes.place
+    guard = StepGuard(gradients, processes.device, rank, place, nonfinite, loss_scale, rank_zero_info)
+    gradients.prepare(
+        assembled.groups,
+        optimizers,
+        whole=least is not Independence.ELEMENT,
+        watched=watches_gradients(module, callbacks_of(trainer)),
+        skips=guard.watches,
+        watches_weights=watches_weights(module, callbacks_of(trainer)),
+        rounds=least is not Independence.NONE,
+        widens=widens,
+    )
+    return guard
+
+
+def _least_independence(
+    assembled: Assembled, optimizers: Sequence[Optimizer], processes: Processes, adds_up: bool
+) -> Independence:
+    """Try out what the optimizers update by themselves, and refuse those that need more than a rank holds.
+
+    Args:
+        assembled: the divided module.
+        optimizers: of the run.
+        processes: of the strategy.
+        adds_up: whether 16-bit gradients are added up over several backwards.
+    """
+    gradients, layout = assembled.engine.model_gradients, processes.mesh.layout
+    shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
+    least = Independence.ELEMENT
+    if shards * layout.pipeline * layout.tensor > 1 or lowered or adds_up:
+        declared = declared_elementwise(gradients.options.sharding)
+        least = smallest_independence(optimizers, processes.device, declared)
+    checks.check_independence(optimizers, least, layout, shards, lowered)
+    return least

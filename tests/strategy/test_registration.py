@@ -1,0 +1,68 @@
+"""Importing the package teaches Lightning its name and its directories, whichever is imported first, and no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.core import saving
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_megatron
+from lightning_megatron.checkpoints.files import sources
+
+IMPORTS = ["import lightning, lightning_megatron", "import lightning_megatron, lightning"]
+CHECK = """
+from lightning.pytorch.core import saving
+from lightning.pytorch.strategies import StrategyRegistry
+import sys
+assert StrategyRegistry.get("megatron").options.micro_batch_size == "auto"
+assert type(saving.pl_load).__module__ == "lightning_megatron.strategy.lightning.load_directories"
+ours = [finder for finder in sys.meta_path if type(finder).__module__.startswith("lightning_megatron")]
+assert not [finder for finder in ours if finder.awaited.endswith("strategies")]
+"""
+
+
+@pytest.mark.parametrize("order", IMPORTS)
+def test_the_name_is_known_in_either_order_of_imports(order: str) -> None:
+    subprocess.run([sys.executable, "-c", f"{order}\n{CHECK}"], check=True, timeout=120)
+
+
+def test_a_strategy_of_that_name_is_ours() -> None:
+    assert isinstance(StrategyRegistry.get("megatron"), lightning_megatron.MegatronStrategy)
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+
+def test_lightning_reads_directories_through_us_and_files_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, asked = Module(), []
+
+    def whole(path: Any, *, trust: bool) -> dict[str, Any]:
+        asked.append((path, trust))
+        return {"state_dict": module.state_dict(), "pytorch-lightning_version": pl.__version__}
+
+    monkeypatch.setattr(sources, "load_whole", whole)
+    read = Module.load_from_checkpoint(tmp_path)
+    assert torch.equal(read.layer.weight, module.layer.weight) and asked == [(tmp_path, False)]
+    torch.save(whole(None, trust=False), tmp_path / "file.ckpt")
+    read = Module.load_from_checkpoint(tmp_path / "file.ckpt")
+    assert torch.equal(read.layer.weight, module.layer.weight) and len(asked) == 2
+
+
+def test_the_reader_is_wrapped_once() -> None:
+    from lightning_megatron.strategy.lightning.load_directories import read_directories
+
+    before = saving.pl_load
+    read_directories()
+    assert saving.pl_load is before
