@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.messages.collectives import raw_broadcast, resolve_group
-from lightning_megatron.parallelize.pairs.blueprint import Blueprint, draw_up
-from lightning_megatron.parallelize.reading.copy import copy_of, study_of
+from lightning_megatron.parallelize.pairs.decide import carried_over, draw_up
+from lightning_megatron.parallelize.plan.blueprint import Blueprint
+from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.study import study_of
 from lightning_megatron.parallelize.report import ParallelReport, whole_table
 from lightning_megatron.parallelize.swap.layers import Builder
 from lightning_megatron.parallelize.swap.sequence import SequencePlan, plan_sequence
@@ -113,7 +115,8 @@ def _decide(
         study = study_of(module, plan)
         blueprint = draw_up(study.module, size, plan, example)
         sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
-        return study.carry_over(module, blueprint, sequence)
+        carried = None if sequence is None else sequence.carried_over(study, module)
+        return carried_over(blueprint, study, module), carried
 
 
 def _carry_out(

@@ -10,29 +10,7 @@ from torch import nn
 from lightning_megatron.layers.table import ParameterSharding, ShardTable
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.parallelize.plan.patterns import generalize
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """One line of the plan.
-
-    Attributes:
-        name: dotted name of the module.
-        style: how it is split.
-        global_shape: logical shape of its weight.
-        local_shape: shape of its weight here.
-        forward: collectives it starts forward.
-        backward: collectives it starts backward.
-        note: adaptations, or why something is gathered.
-    """
-
-    name: str
-    style: str
-    global_shape: tuple[int, ...] | None
-    local_shape: tuple[int, ...] | None
-    forward: str = ""
-    backward: str = ""
-    note: str = ""
+from lightning_megatron.parallelize.plan.row import ModuleRow
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import vocab_parallel_cross_entropy
 from lightning_megatron.parallelize import explain
-from lightning_megatron.parallelize.pairs.blueprint import draw_up
+from lightning_megatron.parallelize.pairs.decide import draw_up
+from lightning_megatron.parallelize.plan.blueprint import ColumnCut
 from lightning_megatron.parallelize.plan.patterns import generalize, matches
-from lightning_megatron.parallelize.reading.attention import ColumnCut, HeadSizes
+from lightning_megatron.parallelize.reading.attention import HeadSizes
 from lightning_megatron.tools.commands.cli import app
 from tests.parallelize.models import LLAMA, VOCABULARY, NanoGPT, hugging_face
 from tests.parity.zoo.hazards import PerLayerMasks
@@ -171,7 +172,8 @@ def test_patterns_match_whole_components_from_the_end():
 
 
 def test_scarce_key_value_heads_are_chosen_by_the_query_heads_that_read_them():
-    cut = ColumnCut((8, 4, 4), (False, True, True), HeadSizes(heads=4, key_value=2, size=2))
+    sizes = HeadSizes(heads=4, key_value=2, size=2)
+    cut = ColumnCut((8, 4, 4), (None, sizes, sizes))
     assert cut.ranges(4, 3) == ((6, 8), (10, 12), (14, 16))
     assert cut.keeps_parameter and cut.fits(4)
 

@@ -19,6 +19,7 @@ from lightning_megatron.planner.cost.memory import Memory
 from lightning_megatron.tools.commands.cli import app
 from lightning_megatron.tools.rehearsal import Rehearsal, rehearse
 from tests.harness import run_trainers
+from tests.tools import rehearsal_scenarios
 from tests.tools.rehearsal_scenarios import SmallGPT, build, live, planned
 
 GRID = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
@@ -183,6 +184,20 @@ def test_a_trillion_parameters_on_3072_ranks_take_under_a_minute_and_4_gb(tmp_pa
     assert found["whole_parameters"] == 1_008_038_758_400 and found["layers"] == [76, 77]
     assert found["parameters"] == 1_966_432_000
     assert seconds < 60 and memory < 4e9, (seconds, memory)
+
+
+def test_a_wide_model_is_split_as_a_narrow_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At hidden size 8192 no weight that a plan is tried with has numbers."""
+    plans = []
+    for hidden in (64, 8192):
+        monkeypatch.setattr(rehearsal_scenarios, "HIDDEN", hidden)
+        with torch.device("meta"):
+            module = SmallGPT()
+        batch = build()[1]
+        found = rehearse(MegatronStrategy(tensor_parallel_size=2), module, batch, rank=0, world_size=2)
+        plans.append([line.split()[:2] for line in found.plan.splitlines()[1:]])
+    assert plans[0] == plans[1]
+    assert ["blocks.*.query", "colwise"] in plans[1] and ["blocks.*.down", "rowwise"] in plans[1]
 
 
 def test_memory_of_the_process_is_not_that_of_the_model() -> None:

@@ -1,7 +1,6 @@
-"""What Hugging Face models say about themselves: their plans, their heads, their attention sizes.
+"""The tensor-parallel plans that Hugging Face models carry.
 
-Everything is read by attribute, so that ``transformers`` is never imported here: a model that is one brings it
-along.
+They are read by attribute: ``transformers`` is never imported here, since a model from it has imported it already.
 """
 
 from __future__ import annotations
@@ -10,24 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.plan.patterns import matches
 from lightning_megatron.parallelize.plan.styles import is_style
-from lightning_megatron.parallelize.reading.kinds import is_linear
-
-
-def is_hugging_face(module: nn.Module) -> bool:
-    """Whether the module is a Hugging Face ``PreTrainedModel``."""
-    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
-
-
-def hugging_face_models(module: nn.Module) -> dict[str, Any]:
-    """The outermost Hugging Face models in a module, by dotted name (empty for the module itself)."""
-    found: dict[str, Any] = {}
-    for name, part in module.named_modules():
-        if is_hugging_face(part) and name not in Parts(found):
-            found[name] = part
-    return found
+from lightning_megatron.parallelize.reading.kinds import hugging_face_models, is_hugging_face
+from lightning_megatron.parallelize.reading.low_rank import is_splittable
 
 
 def own_plan(module: nn.Module) -> dict[str, str]:
@@ -39,7 +24,7 @@ def own_plan(module: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = {}
     for name, model in hugging_face_models(module).items():
         entries = dict(getattr(model, "_tp_plan", None) or {})
-        linears = [inner for inner, part in model.named_modules() if is_linear(part)]
+        linears = [inner for inner, part in model.named_modules() if is_splittable(part)]
         if not _names_layers(entries, linears):
             entries = _plan_from_configs(model)
         if _names_layers(entries, linears):
@@ -64,13 +49,3 @@ def _plan_from_configs(model: Any) -> dict[str, str]:
             entries |= getattr(getattr(part, "config", None), "base_model_tp_plan", None) or {}
         plan |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in entries.items()}
     return plan
-
-
-def output_embeddings(module: nn.Module) -> list[nn.Module]:
-    """Heads of the Hugging Face models in a module, as they name them."""
-    heads = []
-    for model in hugging_face_models(module).values():
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if isinstance(head, nn.Module):
-            heads.append(head)
-    return heads

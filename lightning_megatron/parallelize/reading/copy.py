@@ -1,206 +1,188 @@
-"""A small stand-in for a module that has no weights yet, or too many layers to run.
+"""Copies of a user's module that share nothing it may write to, so that trying something on it leaves no trace.
 
-A plan is made by running the module on a tiny input. A module on the meta device cannot be run, and of a hundred
-equal layers two tell as much as all. The study copy keeps, of every list of layers, the first of each kind and one
-that represents its repetitions, gives it random weights on the CPU, and knows how its names map back::
+A plan is made by running the user's code on tiny inputs. That code remembers: data-dependent initialisation, counters,
+caches, running statistics. Every such run therefore happens on a copy, and nothing has to be put back. A copy of a
+large module has to be cheap: tensors share their memory with the original until one of the two is written to
+(copy-on-write), and only the Python objects around them are copied at once.
 
-    module   layers.0  layers.1  layers.2 ... layers.31
-    study    layers.0  layers.1 (stands for 1 to 31)
+Beyond a copy is state that the module does not hold: a list or a cache at the level of a Python module, a file.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron.parallelize.pairs.blueprint import Blueprint
-from lightning_megatron.parallelize.pairs.regions import Door, Region
-from lightning_megatron.parallelize.swap.sequence import SequencePlan
-
-VOCABULARY = 32768
-"""Rows from which a matrix is taken for a table of a vocabulary."""
-
-T = TypeVar("T")
-Rename = Callable[[str], str]
-
-
-@dataclass(frozen=True)
-class Study:
-    """A stand-in and its names.
-
-    Attributes:
-        module: the stand-in.
-        kept: name of each shortened list -> for each of its layers, the indices in the original that it stands for.
-    """
-
-    module: nn.Module
-    kept: Mapping[str, tuple[tuple[int, ...], ...]]
-
-    def carry_over(
-        self, module: nn.Module, blueprint: Blueprint, sequence: SequencePlan | None
-    ) -> tuple[Blueprint, SequencePlan | None]:
-        """Decisions made on the stand-in, as decisions about the original ``module``."""
-        if self.module is module:
-            return blueprint, sequence
-        order = {name: index for index, (name, _) in enumerate(module.named_modules())}
-        regions = [found for region in blueprint.regions for found in self._regions(region)]
-        carried = replace(
-            blueprint,
-            styles=self._table(blueprint.styles),
-            regions=sorted(regions, key=lambda region: order[region.row]),
-            heads={original for name in blueprint.heads for original in self._originals(name)},
-        )
-        if sequence is None:
-            return carried, None
-        layers = sorted((o for name in sequence.layers for o in self._originals(name)), key=_number)
-        return carried, SequencePlan(module, layers, sequence.dim, self._doors(sequence))
-
-    def _regions(self, region: Region) -> Iterator[Region]:
-        for rename in self._renames(region.row):
-            yield replace(
-                region,
-                columns=[rename(name) for name in region.columns],
-                row=rename(region.row),
-                scope=rename(region.scope),
-                tables=[rename(name) for name in region.tables],
-                inner=[rename(name) for name in region.inner],
-                others=[rename(name) for name in region.others],
-                cuts={rename(name): cut for name, cut in region.cuts.items()},
-                narrowed=None if region.narrowed is None else (rename(region.narrowed[0]), region.narrowed[1]),
-                attributes={(rename(name), key): value for (name, key), value in region.attributes.items()},
-            )
-
-    def _doors(self, sequence: SequencePlan) -> dict[str, Door | None]:
-        doors: dict[str, Door | None] = {}
-        for row, door in sequence.doors.items():
-            for rename in self._renames(row):
-                doors[rename(row)] = None if door is None else (rename(door[0]), door[1])
-        return doors
-
-    def _table(self, table: Mapping[str, T]) -> dict[str, T]:
-        return {original: value for name, value in table.items() for original in self._originals(name)}
-
-    def _originals(self, name: str) -> list[str]:
-        return [rename(name) for rename in self._renames(name)]
-
-    def _renames(self, name: str) -> list[Rename]:
-        """For each original layer that the layer of ``name`` stands for: the names around it, in the original."""
-        place = self._place(name)
-        if place is None:
-            return [lambda other: other]
-        return [self._rename(place[0], place[1], original) for original in self.kept[place[0]][place[1]]]
-
-    def _rename(self, prefix: str, index: int, original: int) -> Rename:
-        def rename(name: str) -> str:
-            place = self._place(name)
-            if place is None:
-                return name
-            number = original if place[:2] == (prefix, index) else self.kept[place[0]][place[1]][0]
-            return ".".join(part for part in (place[0], str(number), place[2]) if part)
-
-        return rename
-
-    def _place(self, name: str) -> tuple[str, int, str] | None:
-        """The shortened list that a name lies in, its index there, and the rest."""
-        for prefix in self.kept:
-            start = f"{prefix}." if prefix else ""
-            index, _, rest = name[len(start) :].partition(".")
-            if name.startswith(start) and index.isdigit():
-                return prefix, int(index), rest
-        return None
-
-
-def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study:
-    """The module itself where it can be run as it is; a copy with random weights where it is on the meta device.
-
-    A plan that names layers by number needs them all; otherwise the copy's lists are shortened.
-    """
-    if not any(parameter.is_meta for parameter in module.parameters()):
-        return Study(module, {})
-    stand_in = copy_of(module)
-    kept: dict[str, tuple[tuple[int, ...], ...]] = {}
-    numbered = not isinstance(plan, str) and any(part.isdigit() for p in plan for part in p.split("."))
-    for name, part in [] if numbered else list(stand_in.named_modules()):
-        nested = any(name.startswith(f"{outer}.") for outer in kept)
-        if isinstance(part, nn.ModuleList) and len(part) > 2 and not nested:
-            kept[name] = _shorten(part)
-    _materialise(stand_in)
-    return Study(stand_in, kept)
+_NOT_OWNED = ("_trainer", "_fabric")
+_DATA = (DataLoader, Dataset)
+_PLAIN = (bool, int, float, str, bytes, type(None), type, Tensor, nn.Module)
 
 
 def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) -> nn.Module:
-    """A deep copy that leaves out what a LightningModule refers to but does not own.
+    """A copy of a module that can be run, trained and changed without the original noticing.
+
+    Tensors, attributes, containers and what the module's own functions hold in closures and default arguments are
+    copied; references within the module stay within the copy. Shared with the original are what it does not own
+    (trainer, data) and attributes that Python cannot copy (locks, process groups).
 
     Args:
         module: what to copy.
         replacements: id of an object in it -> what stands in its place in the copy.
     """
-    owners = (vars(part).get(key) for part in module.modules() for key in ("_trainer", "_fabric"))
-    shared = {id(owner): owner for owner in owners if owner is not None}
-    kept = tree_leaves([list(vars(part).values()) for part in module.modules()])
-    shared |= {id(x): x.detach() for x in kept if isinstance(x, Tensor) and not x.is_leaf}  # these cannot be copied
-    return copy.deepcopy(module, {**shared, **(replacements or {})})
+    parts = list(module.modules())
+    memo: dict[int, Any] = {id(owner): owner for owner in _not_owned(parts)}
+    memo |= _tensors(parts)
+    functions = _Functions(_functions([vars(part) for part in parts]))
+    memo |= functions.twins | dict(replacements or {})
+    try:
+        copied = copy.deepcopy(module, attempt := dict(memo))
+    except Exception:  # some attribute cannot be copied; which one is found out by copying each alone
+        attempt = memo | _uncopyable(parts, memo)
+        copied = copy.deepcopy(module, attempt)
+    functions.fill(attempt)
+    return copied
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition(".")[2])
+def _not_owned(parts: Iterable[nn.Module]) -> Iterator[Any]:
+    for part in parts:
+        for key, value in vars(part).items():
+            if (key in _NOT_OWNED and value is not None) or isinstance(value, _DATA):
+                yield value
 
 
-def _shorten(layers: nn.ModuleList) -> tuple[tuple[int, ...], ...]:
-    """Keep the first layer of each kind and one for its repetitions; returns what each stands for."""
-    groups: list[list[int]] = []
-    kinds: dict[Any, list[int]] = {}
-    for index, layer in enumerate(layers):
-        kind = (type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
-        seen = kinds.setdefault(kind, [])
-        if len(seen) < 2:
-            seen.append(len(groups))
-            groups.append([index])
-        else:
-            groups[seen[1]].append(index)
-    chosen = [layers[group[0]] for group in groups]
-    del layers[:]
-    layers.extend(chosen)
-    return tuple(tuple(group) for group in groups)
+def _tensors(parts: Iterable[nn.Module]) -> dict[int, Any]:
+    """By id, a copy of every tensor in the attributes of these modules; tensors on one storage stay on one storage."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
+    for part in parts:
+        for leaf in tree_leaves(list(vars(part).values())):
+            if isinstance(leaf, Tensor) and id(leaf) not in copies and (twin := _tensor(leaf, storages)) is not None:
+                copies[id(leaf)] = twin
+    return copies
 
 
-def _materialise(module: nn.Module) -> None:
-    """Random values on the CPU in place of what is on meta, the same on every rank; tied tensors stay tied."""
-    generator = torch.Generator().manual_seed(11)
-    made: dict[int, Tensor] = {}
+def _tensor(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor | None:
+    """A copy of one tensor; None where its own way of being copied is the only one."""
+    twin: Tensor
+    if isinstance(tensor, FakeTensor):  # there are no values to share
+        twin = tensor.detach()
+        return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.is_leaf:
+            return None
+        return tensor.detach()  # a result of an earlier forward, which `deepcopy` refuses
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    data = _on(_shared_until_written(tensor, storages), tensor)
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(data, tensor.requires_grad)
+    else:
+        twin = data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    vars(twin).update(vars(tensor))
+    return twin
 
-    def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            values = _values(tensor, generator)
-            made[id(tensor)] = (
-                nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-            )
-        return made[id(tensor)]
 
-    for part in module.modules():
-        tables: list[Any] = [part._parameters, part._buffers, vars(part)]
-        for table in tables:
-            for key, value in list(table.items()):
-                if isinstance(value, Tensor) and value.is_meta:
-                    table[key] = real(value)
+def _shared_until_written(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """A storage with the same values, whose memory is that of the tensor until either is written to."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        try:
+            lazy = torch._lazy_clone(whole)
+        except RuntimeError:  # memory that torch does not own: a numpy array, shared memory, a mapped file
+            lazy = whole.clone()
+        storages[storage._cdata] = lazy.untyped_storage()
+    return storages[storage._cdata]
 
 
-def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Weights of a usual size for matrices, near one for vectors; false or zero for what is not a number.
+def _on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
-    Tables of a vocabulary repeat one row without memory: nothing in them is tried.
-    """
-    if not tensor.is_floating_point():
-        return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
-    if tensor.ndim == 2 and tensor.shape[0] >= VOCABULARY:
-        row = torch.randn(1, tensor.shape[1], generator=generator) / tensor.shape[1] ** 0.5
-        return row.to(tensor.dtype).expand(tensor.shape)
-    values = torch.randn(tensor.shape, generator=generator)
-    scaled = 1 + 0.1 * values if tensor.ndim < 2 else values / tensor.shape[-1] ** 0.5
-    return scaled.to(tensor.dtype)
+
+def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """Functions that hold something, among these values, in their containers, and in what such functions hold."""
+    waiting, seen = list(values), set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+        elif isinstance(value, MethodType):
+            waiting.append(value.__func__)
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType):
+            held = _held(value)
+            if held:
+                yield value
+            waiting += held
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """Contents of a function's closure, and its default arguments."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has not been given a value yet
+        return None
+
+
+class _Functions:
+    """Copies of functions. They exist before the module is copied, so that it refers to them, and are filled after."""
+
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        self._originals = {id(function): function for function in functions}
+        self._cells: dict[int, tuple[CellType, CellType]] = {}
+        self.twins = {key: self._twin(function) for key, function in self._originals.items()}
+
+    def fill(self, memo: dict[int, Any]) -> None:
+        """Give each what the original holds, copied with the memo of the module's copy."""
+        for old, new in self._cells.values():
+            if (content := _content(old)) is not None:
+                new.cell_contents = _copied(content, memo)
+        for key, twin in self.twins.items():
+            values, named = self._originals[key].__defaults__, self._originals[key].__kwdefaults__
+            twin.__defaults__ = None if values is None else tuple(_copied(x, memo) for x in values)
+            twin.__kwdefaults__ = None if named is None else {name: _copied(x, memo) for name, x in named.items()}
+
+    def _twin(self, function: FunctionType) -> FunctionType:
+        closure = tuple(
+            self._cells.setdefault(id(cell), (cell, CellType(None)))[1] for cell in function.__closure__ or ()
+        )
+        twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, closure or None)
+        twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+        vars(twin).update(vars(function))
+        return twin
+
+
+def _uncopyable(parts: Iterable[nn.Module], memo: Mapping[int, Any]) -> dict[int, Any]:
+    """Attributes of these modules that Python cannot copy, by id: they stay shared with the original."""
+    known = {**memo, **{id(part): part for part in parts}}
+    values = [value for part in parts for value in vars(part).values() if not isinstance(value, _PLAIN)]
+    return {id(value): value for value in values if _copied(value, dict(known)) is value}
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy; the value itself where Python cannot copy it."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.parallelize.plan.huggingface import hugging_face_models, is_hugging_face
-from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes
+from lightning_megatron.parallelize.reading.kinds import (
+    hugging_face_models,
+    is_hugging_face,
+    is_linear,
+    linear_sizes,
+)
 from lightning_megatron.parallelize.reading.trace import Trace, trace
 
 BATCH, LENGTH = 2, 11

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.parallelize.reading.replay import Replay
 
 DROP_IN = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelMultiheadAttention)
 
@@ -45,6 +46,32 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 def is_attention(module: nn.Module) -> bool:
     """Whether this is ``nn.MultiheadAttention``, which is split as one."""
     return isinstance(module, nn.MultiheadAttention)
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether the module is a Hugging Face ``PreTrainedModel``."""
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def hugging_face_models(module: nn.Module) -> dict[str, Any]:
+    """The outermost Hugging Face models in a module, by dotted name (empty for the module itself)."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if is_hugging_face(part) and not any(
+            name == outer or name.startswith(f"{outer}.") or not outer for outer in found
+        ):
+            found[name] = part
+    return found
+
+
+def output_embeddings(module: nn.Module) -> list[nn.Module]:
+    """Heads of the Hugging Face models in a module, as they name them."""
+    heads = []
+    for model in hugging_face_models(module).values():
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if isinstance(head, nn.Module):
+            heads.append(head)
+    return heads
 
 
 def local_class(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
@@ -88,7 +115,11 @@ def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:
 
 
 def behaves_like_linear(module: nn.Module) -> bool:
-    """Whether calling the module is ``x W^T + b``; tried on a tiny input when its class has a forward of its own."""
+    """Whether calling the module is ``x W^T + b``, whatever its further parameters hold.
+
+    A copy is tried on a tiny input where the module's class has a forward of its own. Parameters beside weight and
+    bias are random there: a low-rank update that starts at zero would go unnoticed.
+    """
     if type(module).forward in (nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
         return True
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
@@ -98,7 +129,14 @@ def behaves_like_linear(module: nn.Module) -> bool:
         x = torch.linspace(-1, 1, linear_sizes(module)[0], dtype=weight.dtype, device=weight.device).expand(2, 1, -1)
         want = F.linear(x, weight.t() if is_transposed(module) else weight, bias)
         try:
-            got = module(x)
+            _, got = Replay(module, (x,), {}).run(_randomise_further_parameters)
         except Exception:  # a forward of its own may ask for anything, a number of groups for one
             return False
     return isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3)
+
+
+def _randomise_further_parameters(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in module.named_parameters():
+        if name not in ("weight", "bias") and parameter.is_floating_point():
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter)

@@ -8,8 +8,7 @@ row-parallel layers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megatron.parallelize.reading.kinds import is_attention, is_linear
+from lightning_megatron.parallelize.reading.kinds import is_attention
+from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
+from lightning_megatron.parallelize.reading.replay import Replay
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Call:
 
     Attributes:
         name: dotted name of the module in the traced root.
-        module: the module.
+        module: the module, in the state before anything was run.
         args: positional arguments, tensors detached and copied.
         kwargs: keyword arguments, likewise.
         tensors: the original tensors among the arguments, in order.
@@ -71,50 +72,76 @@ class Trace:
         """Layers whose input was computed from the output of ``name``."""
         return {reader for reader, sources in self.sources.items() if name in sources}
 
+    def replay(self, name: str) -> Replay:
+        """The first call of a module, to be run again.
+
+        Raises:
+            LookupError: the module was not called, or is not called again.
+            Exception: whatever the user's code raises before that call.
+        """
+        inside = (root for root in self.roots if is_within(name, root) and root in self.calls)
+        root = next(inside, None)
+        if root is None:
+            raise LookupError(f"{name!r} did not run on the tiny input")
+        call = self.calls[root]
+        return Replay(call.module, call.args, call.kwargs).at(relative(name, root))
+
     def input_of(self, name: str) -> Tensor:
         """The tensor a layer read first."""
         return self.calls[name].tensors[0]
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool = False) -> Trace:
-    """Record what happens when a module is called (in evaluation mode, gradients on).
+def is_within(name: str, holder: str) -> bool:
+    """Whether a module is ``holder`` or lies inside it."""
+    return not holder or name == holder or name.startswith(f"{holder}.")
 
-    The parameters themselves stay out of the graph: aliases take their place for the call, so that nothing that the
-    module keeps of the run ties its parameters to their present shapes.
+
+def relative(name: str, holder: str) -> str:
+    """The name of a module as counted from ``holder``, in which it lies."""
+    return name[len(holder) + 1 :] if holder else name
+
+
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool = False) -> Trace:
+    """Record what happens when a module is called (in evaluation mode, gradients on). A copy of it runs.
 
     Args:
-        module: the module; left as it was.
+        module: the module.
         args: positional arguments, tiny.
         kwargs: keyword arguments, tiny.
         inner: whether the module is a part of something larger, so that its inputs carry gradients.
+
+    Raises:
+        Exception: whatever the user's code raises on these arguments.
     """
     leaves: dict[int, Tensor] = {}
     if inner:
         args, leaves = _with_gradients(args)
     result, nodes = Trace(), _Nodes()
-    names = {id(m): name for name, m in module.named_modules()}
-    aliases = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
-    with prepared(module), torch.enable_grad():
-        handles = []
-        for m in module.modules():
-            handles.append(m.register_forward_pre_hook(_before(result, names, nodes), with_kwargs=True))
-            handles.append(m.register_forward_hook(_after(result, names, nodes), with_kwargs=True))
-        try:
-            # Not `tie_weights=True`: of a module that is in several places it would leave an alias behind.
-            output = torch.func.functional_call(module, _everywhere(module, aliases), args, kwargs, tie_weights=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        results = [x.grad_fn for x in tensors_left(module, output) if x.grad_fn is not None]
-    named = {id(alias): parameter for parameter, alias in aliases.items()}
+
+    tagged = _tagged_names(module)
+
+    def watch(copied: nn.Module) -> None:
+        names = {id(m): name for name, m in copied.named_modules()}
+        for parameter in copied.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        for m in copied.modules():
+            m.register_forward_pre_hook(_before(result, names, nodes, tagged), with_kwargs=True)
+            m.register_forward_hook(_after(result, names, nodes, tagged), with_kwargs=True)
+
+    with torch.enable_grad():
+        copied, output = Replay(module, args, kwargs).run(watch)
+        results = [x.grad_fn for x in tensors_left(copied, output) if x.grad_fn is not None]
+    named = {id(parameter): name for name, parameter in copied.named_parameters()}
     for name, call in result.calls.items():
-        if is_tagged(call.module) and call.tensors:
+        if name in tagged and call.tensors:
             result.sources[name], met = nodes.reach(nodes.inputs(name))
             result.between[name] = {named[key] for key in met if key in named}
             if met.intersection(leaves):
                 result.on_inputs.add(name)
     result.results, met = nodes.reach(results)
     result.loose = {named[key] for key in met if key in named}
+    for call in result.calls.values():
+        call.module = module.get_submodule(call.name)
     return result
 
 
@@ -136,32 +163,25 @@ def tensors_left(module: nn.Module, output: Any) -> list[Tensor]:
     return [x for x in [*leaves, *tree_leaves(inner)] if isinstance(x, Tensor)]
 
 
-def fresh(value: Any) -> Any:
-    """A copy of an argument that a call may write into."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _has_data(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value)
 
 
-def _everywhere(module: nn.Module, aliases: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The aliases under each name of a tied parameter, and one name of each module."""
-    of_parameter = {id(parameter): aliases[name] for name, parameter in module.named_parameters()}
-    found: dict[str, Tensor] = {}
-    for name, part in module.named_modules():
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                found[f"{name}.{key}" if name else key] = of_parameter[id(parameter)]
-    return found
-
-
 def is_tagged(module: nn.Module) -> bool:
     """Whether the module is a node of the graph of layers."""
-    return is_linear(module) or is_attention(module) or isinstance(module, nn.Embedding)
+    return is_splittable(module) or is_attention(module) or isinstance(module, nn.Embedding)
 
 
-def _before(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[..., None]:
+def _tagged_names(module: nn.Module) -> set[str]:
+    """Names of the nodes of the graph of layers; low-rank updates and what they update are one node."""
+    updated = [name for name, part in module.named_modules() if low_rank(part) is not None]
+    inside = {
+        name for name, _ in module.named_modules() for outer in updated if name != outer and is_within(name, outer)
+    }
+    return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
+
+
+def _before(result: Trace, names: dict[int, str], nodes: _Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names[id(module)]
         result.counts[name] = result.counts.get(name, 0) + 1
@@ -169,18 +189,18 @@ def _before(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[...
         if name not in result.calls:
             kept = tree_map(_copy, (args, dict(kwargs)))
             result.calls[name] = Call(name, module, kept[0], kept[1], tensors)
-        if is_tagged(module):
+        if name in tagged:
             nodes.reads(name, tensors)
 
     return hook
 
 
-def _after(result: Trace, names: dict[int, str], nodes: _Nodes) -> Callable[..., None]:
+def _after(result: Trace, names: dict[int, str], nodes: _Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = names[id(module)]
         if result.counts[name] == 1:
             result.calls[name].output = tree_map(_copy, output)
-        if is_tagged(module):
+        if name in tagged:
             nodes.writes(name, output)
 
     return hook
@@ -230,54 +250,3 @@ class _Nodes:
                 parameters.add(id(variable))
             stack.extend(parent for parent, _ in node.next_functions if parent is not None)
         return sources, parameters
-
-
-@contextlib.contextmanager
-def prepared(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode; modes and states are restored afterwards, and random numbers are not consumed."""
-    modes = {m: m.training for m in module.modules()}
-    before = {m: (_state_of(vars(m)), _state_of(m._buffers)) for m in modes}
-    with torch.random.fork_rng(devices=[]), quiet_fast_paths():
-        try:
-            for m in modes:
-                m.training = False
-            yield
-        finally:
-            for m, mode in modes.items():
-                for now, then in zip((vars(m), m._buffers), before[m], strict=True):
-                    _put_back(now, then)
-                m.training = mode
-
-
-def _state_of(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Values, and copies of those that a run may write into: lists and dicts that are the module's own."""
-    own = {key: value for key, value in attributes.items() if not key.startswith("_") and type(value) in (list, dict)}
-    return {key: (value, own[key].copy() if key in own else None) for key, value in attributes.items()}
-
-
-def _put_back(now: dict[str, Any], then: dict[str, tuple[Any, Any]]) -> None:
-    """Undo what a run has left in a module: states, caches, counts; what it built without tensors may stay."""
-    for key, value in list(now.items()):
-        if key not in then:
-            if any(isinstance(x, Tensor) for x in tree_leaves(value)):
-                del now[key]
-            continue
-        old, content = then[key]
-        if old is not value:
-            now[key] = old
-        if isinstance(old, list) and content is not None:
-            old[:] = content
-        elif isinstance(old, dict) and content is not None:
-            old.clear()
-            old.update(content)
-
-
-@contextlib.contextmanager
-def quiet_fast_paths() -> Iterator[None]:
-    """Keep torch's fused encoder kernels, which call no submodules, out of the way."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

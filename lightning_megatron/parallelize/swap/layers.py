@@ -6,7 +6,7 @@ A twin is the same object with another class: names, hooks, references and tied 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.mesh.messages.collectives import copy_to_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
-from lightning_megatron.parallelize.pairs.blueprint import Blueprint
-from lightning_megatron.parallelize.pairs.regions import Region
+from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
+from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.attention import slice_arguments, tensor_arguments
 from lightning_megatron.parallelize.reading.kinds import is_linear, is_transposed, linear_sizes, local_class
-from lightning_megatron.parallelize.report import ModuleRow
-from lightning_megatron.parallelize.swap.narrowing import Narrowing
+from lightning_megatron.parallelize.reading.low_rank import structure_of
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
-from lightning_megatron.parallelize.trial.replay import slice_arguments, tensor_arguments
+from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
 
 class Builder:
@@ -47,6 +47,7 @@ class Builder:
         self.sequence = sequence
         self.table: ShardTable = {}
         self.rows: list[ModuleRow] = []
+        self._updates = {name: structure_of(part) for name, part in module.named_modules() if name in blueprint.styles}
 
     def build(self) -> None:
         """Apply everything."""
@@ -69,18 +70,22 @@ class Builder:
             stream = RankStream(region.row, self.group.rank())
         dims = (None, None) if sequence is None else sequence.dims(region)
         brought_in = sequence is not None and sequence.enters_above(region)
-        entry = ColumnEntry(self.group, dims[0], stream, reduces=not brought_in)
+        updated = any(self._updates[name] is not None for name in region.columns)
+        entry = ColumnEntry(self.group, dims[0], None if updated else stream, reduces=not brought_in)
         for name in region.columns:
             self._column(region, name, entry)
-        layer = self._twin(region.row, RowParallelLinear)
+            if stream is not None and updated:
+                _whole_inside(self.module.get_submodule(name), stream)
+        layer = self._twin(self._base(region.row), RowParallelLinear)
         table = layer.shard_(
             self.group, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry]
         )
+        self._split_inputs_of_updates(region.row, region.gathered, dims[1])
         ends = "all-reduce" if sequence is None else "reduce-scatter"
         back = " ".join(
             filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else ""))
         )
-        self._record(region.row, self.blueprint.styles[region.row], table, ends, back, region.note)
+        self._record(self._base(region.row), self.blueprint.styles[region.row], table, ends, back, region.note)
         for name in region.tables if not region.gathered else ():
             self._head_table(name)
         whole = [f"{name}.weight" for name in region.tables] if region.gathered else []
@@ -96,13 +101,14 @@ class Builder:
         return self.sequence if self.sequence is not None and self.sequence.splits(region) else None
 
     def _column(self, region: Region, name: str, entry: ColumnEntry) -> None:
-        layer, cut = self._twin(name, ColumnParallelLinear), region.cuts[name]
-        size, rank = self.group.size(), self.group.rank()
-        output = "gather" if region.gathered else "split"
+        layer, cut = self._twin(self._base(name), ColumnParallelLinear), region.cuts[name]
+        options: dict[str, Any] = {"output": "gather" if region.gathered else "split"}
         if cut.keeps_parameter:
-            table = layer.shard_(self.group, entry=entry, rows=cut.ranges(size, rank), output=output)
+            options["rows"] = cut.ranges(self.group.size(), self.group.rank())
         else:
-            table = layer.shard_(self.group, entry=entry, segments=cut.segments, output=output)
+            options["segments"] = cut.segments
+        table = layer.shard_(self.group, entry=entry, **options)
+        self._split_outputs_of_updates(name, entry, options)
         first = name == region.columns[0]
         sequence = self._sequence_of(region)
         forward = ["all-gather"] if first and sequence is not None else []
@@ -112,7 +118,32 @@ class Builder:
         note = [f"{attribute}={value}" for (o, attribute), value in region.attributes.items() if o == owner and first]
         note += ["sees the local width"] if first and region.narrowed is not None and not region.gathered else []
         note += ["key/value heads replicated"] if cut.keeps_parameter else []
-        self._record(name, self.blueprint.styles[name], table, " ".join(forward), backward, ", ".join(note))
+        self._record(self._base(name), self.blueprint.styles[name], table, " ".join(forward), backward, ", ".join(note))
+
+    def _base(self, name: str) -> str:
+        """The name of a linear layer, or of the one that low-rank updates stand beside."""
+        found = self._updates[name]
+        return name if found is None else f"{name}.{found.base}"
+
+    def _split_outputs_of_updates(self, name: str, entry: ColumnEntry, options: Mapping[str, Any]) -> None:
+        """Low-rank updates of a column-parallel layer: the way up is split like the layer, the way down stays whole."""
+        found = self._updates[name]
+        for up in found.ups if found is not None else ():
+            layer = self._twin(f"{name}.{up}", ColumnParallelLinear)
+            own = ColumnEntry(self.group, entry.gather_dim, reduces=entry.reduces)
+            table = layer.shard_(self.group, entry=own, **options)
+            gathered = "all-gather output" if options.get("output") == "gather" else ""
+            back = "all-reduce" if entry.gather_dim is None else "reduce-scatter"
+            self._record(f"{name}.{up}", Style.COLWISE, table, gathered, back, "low-rank update")
+
+    def _split_inputs_of_updates(self, name: str, split_input: bool, scatter_dim: int | None) -> None:
+        """Low-rank updates of a row-parallel layer: the way down is split like the layer, the way up stays whole."""
+        found = self._updates[name]
+        for down in found.downs if found is not None else ():
+            layer = self._twin(f"{name}.{down}", RowParallelLinear)
+            table = layer.shard_(self.group, split_input=split_input, scatter_dim=scatter_dim)
+            ends = "all-reduce" if scatter_dim is None else "reduce-scatter"
+            self._record(f"{name}.{down}", Style.ROWWISE, table, ends, "", "low-rank update")
 
     def _adapt(self, region: Region) -> None:
         for (owner, attribute), value in region.attributes.items():
@@ -139,14 +170,17 @@ class Builder:
     def _single(self, name: str, style: Style) -> None:
         """A module that is split by itself."""
         if style.is_column:
-            layer = self._twin(name, ColumnParallelLinear)
+            layer = self._twin(self._base(name), ColumnParallelLinear)
             vocabulary = name in self.blueprint.heads
-            table = layer.shard_(self.group, output="logits" if vocabulary else "gather")
+            entry = ColumnEntry(self.group)
+            table = layer.shard_(self.group, entry=entry, output="logits" if vocabulary else "gather")
+            self._split_outputs_of_updates(name, entry, {"output": "gather"})
             note = "logits stay split" if vocabulary else ""
-            self._record(name, style, table, "" if vocabulary else "all-gather output", "all-reduce", note)
+            self._record(self._base(name), style, table, "" if vocabulary else "all-gather output", "all-reduce", note)
         elif style.is_row:
-            table = self._twin(name, RowParallelLinear).shard_(self.group, split_input=True)
-            self._record(name, style, table, "all-reduce", "all-gather", "")
+            table = self._twin(self._base(name), RowParallelLinear).shard_(self.group, split_input=True)
+            self._split_inputs_of_updates(name, True, None)
+            self._record(self._base(name), style, table, "all-reduce", "all-gather", "")
         elif style is Style.EMBEDDING_ROWWISE:
             table = self._twin(name, VocabParallelEmbedding).shard_(self.group)
             self._record(name, style, table, "all-reduce", "", "")
@@ -187,6 +221,20 @@ class Builder:
         self.rows.append(
             ModuleRow(name, label, shown.spec.global_shape, shown.spec.local_shape, forward, backward, note)
         )
+
+
+def _whole_inside(column: nn.Module, stream: RankStream) -> None:
+    """Use the region's own random numbers after a column only: what low-rank updates drop acts on whole tensors."""
+
+    def close(module: nn.Module, args: Any) -> None:
+        stream.close()
+
+    def open_(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            stream.open(output.device)
+
+    column.register_forward_pre_hook(close, prepend=True)
+    column.register_forward_hook(open_)
 
 
 def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region) -> Callable[..., None]:

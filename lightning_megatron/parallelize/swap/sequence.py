@@ -24,16 +24,15 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
-from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
-from lightning_megatron.parallelize.pairs.blueprint import Blueprint
-from lightning_megatron.parallelize.pairs.regions import Door, Region, holder_of
-from lightning_megatron.parallelize.plan.huggingface import hugging_face_models
+from lightning_megatron.parallelize.pairs.pair import holder_of
+from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
+from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.inputs import LENGTH
+from lightning_megatron.parallelize.reading.kinds import hugging_face_models
+from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
-from lightning_megatron.parallelize.report import ModuleRow
-from lightning_megatron.parallelize.trial.token_gradients import check_gradients
-from lightning_megatron.parallelize.trial.tokens import check_between, check_layers
+from lightning_megatron.parallelize.trial.tokens import check_between, check_gradients, check_layers
 
 
 @dataclass
@@ -53,6 +52,18 @@ class SequencePlan:
     dim: int
     doors: dict[str, Door | None] = field(default_factory=dict)
 
+    def carried_over(self, study: Study, module: nn.Module) -> SequencePlan:
+        """The plan made on a stand-in, as one for the user's ``module``."""
+        if study.module is module:
+            return self
+        doors = {
+            rename(row): None if door is None else (rename(door[0]), door[1])
+            for row, door in self.doors.items()
+            for rename in study.renames(row)
+        }
+        layers = [original for name in self.layers for original in study.originals(name)]
+        return SequencePlan(module, sorted(layers, key=_number), self.dim, doors)
+
     def splits(self, region: Region) -> bool:
         """Whether the region lies in the trunk, where the sequence is split."""
         return region.row in self.doors
@@ -67,7 +78,7 @@ class SequencePlan:
 
     def covers(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the trunk."""
-        return parent(name) in Parts(self.layers)
+        return any(name.startswith(f"{layer}.") for layer in self.layers)
 
     def install(self, group: dist.ProcessGroup) -> None:
         """Hook the splits, gathers and dropout streams into the trunk."""
@@ -91,6 +102,10 @@ class SequencePlan:
         ]
 
 
+def _number(layer: str) -> int:
+    return int(layer.rpartition(".")[2])
+
+
 def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     """Find the trunk and the doors of a blueprint's regions.
 
@@ -110,10 +125,10 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     plan = SequencePlan(module, layers, dim)
     _check_heads(blueprint, trace)
     for region in blueprint.regions:
-        if parent(region.row) in Parts(layers):
+        if any(region.row.startswith(f"{layer}.") for layer in layers):
             plan.doors[region.row] = _door(trace, region, layers)
-    check_layers(module, blueprint, trace, layers, plan.doors, dim)
-    check_between(module, trace, layers, dim)
+    check_layers(blueprint, trace, layers, plan.doors, dim)
+    check_between(trace, layers, dim)
     check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
     return plan
 
@@ -209,7 +224,7 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
 
 def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -> None:
     for name in trace.sources:
-        inside = lies_in(parent(name), holder) and name not in region.members
+        inside = name.startswith(f"{holder}.") and name not in region.members
         if inside and trace.calls[name].tensors and trace.input_of(name) is x:
             raise ValueError(
                 f"`sequence_parallel=True`: {name!r} reads the same tensor as {region.columns[0]!r} but is not split; "

@@ -5,30 +5,31 @@ leaves whole would then silently attend within its own shard. So each kind of la
 of the traced input (the first would not tell, for causal attention), its regions answering what they answered for the
 whole sequence, cut to those tokens. That is what the last rank will see; the output must be the last tokens of the
 traced one.
+
+The same holds for gradients: a parameter that acts on sequence shards gets a partial one, one that acts on the whole
+sequence a whole one, and the sum over the ranks is right for the first only. What does both is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megatron.mesh.parts.names import lies_in, parent
-from lightning_megatron.parallelize.pairs.blueprint import Blueprint
-from lightning_megatron.parallelize.pairs.regions import Door, Region
+from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.inputs import BATCH
-from lightning_megatron.parallelize.reading.trace import Call, Trace, fresh, quiet_fast_paths
-from lightning_megatron.parallelize.trial.replay import TOLERANCE
+from lightning_megatron.parallelize.reading.replay import Replay, fresh
+from lightning_megatron.parallelize.reading.trace import Call, Trace, is_tagged, relative
+from lightning_megatron.parallelize.trial.readers import used_directly
+from lightning_megatron.parallelize.trial.training import TOLERANCE
 
 
 def check_layers(
-    module: nn.Module,
     blueprint: Blueprint,
     trace: Trace,
     layers: list[str],
@@ -38,8 +39,7 @@ def check_layers(
     """Run each kind of layer, and each kind of module at whose call the sequence is gathered, on part of the sequence.
 
     Args:
-        module: the traced module.
-        blueprint: its regions and styles.
+        blueprint: regions and styles of the traced module.
         trace: its trace.
         layers: names of the trunk's layers.
         doors: per region, where the sequence is gathered (see `SequencePlan`); a door that does not fit is replaced by
@@ -49,7 +49,7 @@ def check_layers(
     Raises:
         ValueError: a layer mixes tokens outside its regions, or a region's code needs all of what it is not given.
     """
-    check = _Check(module, trace, dim, _hidden(trace.calls[layers[0]]))
+    check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
     for region in blueprint.regions:
         door = doors.get(region.row)
         if door is not None and not check.door_fits(door, region.row):
@@ -57,20 +57,19 @@ def check_layers(
     for layer in layers:
         answers: dict[str, Any] = {}
         for region in blueprint.regions:
-            if lies_in(parent(region.row), layer):
+            if region.row.startswith(f"{layer}."):
                 answers |= check.answers_of(region, doors[region.row])
         for name, style in blueprint.styles.items():
-            if style is Style.HEADS and lies_in(parent(name), layer):
+            if style is Style.HEADS and name.startswith(f"{layer}."):
                 answers[name] = check.part(trace.calls[name].output)
         check.layer(layer, answers)
 
 
-def check_between(module: nn.Module, trace: Trace, layers: list[str], dim: int) -> None:
+def check_between(trace: Trace, layers: list[str], dim: int) -> None:
     """Run the code between the layers on part of the sequence: each layer answers what it did, cut to the last tokens.
 
     Args:
-        module: the traced module.
-        trace: its trace.
+        trace: the trace of the module.
         layers: names of the trunk's layers.
         dim: the sequence's dim in the hidden state.
 
@@ -79,41 +78,30 @@ def check_between(module: nn.Module, trace: Trace, layers: list[str], dim: int) 
             around the layers adds what was there before they were split.
     """
     root = next(
-        (name for name in trace.roots if all(lies_in(layer, name) for layer in layers)),
+        (name for name in trace.roots if all(f"{layer}.".startswith(f"{name}." if name else "") for layer in layers)),
         None,
     )
     if root is None or root in layers or any(trace.counts[name] > 1 for name in layers):
         return
-    check = _Check(module, trace, dim, _hidden(trace.calls[layers[0]]))
+    check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
     answers = {name: check.part(trace.calls[name].output) for name in layers[:-1]}
     answers[layers[-1]] = trace.calls[layers[-1]].output
     found: list[str] = []
 
-    def compare(name: str, want: Tensor) -> Any:
-        def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            got = args[0] if args else kwargs["hidden_states"]
-            if got.shape != want.shape or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
-                found.append(name)
+    def prepare(copied: nn.Module) -> None:
+        _answer(copied, root, answers)
+        for name in layers[1:]:
+            hook = _noting_deviation(found, name, check.part(_hidden(trace.calls[name])))
+            copied.get_submodule(relative(name, root)).register_forward_pre_hook(hook, with_kwargs=True)
 
-        return hook
-
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(
-            compare(name, check.part(_hidden(trace.calls[name]))), with_kwargs=True
-        )
-        for name in layers[1:]
-    ]
-    call, problem = trace.calls[root], ""
+    problem = ""
     try:
-        with _answering(module, answers), torch.no_grad():
-            call.module(*tree_map(fresh, call.args), **tree_map(fresh, call.kwargs))
+        with torch.no_grad():
+            trace.replay(root).run(prepare)
     except Exception as error:  # the module's own code may fail in any way on parts of different lengths
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    finally:
-        for handle in handles:
-            handle.remove()
     if problem or found:
-        trunk, why = parent(layers[0]), problem or f"the input of {found[0]!r} deviates"
+        trunk, why = layers[0].rpartition(".")[0], problem or f"the input of {found[0]!r} deviates"
         raise ValueError(
             f"`sequence_parallel=True`: the code between the layers of {trunk!r} does not work on a part of the tokens "
             f"({why}), as where a residual connection goes around them; move it into the layers, or turn sequence "
@@ -121,11 +109,19 @@ def check_between(module: nn.Module, trace: Trace, layers: list[str], dim: int) 
         )
 
 
+def _noting_deviation(found: list[str], name: str, want: Tensor) -> Callable[..., None]:
+    def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        got = args[0] if args else kwargs["hidden_states"]
+        if got.shape != want.shape or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
+            found.append(name)
+
+    return hook
+
+
 class _Check:
     """Replays parts of a traced module as the last rank of a sequence-parallel group would run them."""
 
-    def __init__(self, module: nn.Module, trace: Trace, dim: int, hidden: Tensor) -> None:
-        self._module = module
+    def __init__(self, trace: Trace, dim: int, hidden: Tensor) -> None:
         self._trace = trace
         self._dim = dim
         self._shape = hidden.shape
@@ -141,7 +137,7 @@ class _Check:
         calls = self._trace.calls
         if door is None:
             inside = {name: calls[name].output for name in region.columns}
-        elif lies_in(parent(region.row), door[0]):
+        elif region.row.startswith(f"{door[0]}."):
             return {door[0]: self.part(calls[door[0]].output)}
         else:
             inside = {door[0]: calls[door[0]].output}
@@ -149,7 +145,7 @@ class _Check:
 
     def door_fits(self, door: Door, row: str) -> bool:
         """Whether a module handed the whole sequence uses it for its region only (and adds no residual to it)."""
-        if not lies_in(parent(row), door[0]):
+        if not row.startswith(f"{door[0]}."):
             return True
         call = self._trace.calls[door[0]]
         whole = set(door[1])
@@ -184,11 +180,11 @@ class _Check:
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
         try:
-            kept = self._kept_by(call)
-            with _answering(self._module, answers), torch.no_grad():
-                output = call.module(*tree_map(fresh, args), **tree_map(fresh, kwargs))
-                now = _attributes(call.module)
-            got = _first_tensor(output)
+            replay = self._trace.replay(call.name)
+            kept = _kept_by(replay)
+            with torch.no_grad():
+                copied, output = replay.run(lambda x: _answer(x, call.name, answers), args=args, kwargs=kwargs)
+            now, got = _attributes(copied), _first_tensor(output)
         except Exception as error:  # the module's own code may fail in any way on a shorter sequence
             return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
         want = _first_tensor(self.part(call.output))
@@ -202,13 +198,14 @@ class _Check:
         sides |= {f"its `{name}`": (now[name], value) for name, value in kept.items() if name in now}
         return _summed_over_tokens(sides)
 
-    def _kept_by(self, call: Call) -> dict[str, Tensor]:
-        """Tensors with a gradient that the module leaves on itself when it sees all tokens: auxiliary losses."""
-        before = _attributes(call.module)
-        with _answering(self._module, {}), torch.enable_grad():
-            call.module(*tree_map(fresh, call.args), **tree_map(fresh, call.kwargs))
-            after = _attributes(call.module)
-        return {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
+
+def _kept_by(replay: Replay) -> dict[str, Tensor]:
+    """Tensors with a gradient that a module leaves on itself when it sees all tokens: auxiliary losses."""
+    before: dict[str, Tensor] = {}
+    with torch.enable_grad():
+        copied, _ = replay.run(lambda copied: before.update(_attributes(copied)))
+    after = _attributes(copied)
+    return {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
 
 
 def _summed_over_tokens(sides: dict[str, tuple[Any, Any]]) -> str:
@@ -255,26 +252,10 @@ def _first_tensor(value: Any) -> Tensor:
     return found
 
 
-@contextlib.contextmanager
-def _answering(module: nn.Module, answers: dict[str, Any]) -> Iterator[None]:
-    """Evaluation mode, with some modules giving fixed answers instead of computing them."""
-    modes = {part: part.training for part in module.modules()}
-    shown = {name: vars(module.get_submodule(name)).get("forward") for name in answers}
-    with torch.random.fork_rng(devices=[]), quiet_fast_paths():
-        try:
-            for part in modes:
-                part.training = False
-            for name, answer in answers.items():
-                vars(module.get_submodule(name))["forward"] = _Answer(answer)
-            yield
-        finally:
-            for name, forward in shown.items():
-                if forward is None:
-                    del vars(module.get_submodule(name))["forward"]
-                else:
-                    vars(module.get_submodule(name))["forward"] = forward
-            for part, mode in modes.items():
-                part.training = mode
+def _answer(copied: nn.Module, root: str, answers: dict[str, Any]) -> None:
+    """Let modules of a copy of ``root`` give fixed answers instead of computing them."""
+    for name, answer in answers.items():
+        vars(copied.get_submodule(relative(name, root)))["forward"] = _Answer(answer)
 
 
 class _Answer:
@@ -285,3 +266,59 @@ class _Answer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return tree_map(fresh, self._value)
+
+
+def check_gradients(
+    module: nn.Module, trace: Trace, regions: Iterable[Region], covered: Callable[[str], bool], dim: int
+) -> None:
+    """Refuse parameters with mixed gradients, and regions that would send tokens to the wrong rank.
+
+    Args:
+        module: the traced module.
+        trace: its trace.
+        regions: the regions of the trunk.
+        covered: whether a parameter of that name belongs to a layer of the trunk.
+        dim: the sequence's dim in the hidden state.
+
+    Raises:
+        ValueError: naming the parameter or the layer.
+    """
+    regions = list(regions)
+    for name in [*_shared_with_gathered(trace, regions), *_inside_and_outside(module, covered)]:
+        raise ValueError(
+            f"`sequence_parallel=True`: {name!r} acts on a part of the tokens in one place and on all of them in "
+            "another, so that its gradient is neither whole nor a partial sum; turn sequence parallelism off."
+        )
+    exposed = used_directly(module, trace)
+    for name, call in trace.calls.items():
+        held = any(id(p) in exposed for p in call.module.parameters(recurse=False))
+        if is_tagged(call.module) and held and covered(f"{name}.weight"):
+            raise ValueError(
+                f"`sequence_parallel=True`: a parameter of {name!r} is used without calling that layer, on what may be "
+                "all of the tokens or none; turn sequence parallelism off."
+            )
+    for region in regions:
+        column, row = trace.input_of(region.columns[0]), trace.input_of(region.row)
+        if dim == 1 and column.dim() != row.dim():
+            raise ValueError(
+                f"`sequence_parallel=True`: tokens are flattened between {region.columns[0]!r}, which reads "
+                f"{column.dim()} dims, and {region.row!r}, which reads {row.dim()}; turn sequence parallelism off."
+            )
+
+
+def _shared_with_gathered(trace: Trace, regions: list[Region]) -> Iterable[str]:
+    """Parameters that act inside gathered regions, where tensors are whole, and elsewhere."""
+    gathered = {region.row for region in regions if region.gathered}
+    for region in regions:
+        for name in region.inner if region.gathered else ():
+            if {reader for reader, met in trace.between.items() if name in met} - gathered:
+                yield name
+
+
+def _inside_and_outside(module: nn.Module, covered: Callable[[str], bool]) -> Iterable[str]:
+    """Parameters that a layer of the trunk shares with something outside of it."""
+    places: dict[int, set[bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), set()).add(covered(name))
+        if len(places[id(parameter)]) > 1:
+            yield name

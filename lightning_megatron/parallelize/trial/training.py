@@ -1,4 +1,4 @@
-"""The conditions of training, for trying a region: training mode, gradients, and no randomness.
+"""How a trial compares: without dropout in training, by terms and gradients, within a tolerance per dtype.
 
 A region may be right in evaluation and wrong in training: code may normalise over the whole width in training only,
 or have a backward of its own that does. Dropout would hide that, so it is left out while a region is tried.
@@ -6,13 +6,16 @@ or have a backward of its own that does. Dropout would hide that, so it is left 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Relative deviation up to which a trial counts as equal, by dtype."""
 
 _DROPOUTS = {
     "dropout",
@@ -32,7 +35,7 @@ _ATTENTION_DROPOUT = 4
 """Position of ``dropout_p`` among the arguments of torch's attention."""
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Every dropout returns what it is given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,45 +48,6 @@ class _NoDropout(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def training(module: nn.Module, seed: int) -> Iterator[None]:
-    """Training mode with gradients and without dropout; modes, buffers and the generator are as before afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    buffers = [
-        (part, dict(part._buffers), {k: b.clone() for k, b in part._buffers.items() if b is not None}) for part in modes
-    ]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NoDropout():
-        torch.manual_seed(seed)
-        try:
-            for part in modes:
-                part.training = True
-            yield
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
-            for part, tensors, values in buffers:
-                part._buffers.update(tensors)
-                with torch.no_grad():
-                    for key, value in values.items():
-                        tensors[key].copy_(value)  # type: ignore[union-attr]
-
-
-@contextlib.contextmanager
-def watched_inputs(columns: Sequence[nn.Module], leaves: list[Tensor]) -> Iterator[None]:
-    """Collect the tensors that the layers are called with, in order, as leaves of a graph that begins there."""
-
-    def watch(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        leaves.append(args[0].detach().requires_grad_())
-        return (leaves[-1], *args[1:])
-
-    handles = [column.register_forward_pre_hook(watch) for column in columns]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def term_and_gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -116,3 +80,8 @@ def reproducible(run: Run, tolerance: float) -> list[Tensor] | None:
     if len(first) != len(second) or any(a.shape != b.shape for a, b in zip(first, second, strict=True)):
         return None
     return first if compare(second, first, tolerance) is None else None
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds values; in a rehearsal large ones know their shape only."""
+    return not isinstance(tensor, FakeTensor)

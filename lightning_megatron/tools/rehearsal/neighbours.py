@@ -17,12 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
-from lightning_megatron.parallelize.reading import copy as study
-from lightning_megatron.parallelize.trial import replay as probe
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks
@@ -31,13 +28,11 @@ from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
 from lightning_megatron.pipeline.stage.cursor import StageDone
 from lightning_megatron.strategy import processes as grid_strategy
 from lightning_megatron.strategy.step import assembly
-from lightning_megatron.tools.rehearsal.weightless import LARGE, Weightless, apply_in_place
+from lightning_megatron.tools.rehearsal.weightless import Weightless, apply_in_place
 
 _compare_notes = StageLinks.compare_notes
 _post_forward = PipelineExecutor._post_forward
 _materialize = assembly.materialize
-_small_values = study._values
-_numeric_deviation = probe._Bench.deviation
 
 
 class _NoWatch(FailureWatch):
@@ -55,27 +50,6 @@ class _NoWatch(FailureWatch):
     def gather(self, seconds: float) -> bool:
         """There is nobody to wait for."""
         return True
-
-
-def _values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random weights for a trial, without memory where they are large."""
-    if tensor.numel() > LARGE and tensor.is_floating_point():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return _small_values(tensor, generator)
-
-
-def _deviation(bench: Any, candidate: Any, parts: int, whole: Any) -> str | None:
-    """Without numbers, a tensor-parallel plan is tried by the shapes of the ranks' terms alone."""
-    if not isinstance(whole, FakeTensor):
-        return _numeric_deviation(bench, candidate, parts, whole)
-    for rank in range(parts):
-        try:
-            term = bench.output((candidate, parts, rank))
-        except Exception as error:  # as in a real trial, a wrong proposal may fail in any way
-            return f"{type(error).__name__}: {error}".splitlines()[0]
-        if term.shape != whole.shape:
-            return f"the input of {candidate.row!r} has shape {tuple(term.shape)}, not {tuple(whole.shape)}"
-    return None
 
 
 @contextmanager
@@ -99,8 +73,6 @@ def imagined_neighbours(mode: Weightless) -> Iterator[None]:
         patch.object(StageLinks, "receive_object", _receive_expected),
         patch.object(StageLinks, "compare_notes", _same_notes),
         patch.object(grid_strategy, "FailureWatch", _NoWatch),
-        patch.object(probe._Bench, "deviation", _deviation),
-        patch.object(study, "_values", _values),
         patch.object(torch.nn.Module, "_apply", apply_in_place),
     ):
         yield

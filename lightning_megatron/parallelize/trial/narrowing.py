@@ -3,7 +3,7 @@
 Many attention modules begin with ``batch, seq, width = x.size()`` and later view the heads' output as [batch, seq,
 width]. With local heads that width has to be ``width / t``, while the projections still need all of ``x``. So the
 module is handed a view of the first ``width / t`` features, and a projection that is called with this very view is
-given ``x`` instead. Whether the module uses its input in any other way is found out by trying it (see ``probe``).
+given ``x`` instead. Whether the module uses its input in any other way is found out by trying it.
 """
 
 from __future__ import annotations

@@ -1,74 +1,18 @@
-"""Pairs of column- and row-parallel layers, read off a trace.
-
-A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that
-layer's input is computed completely: query, key and value before the output projection; up (and gate) before down.
-Splitting the outputs of the first and the input of the second then needs one sum at the end, whatever
-parameter-free code lies between.
-"""
+"""Pairs of column- and row-parallel layers, read off a trace or off the styles of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.parallelize.plan.blueprint import ColumnCut, Door, Region
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.attention import ColumnCut, HeadSizes, head_sizes
-from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes
+from lightning_megatron.parallelize.reading.attention import HeadSizes, head_sizes
+from lightning_megatron.parallelize.reading.low_rank import is_splittable, sizes_of
 from lightning_megatron.parallelize.reading.trace import Trace
-
-Door = tuple[str, tuple[int | str, ...]]
-"""A module around projections, and the arguments (positions or keywords) in which it is handed what they read."""
-
-
-@dataclass
-class Region:
-    """Column-parallel layers and the row-parallel layer that ends them.
-
-    Attributes:
-        columns: names of the layers split by output, in execution order.
-        row: name of the layer split by input.
-        scope: name of the innermost module that holds them all.
-        gathered: whether the columns' outputs are gathered and the row's input is split again, because the code between
-            needs whole tensors.
-        tables: embeddings of per-head biases (relative positions) that the region reads; split by head unless gathered.
-        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums
-            unless gathered.
-        others: names of unsplit layers whose outputs it reads as well; their gradients would be partial, so such a
-            region can only be gathered.
-        cuts: how each column layer is cut.
-        attributes: (module name, attribute) -> local value.
-        arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
-            or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
-        sizes: attention sizes, if it is an attention.
-        narrowed: module and arguments whose width its code reads, to be shown the local one (see ``narrowing``).
-        tried: positions and keywords of the scope's arguments that were tensors when the cuts were tried, if they were.
-        note: what was decided and why, for people.
-    """
-
-    columns: list[str]
-    row: str
-    scope: str
-    gathered: bool = False
-    tables: list[str] = field(default_factory=list)
-    inner: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    cuts: dict[str, ColumnCut] = field(default_factory=dict)
-    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
-    arguments: dict[int | str, str] = field(default_factory=dict)
-    sizes: HeadSizes | None = None
-    narrowed: Door | None = None
-    tried: frozenset[int | str] | None = None
-    note: str = ""
-
-    @property
-    def members(self) -> list[str]:
-        """Columns and row."""
-        return [*self.columns, self.row]
 
 
 def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> list[Region]:
@@ -82,7 +26,7 @@ def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> l
     regions: list[Region] = []
     taken: set[str] = set(excluded)
     for row in trace.sources:
-        if row in taken or not is_linear(trace.calls[row].module):
+        if row in taken or not is_splittable(trace.calls[row].module):
             continue
         region = _region_before(module, trace, row, taken)
         if region is not None:
@@ -91,11 +35,19 @@ def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> l
     return regions
 
 
-def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> list[Region]:
+def regions_from_styles(
+    module: nn.Module, styles: Mapping[str, Style], trace: Trace | None, strict: bool = True
+) -> list[Region]:
     """Regions of a plan that names columns and rows.
 
+    Args:
+        module: the traced module.
+        styles: style of each module that the plan names.
+        trace: its trace, if it could be run.
+        strict: whether every split output has to reach a row of the plan.
+
     Raises:
-        ValueError: a column's split output reaches no row.
+        ValueError: a column's split output reaches no row, or its region is half gathered.
     """
     named = [name for name, _ in module.named_modules() if name in styles]
     rows = [name for name in named if styles[name].is_row]
@@ -112,16 +64,16 @@ def regions_from_styles(module: nn.Module, styles: Mapping[str, Style], trace: T
         region = describe(module, members, row, trace)
         region.gathered = styles[row] is Style.ROWWISE_SPLIT_INPUT
         regions.append(region)
-    _check_matched(styles, columns, matched, regions)
+    _check_matched(styles, columns if strict else [], matched, regions)
     return regions
 
 
 def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | None) -> Region:
     """The region of these layers, with what a trace says lies between them."""
     region = Region(columns, row, common_parent([*columns, row]))
-    region.cuts = {name: ColumnCut.blocks(linear_sizes(module.get_submodule(name))[1]) for name in columns}
+    region.cuts = {name: ColumnCut.blocks(sizes_of(module.get_submodule(name))[1]) for name in columns}
     owner = module.get_submodule(parent(columns[0]))
-    region.sizes = head_sizes(owner, [linear_sizes(module.get_submodule(c))[1] for c in columns])
+    region.sizes = head_sizes(owner, [sizes_of(module.get_submodule(c))[1] for c in columns])
     if trace is not None and row in trace.sources:
         while region.scope not in trace.calls:
             region.scope = parent(region.scope)
@@ -137,7 +89,7 @@ def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | Non
 
 def _region_before(module: nn.Module, trace: Trace, row: str, taken: set[str]) -> Region | None:
     sources = trace.sources[row]
-    columns = [s for s in trace.sources if s in sources and is_linear(trace.calls[s].module)]
+    columns = [s for s in trace.sources if s in sources and is_splittable(trace.calls[s].module)]
     if not columns or taken.intersection(columns) or any(trace.readers(column) != {row} for column in columns):
         return None
     region = describe(module, columns, row, trace)
@@ -175,8 +127,8 @@ def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[
     """
     scope = parent(row)
     while True:
-        inside = [c for c in columns if lies_in(parent(c), scope)]
-        others = [r for r in rows if r != row and lies_in(parent(r), scope)]
+        inside = [c for c in columns if c.startswith(f"{scope}.") or not scope]
+        others = [r for r in rows if r != row and (r.startswith(f"{scope}.") or not scope)]
         if inside and not others:
             return inside
         if inside or not scope:
@@ -207,6 +159,11 @@ def holder_of(trace: Trace, region: Region) -> Door | None:
         places += [key if isinstance(value, Tensor) else None] * len(inside)
     found = tuple(k for k, tensor in zip(places, call.tensors, strict=True) if k is not None and tensor is x)
     return (holder, found) if found else None
+
+
+def parent(name: str) -> str:
+    """Name of the module that holds ``name``; empty at the top."""
+    return name.rpartition(".")[0]
 
 
 def common_parent(names: list[str]) -> str:

@@ -1,0 +1,67 @@
+"""Heads and tables of the vocabulary: their logits stay split, and so do the embeddings tied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_megatron.parallelize.plan.blueprint import Blueprint
+from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes, output_embeddings
+from lightning_megatron.parallelize.reading.trace import Trace
+from lightning_megatron.parallelize.trial.readers import holds, used_directly
+
+
+def vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> set[str]:
+    """Linear layers whose output features are the vocabulary, and whose output nothing else reads."""
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    tied = {id(m.weight) for m in tables}
+    split = {
+        id(module.get_submodule(n).get_parameter("weight")) for n, s in styles.items() if s is Style.EMBEDDING_ROWWISE
+    }
+    largest = max((m.num_embeddings for m in tables), default=0)
+    named = {id(m) for m in output_embeddings(module)}
+    heads, exposed = set(), used_directly(module, trace)
+    for name, part in module.named_modules():
+        if not is_linear(part):
+            continue
+        follows = id(part.get_parameter("weight")) in split  # tied to an embedding that the plan splits
+        if styles and not follows and not styles.get(name, Style.REPLICATE).is_column:
+            continue
+        if trace is not None and (name not in trace.sources or trace.readers(name)):
+            continue
+        if holds(module, name, exposed):
+            continue
+        as_many = trace is not None and linear_sizes(part)[1] == largest
+        if id(part) in named or id(part.get_parameter("weight")) in tied or as_many:
+            heads.add(name)
+    return heads
+
+
+def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
+    """Heads keep their logits split, and embeddings tied to them are split as well.
+
+    Without a plan that says otherwise, so is an embedding of the same vocabulary that is not tied.
+    """
+    weights = {id(module.get_submodule(name).get_parameter("weight")) for name in blueprint.heads}
+    sizes = {linear_sizes(module.get_submodule(name))[1] for name in blueprint.heads}
+    exposed = used_directly(module, blueprint.trace)
+    if blueprint.source in ("argument", "drop-in layers"):
+        sizes = set()
+    for name in blueprint.heads:
+        blueprint.styles[name] = Style.COLWISE_GATHER_OUTPUT
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding) or part.sparse or part.max_norm is not None:
+            continue
+        if id(part.weight) in exposed:
+            continue
+        tied = id(part.weight) in weights
+        read = blueprint.trace is None or name in blueprint.trace.calls
+        if tied or (read and part.num_embeddings in sizes and _first_of_size(module, part)):
+            blueprint.styles[name] = Style.EMBEDDING_ROWWISE
+
+
+def _first_of_size(module: nn.Module, part: nn.Embedding) -> bool:
+    same = [m for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == part.num_embeddings]
+    return same[0] is part

@@ -1,0 +1,162 @@
+"""Linear layers with low-rank updates beside them (LoRA, Hu et al., arXiv 2106.09685), split as one layer.
+
+``y = W x + s B A x`` is linear in ``x``, with ``A`` [r, in] and ``B`` [out, r]. Split by output, ``W`` and ``B`` keep
+their rows and ``A`` stays whole; split by input, ``W`` and ``A`` keep their columns, each with a sum over the group,
+and ``B`` stays whole. Such a module is recognised by what it computes, not by its name or library: its parameters
+belong to one linear layer and to pairs of smaller ones, and parts of it give parts of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh.parts.boxes import Range
+from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.kinds import behaves_like_linear, is_linear, is_transposed, linear_sizes
+from lightning_megatron.parallelize.reading.replay import Replay
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Names of the layers inside a linear layer with low-rank updates, as counted from it.
+
+    Attributes:
+        base: the linear layer that is updated.
+        downs: per update, the layer to few features (``A``).
+        ups: per update, the layer back (``B``).
+    """
+
+    base: str
+    downs: tuple[str, ...]
+    ups: tuple[str, ...]
+
+
+_verified: WeakKeyDictionary[nn.Module, tuple[LowRank, bool]] = WeakKeyDictionary()
+
+
+def structure_of(module: nn.Module) -> LowRank | None:
+    """The layers of a module whose parameters are those of one linear layer and of low-rank pairs; else None."""
+    if is_linear(module):
+        return None
+    linears = {name: part for name, part in module.named_modules() if is_linear(part)}
+    if len(linears) < 3 or len(linears) % 2 == 0:
+        return None
+    if {id(p) for p in module.parameters()} - {id(p) for part in linears.values() for p in part.parameters()}:
+        return None
+    sizes = {name: linear_sizes(part) for name, part in linears.items()}
+    base = max(sizes, key=lambda name: sizes[name][0] * sizes[name][1])
+    (wide_in, wide_out), others = sizes[base], [name for name in sizes if name != base]
+    downs = [name for name in others if sizes[name][0] == wide_in and sizes[name][1] < min(wide_in, wide_out)]
+    ups = [name for name in others if name not in downs and sizes[name][1] == wide_out]
+    if len(downs) != len(ups) or [sizes[n][1] for n in downs] != [sizes[n][0] for n in ups]:
+        return None
+    return LowRank(base, tuple(downs), tuple(ups))
+
+
+def low_rank(module: nn.Module) -> LowRank | None:
+    """The layers of a module that is a linear layer with low-rank updates, found by trying it on a copy; else None."""
+    found = structure_of(module)
+    if found is None:
+        return None
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return found
+    known = _verified.get(module)
+    if known is None or known[0] != found:
+        known = _verified[module] = found, _adds_up(module, found)
+    return found if known[1] else None
+
+
+def is_splittable(module: nn.Module) -> bool:
+    """Whether this is a linear layer, with or without low-rank updates."""
+    return is_linear(module) or low_rank(module) is not None
+
+
+def splits_like_linear(module: nn.Module) -> bool:
+    """Whether calling the module is what a linear layer does, with or without low-rank updates."""
+    return behaves_like_linear(module) if is_linear(module) else low_rank(module) is not None
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer, with or without low-rank updates."""
+    return linear_sizes(base_of(module))
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The linear layer itself, or the one that low-rank updates stand beside."""
+    found = structure_of(module)
+    return module if found is None else module.get_submodule(found.base)
+
+
+def linears_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers of such a module: itself, or its base and those of its updates."""
+    found = structure_of(module)
+    for name in ("",) if found is None else (found.base, *found.downs, *found.ups):
+        yield module.get_submodule(name)
+
+
+def keep_outputs(module: nn.Module, ranges: Sequence[Range]) -> None:
+    """Cut a layer, with or without low-rank updates, down to ranges of its output features, in place."""
+    found = structure_of(module)
+    for name in ("",) if found is None else (found.base, *found.ups):
+        layer = module.get_submodule(name)
+        for key, parameter in layer.named_parameters(recurse=False):
+            dim = 1 if is_transposed(layer) and key == "weight" else 0
+            parameter.data = take(parameter.data, dim, ranges)
+        if is_transposed(layer):
+            layer.nf = sum(stop - start for start, stop in ranges)  # type: ignore[assignment]
+
+
+def take(tensor: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
+    """These ranges of a tensor along one dim, one after the other."""
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def _adds_up(module: nn.Module, found: LowRank) -> bool:
+    """Whether halves of the outputs are the outputs of halves, and halves of the inputs add up, with random weights."""
+    replay = _with_random_weights(module)
+    weight = replay.part.get_submodule(found.base).get_parameter("weight")
+    wide_in, wide_out = linear_sizes(replay.part.get_submodule(found.base))
+    x = torch.linspace(-1, 1, 6 * wide_in, dtype=weight.dtype, device=weight.device).mul(5).sin().view(2, 3, wide_in)
+    try:
+        with torch.no_grad():
+            whole, nothing = replay.run(args=(x,))[1], replay.run(args=(torch.zeros_like(x),))[1]
+            rows = [
+                replay.run(lambda m, part=part: keep_outputs(m, [part]), args=(x,))[1] for part in _halves(wide_out)
+            ]
+            columns = [
+                replay.run(lambda m, part=part: _keep_inputs(m, found, part), args=(x[..., slice(*part)],))[1]
+                for part in _halves(wide_in)
+            ]
+    except Exception:  # a forward of its own may ask for anything
+        return False
+    if not isinstance(whole, Tensor) or whole.shape != (2, 3, wide_out):
+        return False
+    near = {"rtol": 1e-2, "atol": 1e-2 * float(whole.abs().max())}
+    return torch.allclose(torch.cat(rows, -1), whole, **near) and torch.allclose(sum(columns) - nothing, whole, **near)
+
+
+def _with_random_weights(module: nn.Module) -> Replay:
+    """The module in evaluation on a copy whose updates do something, which they do not when they are new."""
+    copied, generator = copy_of(module), torch.Generator().manual_seed(6)
+    for parameter in copied.parameters():
+        values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+        parameter.data = values.to(parameter.dtype).to(parameter.device)
+    return Replay(copied, (), {})
+
+
+def _halves(size: int) -> tuple[Range, Range]:
+    return (0, size // 2), (size // 2, size)
+
+
+def _keep_inputs(module: nn.Module, found: LowRank, part: Range) -> None:
+    for name in (found.base, *found.downs):
+        layer = module.get_submodule(name)
+        weight = layer.get_parameter("weight")
+        weight.data = take(weight.data, 0 if is_transposed(layer) else 1, [part])
+        if is_transposed(layer):
+            layer.nx = part[1] - part[0]  # type: ignore[assignment]

@@ -1,0 +1,199 @@
+"""What the code outside a region sees of it, and what that forbids.
+
+Splitting a region is right as long as everything of it leaves through the row-parallel sum. Three things can leave
+another way: a column's output that the module returns or keeps (activations for a penalty, attention weights), a
+parameter that acts inside and outside (its gradient would be a partial sum plus a whole one), and a weight that is
+used without calling the layer that holds it. The first two are cured by gathering, the last only by leaving the layer
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.parallelize.plan.blueprint import Region
+from lightning_megatron.parallelize.plan.patterns import generalize
+from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.low_rank import base_of, structure_of
+from lightning_megatron.parallelize.reading.trace import Trace, is_within, relative, tensors_left
+from lightning_megatron.parallelize.trial.training import TOLERANCE, has_numbers
+
+
+def seen_outside(regions: Iterable[Region], trace: Trace | None) -> set[str]:
+    """Columns from whose outputs something is computed that does not go through their row-parallel layer."""
+    if trace is None:
+        return set()
+    groups: dict[Any, list[Region]] = {}
+    for region in regions:
+        if not region.gathered and not trace.results.intersection(region.columns):
+            groups.setdefault((generalize(region.row), *map(generalize, region.columns)), []).append(region)
+    return trace.results | _read_elsewhere(trace, list(groups.values()))
+
+
+def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
+    """Ids of the parameters that are used without calling the layer (linear, embedding, attention) that holds them.
+
+    An embedding tied to a layer with low-rank updates counts: the two would be split in different ways.
+    """
+    updated = {id(p) for part in module.modules() if structure_of(part) for p in base_of(part).parameters()}
+    tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)} & updated
+    met = set() if trace is None else trace.loose.union(*trace.between.values())
+    return tied | {id(module.get_parameter(name)) for name in met}
+
+
+def holds(module: nn.Module, name: str, parameters: set[int]) -> bool:
+    """Whether a layer has one of these parameters, given by identity."""
+    return any(id(parameter) in parameters for parameter in module.get_submodule(name).parameters())
+
+
+def regather_shared(
+    regions: list[Region], trace: Trace | None, gather: Callable[[Region, str], Region]
+) -> list[Region]:
+    """Gather every region that shares a parameter with code outside regions, until none is left.
+
+    Args:
+        regions: settled regions.
+        trace: the trace they were read from.
+        gather: gathers one region for a reason, or refuses.
+    """
+    if trace is None:
+        return regions
+    while True:
+        split = {region.row for region in regions if not region.gathered}
+        found = [(region, name) for region in regions if not region.gathered for name in _shared(region, trace, split)]
+        if not found:
+            return regions
+        guilty, name = found[0]
+        reason = f"{name!r} acts inside it and outside"
+        regions = [gather(region, reason) if region is guilty else region for region in regions]
+
+
+def _shared(region: Region, trace: Trace, split: set[str]) -> Iterable[str]:
+    """Parameters and per-head tables of a region that something else than split regions reads."""
+    for name in region.inner:
+        users = {reader for reader, met in trace.between.items() if name in met}
+        if users - split or name in trace.loose:
+            yield name
+    for name in region.tables:
+        if trace.readers(name) - split or name in trace.results:
+            yield name
+
+
+def without_idle_sums(
+    styles: Mapping[str, Style], module: nn.Module, regions: Iterable[Region], trace: Trace | None
+) -> dict[str, Style]:
+    """The styles without gradient sums of modules that, for all that was traced, see whole heads only."""
+    split = [region for region in regions if not region.gathered]
+    kept: dict[str, Any] = {}
+    for name, style in styles.items():
+        idle = False
+        if trace is not None and name in trace.calls:
+            if style is Style.MLA_KV_A_PROJ:
+                idle = not any(name in region.others for region in split)
+            elif style is Style.REPLICATED_WITH_GRAD_ALLREDUCE:
+                own = {id(parameter) for parameter in module.get_submodule(name).parameters()}
+                inside = (module.get_parameter(inner) for region in split for inner in region.inner)
+                idle = not any(id(parameter) in own for parameter in inside)
+        if not idle:
+            kept[name] = style
+    return kept
+
+
+def _read_elsewhere(trace: Trace, groups: Sequence[Sequence[Region]]) -> set[str]:
+    """Columns of those regions whose outputs something else than their row-parallel layers reads.
+
+    A graph does not show what is read without a gradient (a share of active units that is logged, a classifier on
+    detached features). So the module is run again with the columns' outputs disturbed and the rows answering as if
+    they were not: whatever it returns or keeps differently then has read a column in another way.
+
+    Args:
+        trace: the trace of the module.
+        groups: regions, equal ones in one group, which are told apart only together.
+    """
+    found: set[str] = set()
+    for root in trace.roots:
+        inside = [
+            [r for r in group if all(is_within(n, root) and n in trace.calls for n in r.members)] for group in groups
+        ]
+        every = [region for group in inside for region in group]
+        if not every or not (runs := _Runs(trace, root, every)).differs(every):
+            continue
+        for group in inside:
+            if group and runs.differs(group):
+                found |= {name for region in group for name in region.columns}
+    return found
+
+
+class _Runs:
+    """Runs of one traced module in which its row-parallel layers answer as they did the first time."""
+
+    def __init__(self, trace: Trace, root: str, regions: Sequence[Region]) -> None:
+        self._root = root
+        self._replay = trace.replay(root)
+        self._answers: dict[str, list[Any]] = {region.row: [] for region in regions}
+        self._plain = self._results({name: _keeping(answers) for name, answers in self._answers.items()})
+
+    def differs(self, regions: Sequence[Region]) -> bool:
+        """Whether results change with the columns of these regions; False where the module does not repeat itself."""
+        if self._changed(self._results(self._answering())):
+            return False
+        disturbed = {name: _disturb for region in regions for name in region.columns}
+        return self._changed(self._results({**self._answering(), **disturbed}))
+
+    def _answering(self) -> dict[str, Callable[..., Any]]:
+        return {name: _giving(list(answers)) for name, answers in self._answers.items()}
+
+    def _changed(self, results: list[Tensor] | None) -> bool:
+        if results is None or self._plain is None or len(results) != len(self._plain):
+            return False
+        return any(_differ(a, b) for a, b in zip(results, self._plain, strict=True))
+
+    def _results(self, hooks: Mapping[str, Callable[..., Any]]) -> list[Tensor] | None:
+        def prepare(copied: nn.Module) -> None:
+            for name, hook in hooks.items():
+                copied.get_submodule(relative(name, self._root)).register_forward_hook(hook)
+
+        with torch.no_grad():
+            try:
+                copied, output = self._replay.run(prepare)
+            except Exception:  # disturbed values may be refused anywhere; nothing is known then
+                return None
+            return [x.clone() for x in tensors_left(copied, output)]
+
+
+def _keeping(answers: list[Any]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        answers.append(output.clone())
+
+    return hook
+
+
+def _giving(answers: list[Any]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return answers.pop(0).clone()
+
+    return hook
+
+
+def _disturb(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    scale = output.abs().amax().clamp_min(1e-3)
+    noise = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).mul(9).sin()
+    return output + scale * noise.view_as(output)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if not has_numbers(one) or not has_numbers(other):
+        return False
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    tolerance = TOLERANCE.get(one.dtype, 1e-4) * 0.1
+    finite = torch.isfinite(other)
+    zero = torch.zeros_like(other)
+    scale = torch.where(finite, other, zero).abs().amax() if other.numel() else 0.0
+    return bool((torch.where(finite, one - other, zero).abs() > tolerance * scale).any())

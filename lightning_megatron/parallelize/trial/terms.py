@@ -1,0 +1,234 @@
+"""Tries a region on every rank's part, in this process, and compares with the unsharded module.
+
+The row-parallel sum is linear, so nothing has to be sent to try a plan: the code between the column- and the
+row-parallel layers is run once per rank with that rank's weights and attributes, each run's term of the sum is
+taken where it enters the row-parallel layer, and the terms are added. The weights are random for the occasion,
+because freshly initialised attention hardly depends on its queries and keys, and would hide a head paired with the
+wrong one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh.parts.boxes import block_range
+from lightning_megatron.parallelize.plan.blueprint import Region
+from lightning_megatron.parallelize.reading.attention import slice_arguments
+from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.kinds import is_transposed
+from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
+from lightning_megatron.parallelize.reading.replay import Replay
+from lightning_megatron.parallelize.reading.trace import Trace, is_within, relative
+from lightning_megatron.parallelize.trial.narrowing import Narrowing
+from lightning_megatron.parallelize.trial.training import (
+    TOLERANCE,
+    NoDropout,
+    compare,
+    has_numbers,
+    reproducible,
+    term_and_gradients,
+)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One rank's part of a candidate."""
+
+    region: Region
+    parts: int
+    rank: int
+
+
+class _Reached(Exception):
+    """The row-parallel layer was called; carries its input."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+class Bench:
+    """Runs of a region's scope with random weights, whole or one rank's part at a time.
+
+    Args:
+        region: columns and row.
+        trace: a trace that ran the region's scope.
+
+    Attributes:
+        arguments: what the scope was called with: positional and keyword arguments.
+        whole: product of the unsplit row-parallel layer, without its bias: [.., out].
+
+    Raises:
+        LookupError: the scope or its row-parallel layer did not run.
+        Exception: whatever the user's code raises when it is run again.
+    """
+
+    def __init__(self, region: Region, trace: Trace) -> None:
+        self._region = region
+        kept = trace.replay(region.scope)
+        self.arguments = kept.args, kept.kwargs
+        self._replay = Replay(self._with_random_weights(kept.part), kept.args, kept.kwargs)
+        row = base_of(self._inside(self._replay.part, region.row))
+        weight = row.get_parameter("weight").detach()
+        self._weight = weight.t() if is_transposed(row) else weight
+        self.whole = self._evaluated(None)
+        self._trained = self._whole_training()
+
+    def objection(self, candidate: Region, parts: int) -> str:
+        """Why the terms of the ranks, or their gradients in training, do not add up to the whole; empty if they do."""
+        return self._deviation(candidate, parts) or self._training_deviation(candidate, parts)
+
+    def _deviation(self, candidate: Region, parts: int) -> str:
+        total = torch.zeros_like(self.whole)
+        for rank in range(parts):
+            try:
+                term = self._evaluated(_Share(candidate, parts, rank))
+            except Exception as error:  # a wrong proposal may fail in any way inside the module's own code
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            if term.shape != self.whole.shape:
+                return f"the input of {candidate.row!r} has shape {tuple(term.shape)}, not {tuple(self.whole.shape)}"
+            total += term
+        if not has_numbers(total):
+            return ""
+        difference = float((total - self.whole).abs().max() / self.whole.abs().max().clamp_min(1e-30))
+        if difference <= TOLERANCE.get(self.whole.dtype, 1e-4):
+            return ""
+        return f"{candidate.row!r} deviates from the unsharded module by {difference:.1e} (relative)"
+
+    def _training_deviation(self, candidate: Region, parts: int) -> str:
+        if self._trained is None:
+            return ""
+        total = [torch.zeros_like(x) for x in self._trained]
+        for rank in range(parts):
+            try:
+                terms = self._with_gradients(_Share(candidate, parts, rank), seed=1)
+                total = [sum_ + x for sum_, x in zip(total, terms, strict=True)]
+            except Exception as error:
+                return f"in training, {type(error).__name__}: {error}".splitlines()[0]
+        worst = compare(total, self._trained, self._tolerance)
+        if worst is None:
+            return ""
+        return f"in training, {candidate.row!r} or its gradients deviate from the unsharded module by {worst:.1e}"
+
+    def _whole_training(self) -> list[Tensor] | None:
+        """Term and gradients in training; None where they cannot be compared."""
+        if not has_numbers(self.whole):
+            return None
+        return reproducible(lambda seed: self._with_gradients(None, seed), self._tolerance)
+
+    @property
+    def _tolerance(self) -> float:
+        kind, dtype = self._weight.device.type, self._weight.dtype
+        lower = torch.is_autocast_enabled(kind) and dtype == torch.float32
+        return TOLERANCE.get(torch.get_autocast_dtype(kind) if lower else dtype, 1e-4)
+
+    def _inside(self, scope: nn.Module, name: str) -> nn.Module:
+        """The layer of that name in the scope or a copy of it."""
+        return scope.get_submodule(relative(name, self._region.scope))
+
+    def _with_random_weights(self, part: nn.Module) -> nn.Module:
+        part, generator = copy_of(part), torch.Generator().manual_seed(20)
+        drawn: dict[int, nn.Parameter] = {}
+        members = [self._inside(part, name) for name in self._region.members]
+        layers = [layer for member in members for layer in linears_of(member)]
+        for layer in [*layers, *(self._inside(part, name) for name in self._tables(self._region))]:
+            for key, parameter in layer.named_parameters(recurse=False):
+                fan = math.prod(parameter.shape) / max(1, _outputs(layer))
+                scale = 1.5 / math.sqrt(fan) if key == "weight" else 0.5
+                values = torch.randn(parameter.shape, generator=generator) * scale
+                values = values.to(parameter.dtype).to(parameter.device)
+                drawn[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        for layer in part.modules():
+            layer._parameters.update({k: drawn[id(p)] for k, p in layer._parameters.items() if id(p) in drawn})
+        return part
+
+    def _tables(self, region: Region) -> list[str]:
+        """Tables inside the scope; the entries of others reach it as an argument."""
+        return [name for name in region.tables if is_within(name, region.scope)]
+
+    def _evaluated(self, share: _Share | None) -> Tensor:
+        """Product of the row-parallel layer, whole or one rank's term, in evaluation."""
+        with torch.no_grad():
+            return self._term(share)
+
+    def _with_gradients(self, share: _Share | None, seed: int) -> list[Tensor]:
+        """The term in training, and gradients of what the columns read and of the parameters inside the region."""
+        leaves: list[Tensor] = []
+
+        def watch(copied: nn.Module) -> None:
+            for name in self._region.columns:
+                self._inside(copied, name).register_forward_pre_hook(_begin_graph(leaves))
+            inner = [relative(n, self._region.scope) for n in self._region.inner if is_within(n, self._region.scope)]
+            parameters.extend(p for p in map(copied.get_parameter, inner) if p.requires_grad)
+
+        parameters: list[Tensor] = []
+        with torch.enable_grad(), NoDropout():
+            term = self._term(share, watch, training=True, seed=seed)
+            return term_and_gradients(term, [*leaves, *parameters])
+
+    def _term(
+        self,
+        share: _Share | None,
+        watch: Callable[[nn.Module], None] | None = None,
+        training: bool = False,
+        seed: int = 0,
+    ) -> Tensor:
+        (args, kwargs), weight = self.arguments, self._weight
+        if share is not None:
+            start, stop = block_range(weight.shape[1], share.parts, share.rank)
+            weight, sizes = weight[:, start:stop], share.region.sizes
+            if sizes is not None:
+                which = share.region.arguments
+                args, kwargs = slice_arguments(args, kwargs, which, sizes.heads, share.parts, share.rank)
+
+        def prepare(copied: nn.Module) -> None:
+            if share is not None:
+                self._localise(copied, share)
+            if watch is not None:
+                watch(copied)
+            self._inside(copied, self._region.row).register_forward_pre_hook(_stop, with_kwargs=True)
+
+        try:
+            self._replay.run(prepare, args=args, kwargs=kwargs, training=training, seed=seed)
+        except _Reached as reached:
+            return reached.x.matmul(weight.t())
+        raise LookupError(f"running {self._region.scope!r} again never called {self._region.row!r}")
+
+    def _localise(self, copied: nn.Module, share: _Share) -> None:
+        """Give a copy one rank's weights, sizes and attributes."""
+        region = share.region
+        for name in region.columns:
+            keep_outputs(self._inside(copied, name), region.cuts[name].ranges(share.parts, share.rank))
+        for name in self._tables(region):
+            table = self._inside(copied, name).get_parameter("weight")
+            table.data = take(table.data, 1, [block_range(table.shape[1], share.parts, share.rank)])
+        for (name, attribute), value in region.attributes.items():
+            setattr(self._inside(copied, name), attribute, value)
+        if region.narrowed is not None:
+            columns = [self._inside(copied, name) for name in region.columns]
+            Narrowing(region.narrowed[1], share.parts).install(self._inside(copied, region.narrowed[0]), columns)
+
+
+def _stop(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    raise _Reached(inputs[0] if inputs else next(iter(named.values())))
+
+
+def _begin_graph(leaves: list[Tensor]) -> Callable[..., Any]:
+    """A hook that collects the tensors a layer is called with, as leaves of a graph that begins there."""
+
+    def watch(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        leaves.append(args[0].detach().requires_grad_())
+        return (leaves[-1], *args[1:])
+
+    return watch
+
+
+def _outputs(module: nn.Module) -> int:
+    """Number of outputs, by which the size of a weight is divided to give its fan-in."""
+    return module.embedding_dim if isinstance(module, nn.Embedding) else sizes_of(module)[1]

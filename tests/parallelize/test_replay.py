@@ -1,0 +1,152 @@
+"""A module is read and tried on copies: whatever its code remembers, it is afterwards as it was."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.parallelize import explain
+from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.replay import Replay
+from tests.parallelize.models import Block, CausalSelfAttention
+
+WIDTH = 16
+
+
+class Remembers(nn.Module):
+    """Everything that ordinary code keeps from one call to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH, 4, CausalSelfAttention)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.half = self.mean[: WIDTH // 2]
+        self.ready, self.calls, self.log, self.nested = False, 0, [], {"sizes": deque([1])}
+        self.masks: dict[int, Tensor] = {}
+        self.lock = threading.Lock()
+        counted = [0]
+
+        def count(*_: Any) -> None:
+            counted[0] += 1
+
+        self.counted = counted
+        self.block.register_forward_hook(count)
+        self.project = lambda x: F.linear(x, self.tied)
+        self.tied = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / (1 + x.flatten(0, -2).std(0)))
+            self.ready = True
+        self.calls += 1
+        self.log.append(x.shape)
+        self.nested["sizes"].append(x.shape[1])
+        self.masks[x.shape[1]] = x.new_ones(x.shape[1])
+        self.last = x
+        self.mean.lerp_(x.detach().flatten(0, -2).mean(0), 0.1)
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return self.project(self.block(x * self.scale)) + 0 * noise
+
+
+def state(module: Remembers) -> tuple[Any, ...]:
+    """All that a run could have changed."""
+    kept = {key for part in module.modules() for key in vars(part)}
+    tensors = {name: x.tolist() for name, x in module.state_dict().items()}
+    plain = (module.ready, module.calls, list(module.log), list(module.nested["sizes"]), list(module.masks))
+    modes = [part.training for part in module.modules()]
+    return tensors, kept, *plain, list(module.counted), modes, module.half.tolist()
+
+
+def generators() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_plan_leaves_no_trace_in_the_module_or_in_random_generators(sequence_parallel: bool) -> None:
+    module = nn.Module()
+    module.embed, module.layers = nn.Embedding(50, WIDTH), nn.ModuleList(Remembers() for _ in range(2))
+    module.forward = lambda ids: module.layers[1](module.layers[0](module.embed(ids)))
+    before, drawn = [state(layer) for layer in module.layers], generators()
+    plan = {"mlp.0": "colwise", "mlp.2": "rowwise"}
+    if sequence_parallel:
+        with pytest.raises(ValueError, match="mixes tokens"):
+            explain(module, 2, plan, True)
+    else:
+        assert explain(module, 2).source == "rules" and explain(module, 2, plan).source == "argument"
+    assert [state(layer) for layer in module.layers] == before and generators() == drawn
+
+
+def test_runs_do_not_see_each_other() -> None:
+    module = Remembers()
+    x = torch.randn(2, 3, WIDTH)
+    replay = Replay(module, (x,), {})
+    (one, first), (two, second) = replay.run(), replay.run()
+    assert torch.equal(first, second) and one.calls == two.calls == 1 and module.calls == 0
+    assert one.counted == two.counted == [1] and module.counted == [0]
+    inner = replay.at("block.mlp")
+    _, output = inner.run()
+    assert inner.args[0].shape == x.shape and output.shape == x.shape and module.calls == 0
+    with pytest.raises(LookupError, match="'lost' was not called"):
+        module.lost = nn.Linear(2, 2)
+        replay.at("lost")
+
+
+def test_a_part_is_kept_as_it_was_when_it_was_called() -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.told = int(x.shape[0])
+            try:
+                return self.inner(x)
+            finally:
+                del self.inner.told
+
+    kept = Replay(Told(), (torch.ones(3, 2),), {}).at("inner")
+    assert kept.part.told == 3
+
+
+def test_a_copy_shares_memory_until_it_is_written_to() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    module[0].register_buffer("table", torch.zeros(6))
+    module[0].view = module[0].table[2:]
+    module[0].weight.kind = "tied"
+    places = [x.data_ptr() for x in module.state_dict().values()]
+    copied = copy_of(module)
+    assert copied[0].weight is copied[1].weight and copied[0].weight.kind == "tied"
+    assert torch._C._is_cow_tensor(copied[0].weight)
+    copied(torch.ones(1, 4)).sum().backward()
+    assert torch._C._is_cow_tensor(copied[0].weight) and module[0].weight.grad is None
+    values = module[0].weight.tolist()
+    with torch.no_grad():
+        copied[0].weight.fill_(7)
+        copied[0].table[3] = 5
+    assert module[0].weight.tolist() == values and copied[0].view[1] == 5 and not module[0].table.any()
+    del copied
+    assert [x.data_ptr() for x in module.state_dict().values()] == places
+
+
+def test_what_a_module_does_not_own_or_cannot_be_copied_is_shared() -> None:
+    module = Remembers()
+    module.data = torch.utils.data.TensorDataset(torch.ones(3))
+    module.array = torch.from_numpy(np.ones(3))
+    copied = copy_of(module)
+    assert copied.data is module.data and copied.lock is module.lock
+    copied.array += 1
+    assert module.array.tolist() == [1, 1, 1]
+    with torch.no_grad():
+        copied.tied.zero_()
+    assert not copied.project(torch.ones(2, WIDTH)).any() and module.project(torch.ones(2, WIDTH)).all()
