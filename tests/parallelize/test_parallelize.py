@@ -311,3 +311,27 @@ def test_sequence_length_that_does_not_divide_is_refused_with_the_length_to_use(
         module(input_ids=tokens(length=13))
     with pytest.raises(ValueError, match="encoder-decoder"):
         parallelize(hugging_face("t5"), mesh, sequence_parallel=True)
+
+
+@run_ranks(tensor=2)
+def test_attention_weights_in_a_loss_match_one_process_or_are_refused_with_what_to_change(mesh):
+    def penalised(module, ids, **options):
+        found = module(input_ids=ids, **options)
+        return found.logits.square().mean() + sum(x[:, 0].square().mean() for x in found.attentions)
+
+    module = hugging_face("llama", attn_implementation="eager", output_attentions=True)
+    whole, group = copy.deepcopy(module), tensor_group(mesh)
+    report = parallelize(module, mesh)
+    loss, expected = penalised(module, tokens()), penalised(whole, tokens())
+    torch.testing.assert_close(loss, expected, **FLOAT32)
+    loss.backward()
+    expected.backward()
+    reduce_partial_gradients(module, report.parameters, group)
+    assert_same_gradients(module, report.parameters, whole, FLOAT32)
+    split = hugging_face("llama", attn_implementation="eager")
+    parallelize(split, mesh)
+    with pytest.raises(ValueError, match="called with `output_attentions=True`, but its attention heads are split"):
+        penalised(split, tokens(), output_attentions=True)
+    split.config.output_attentions = True
+    with pytest.raises(ValueError, match="Build the model from a configuration with `output_attentions=True`"):
+        penalised(split, tokens())

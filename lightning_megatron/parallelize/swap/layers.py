@@ -29,8 +29,15 @@ from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.attention import slice_arguments, tensor_arguments
-from lightning_megatron.parallelize.reading.kinds import is_linear, is_transposed, linear_sizes, local_class
+from lightning_megatron.parallelize.reading.kinds import (
+    is_hugging_face,
+    is_linear,
+    is_transposed,
+    linear_sizes,
+    local_class,
+)
 from lightning_megatron.parallelize.reading.low_rank import structure_of
+from lightning_megatron.parallelize.reading.trace import is_within
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
@@ -60,6 +67,7 @@ class Builder:
         if self.sequence is not None:
             self.sequence.install(self.group)
             self.rows += self.sequence.rows()
+        self._refuse_attention_weights()
         order = {name: index for index, (name, _) in enumerate(self.module.named_modules())}
         self.rows.sort(key=lambda row: order.get(row.name, 0))
 
@@ -95,6 +103,14 @@ class Builder:
         self._adapt(region)
         scope = self.module.get_submodule(region.scope)
         scope.register_forward_hook(_end_of_region(entry, stream, region), always_call=True, with_kwargs=True)
+
+    def _refuse_attention_weights(self) -> None:
+        """Hugging Face models return attention weights on request; where heads are split they are one rank's."""
+        split = [region for region in self.blueprint.regions if region.sizes is not None and not region.gathered]
+        for name, part in self.module.named_modules():
+            if is_hugging_face(part) and any(is_within(region.row, name) for region in split):
+                planned = bool(getattr(part.config, "output_attentions", False))
+                part.register_forward_pre_hook(_refusing_attention_weights(planned), with_kwargs=True)
 
     def _sequence_of(self, region: Region) -> SequencePlan | None:
         """The sequence plan, where it concerns the region."""
@@ -221,6 +237,21 @@ class Builder:
         self.rows.append(
             ModuleRow(name, label, shown.spec.global_shape, shown.spec.local_shape, forward, backward, note)
         )
+
+
+def _refusing_attention_weights(planned: bool) -> Callable[..., None]:
+    """A hook on a Hugging Face model; ``planned``: whether its configuration asked for them when the plan was made."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        configured = not planned and getattr(module.config, "output_attentions", False)
+        if configured or kwargs.get("output_attentions"):
+            raise ValueError(
+                f"{type(module).__name__} was called with `output_attentions=True`, but its attention heads are split "
+                "over the tensor-parallel ranks, and each rank has the weights of its own heads only. Build the model "
+                "from a configuration with `output_attentions=True`: the plan then keeps the heads whole."
+            )
+
+    return hook
 
 
 def _whole_inside(column: nn.Module, stream: RankStream) -> None:
