@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_dropout_before_an_update_is_the_same_on_every_rank(mesh: Any) -> None:
 
 ADAPTERS = {
     "some": {"target_modules": ["q_proj", "v_proj"]},
-    "all": {"target_modules": "all-linear", "lora_bias": True},
+    "all": {"target_modules": "all-linear"},
     "kept head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "vocabulary": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "weight-decomposed": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
@@ -147,7 +148,10 @@ ADAPTERS = {
 def adapted(kind: str) -> nn.Module:
     peft = pytest.importorskip("peft")
     options = {"init_lora_weights": False, "task_type": "CAUSAL_LM", **ADAPTERS[kind]}
-    return peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(r=4, **options)).double().train()
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # of names that PEFT reads from Transformers, which are deprecated there
+        return peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(r=4, **options)).double().train()
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
