@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_megatron.parallelize.pairs.pair import holder_of, parent
+from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut, Region
 from lightning_megatron.parallelize.reading.attention import GROUPS, KEY_VALUE, HeadSizes, head_arguments
 from lightning_megatron.parallelize.reading.low_rank import sizes_of

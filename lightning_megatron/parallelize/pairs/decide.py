@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.mesh.messages.collectives import check_divisible
+from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.parallelize.pairs.cut import candidates, proposals
 from lightning_megatron.parallelize.pairs.pair import regions_from_styles, regions_from_trace
 from lightning_megatron.parallelize.pairs.vocabulary import split_vocabulary, vocabulary_heads
@@ -274,7 +275,7 @@ def _shape_key(module: nn.Module, region: Region) -> Any:
 def _like(decided: Region, region: Region) -> Region:
     """The decision taken for one layer, for another of the same shape."""
     columns = dict(zip(decided.columns, region.columns, strict=True))
-    owners = {a.rpartition(".")[0]: b.rpartition(".")[0] for a, b in columns.items()}
+    owners = {parent(a): parent(b) for a, b in columns.items()}
     return replace(
         region,
         gathered=decided.gathered,

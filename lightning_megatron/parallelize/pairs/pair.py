@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut, Door, Region
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.attention import HeadSizes, head_sizes
@@ -127,8 +128,8 @@ def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[
     """
     scope = parent(row)
     while True:
-        inside = [c for c in columns if c.startswith(f"{scope}.") or not scope]
-        others = [r for r in rows if r != row and (r.startswith(f"{scope}.") or not scope)]
+        inside = [c for c in columns if lies_in(parent(c), scope)]
+        others = [r for r in rows if r != row and lies_in(parent(r), scope)]
         if inside and not others:
             return inside
         if inside or not scope:
@@ -159,11 +160,6 @@ def holder_of(trace: Trace, region: Region) -> Door | None:
         places += [key if isinstance(value, Tensor) else None] * len(inside)
     found = tuple(k for k, tensor in zip(places, call.tensors, strict=True) if k is not None and tensor is x)
     return (holder, found) if found else None
-
-
-def parent(name: str) -> str:
-    """Name of the module that holds ``name``; empty at the top."""
-    return name.rpartition(".")[0]
 
 
 def common_parent(names: list[str]) -> str:

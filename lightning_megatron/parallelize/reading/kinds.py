@@ -15,6 +15,7 @@ from torch import nn
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.reading.replay import Replay
 
 DROP_IN = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelMultiheadAttention)
@@ -57,9 +58,7 @@ def hugging_face_models(module: nn.Module) -> dict[str, Any]:
     """The outermost Hugging Face models in a module, by dotted name (empty for the module itself)."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
-        if is_hugging_face(part) and not any(
-            name == outer or name.startswith(f"{outer}.") or not outer for outer in found
-        ):
+        if is_hugging_face(part) and name not in Parts(found):
             found[name] = part
     return found
 

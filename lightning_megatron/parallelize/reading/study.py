@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.reading.copy import copy_of
 
 VOCABULARY = 32768
@@ -79,7 +80,7 @@ def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study
     kept: dict[str, tuple[tuple[int, ...], ...]] = {}
     numbered = not isinstance(plan, str) and any(part.isdigit() for p in plan for part in p.split("."))
     for name, part in [] if numbered else list(stand_in.named_modules()):
-        nested = any(name.startswith(f"{outer}.") for outer in kept)
+        nested = name in Parts(kept)
         if isinstance(part, nn.ModuleList) and len(part) > 2 and not nested:
             kept[name] = _shorten(part)
     _materialise(stand_in)

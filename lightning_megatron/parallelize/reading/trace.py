@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.reading.kinds import is_attention
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
 from lightning_megatron.parallelize.reading.replay import Replay
@@ -79,7 +80,7 @@ class Trace:
             LookupError: the module was not called, or is not called again.
             Exception: whatever the user's code raises before that call.
         """
-        inside = (root for root in self.roots if is_within(name, root) and root in self.calls)
+        inside = (root for root in self.roots if lies_in(name, root) and root in self.calls)
         root = next(inside, None)
         if root is None:
             raise LookupError(f"{name!r} did not run on the tiny input")
@@ -89,11 +90,6 @@ class Trace:
     def input_of(self, name: str) -> Tensor:
         """The tensor a layer read first."""
         return self.calls[name].tensors[0]
-
-
-def is_within(name: str, holder: str) -> bool:
-    """Whether a module is ``holder`` or lies inside it."""
-    return not holder or name == holder or name.startswith(f"{holder}.")
 
 
 def relative(name: str, holder: str) -> str:
@@ -175,9 +171,7 @@ def is_tagged(module: nn.Module) -> bool:
 def _tagged_names(module: nn.Module) -> set[str]:
     """Names of the nodes of the graph of layers; low-rank updates and what they update are one node."""
     updated = [name for name, part in module.named_modules() if low_rank(part) is not None]
-    inside = {
-        name for name, _ in module.named_modules() for outer in updated if name != outer and is_within(name, outer)
-    }
+    inside = {name for name, _ in module.named_modules() for outer in updated if name != outer and lies_in(name, outer)}
     return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
 
 

@@ -25,6 +25,7 @@ from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.mesh.messages.collectives import copy_to_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
+from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
@@ -37,7 +38,6 @@ from lightning_megatron.parallelize.reading.kinds import (
     local_class,
 )
 from lightning_megatron.parallelize.reading.low_rank import structure_of
-from lightning_megatron.parallelize.reading.trace import is_within
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
@@ -108,7 +108,7 @@ class Builder:
         """Hugging Face models return attention weights on request; where heads are split they are one rank's."""
         split = [region for region in self.blueprint.regions if region.sizes is not None and not region.gathered]
         for name, part in self.module.named_modules():
-            if is_hugging_face(part) and any(is_within(region.row, name) for region in split):
+            if is_hugging_face(part) and any(lies_in(region.row, name) for region in split):
                 planned = bool(getattr(part.config, "output_attentions", False))
                 part.register_forward_pre_hook(_refusing_attention_weights(planned), with_kwargs=True)
 
@@ -130,7 +130,7 @@ class Builder:
         forward = ["all-gather"] if first and sequence is not None else []
         forward += ["all-gather output"] if region.gathered else []
         backward = ("all-reduce" if sequence is None else "reduce-scatter") if first else "shared"
-        owner = name.rpartition(".")[0]
+        owner = parent(name)
         note = [f"{attribute}={value}" for (o, attribute), value in region.attributes.items() if o == owner and first]
         note += ["sees the local width"] if first and region.narrowed is not None and not region.gathered else []
         note += ["key/value heads replicated"] if cut.keeps_parameter else []
@@ -207,7 +207,7 @@ class Builder:
             ends = ("all-reduce", "all-reduce") if dim is None else ("all-gather, reduce-scatter",) * 2
             self._record(name, style, table, *ends, "")
         elif style is Style.MLA_KV_A_PROJ:
-            holder = self.module.get_submodule(name.rpartition(".")[0])
+            holder = self.module.get_submodule(parent(name))
             self.module.get_submodule(name).register_forward_hook(_summing_hook(holder.qk_rope_head_dim, self.group))
             self.rows.append(ModuleRow(name, style.value, None, None, "", "all-reduce"))
         elif style in (Style.REPLICATED_WITH_GRAD_ALLREDUCE, Style.SEQUENCE_PARALLEL):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
+from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
@@ -78,7 +79,7 @@ class SequencePlan:
 
     def covers(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the trunk."""
-        return any(name.startswith(f"{layer}.") for layer in self.layers)
+        return parent(name) in Parts(self.layers)
 
     def install(self, group: dist.ProcessGroup) -> None:
         """Hook the splits, gathers and dropout streams into the trunk."""
@@ -125,7 +126,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     plan = SequencePlan(module, layers, dim)
     _check_heads(blueprint, trace)
     for region in blueprint.regions:
-        if any(region.row.startswith(f"{layer}.") for layer in layers):
+        if parent(region.row) in Parts(layers):
             plan.doors[region.row] = _door(trace, region, layers)
     check_layers(blueprint, trace, layers, plan.doors, dim)
     check_between(trace, layers, dim)
@@ -224,7 +225,7 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
 
 def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -> None:
     for name in trace.sources:
-        inside = name.startswith(f"{holder}.") and name not in region.members
+        inside = lies_in(parent(name), holder) and name not in region.members
         if inside and trace.calls[name].tensors and trace.input_of(name) is x:
             raise ValueError(
                 f"`sequence_parallel=True`: {name!r} reads the same tensor as {region.columns[0]!r} but is not split; "

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.low_rank import base_of, structure_of
-from lightning_megatron.parallelize.reading.trace import Trace, is_within, relative, tensors_left
+from lightning_megatron.parallelize.reading.trace import Trace, relative, tensors_left
 from lightning_megatron.parallelize.trial.training import TOLERANCE, has_numbers
 
 
@@ -117,7 +118,7 @@ def _read_elsewhere(trace: Trace, groups: Sequence[Sequence[Region]]) -> set[str
     found: set[str] = set()
     for root in trace.roots:
         inside = [
-            [r for r in group if all(is_within(n, root) and n in trace.calls for n in r.members)] for group in groups
+            [r for r in group if all(lies_in(n, root) and n in trace.calls for n in r.members)] for group in groups
         ]
         every = [region for group in inside for region in group]
         if not every or not (runs := _Runs(trace, root, every)).differs(every):

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import block_range
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.reading.attention import slice_arguments
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.kinds import is_transposed
 from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
 from lightning_megatron.parallelize.reading.replay import Replay
-from lightning_megatron.parallelize.reading.trace import Trace, is_within, relative
+from lightning_megatron.parallelize.reading.trace import Trace, relative
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 from lightning_megatron.parallelize.trial.training import (
     TOLERANCE,
@@ -150,7 +151,7 @@ class Bench:
 
     def _tables(self, region: Region) -> list[str]:
         """Tables inside the scope; the entries of others reach it as an argument."""
-        return [name for name in region.tables if is_within(name, region.scope)]
+        return [name for name in region.tables if lies_in(name, region.scope)]
 
     def _evaluated(self, share: _Share | None) -> Tensor:
         """Product of the row-parallel layer, whole or one rank's term, in evaluation."""
@@ -164,7 +165,7 @@ class Bench:
         def watch(copied: nn.Module) -> None:
             for name in self._region.columns:
                 self._inside(copied, name).register_forward_pre_hook(_begin_graph(leaves))
-            inner = [relative(n, self._region.scope) for n in self._region.inner if is_within(n, self._region.scope)]
+            inner = [relative(n, self._region.scope) for n in self._region.inner if lies_in(n, self._region.scope)]
             parameters.extend(p for p in map(copied.get_parameter, inner) if p.requires_grad)
 
         parameters: list[Tensor] = []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
@@ -57,10 +58,10 @@ def check_layers(
     for layer in layers:
         answers: dict[str, Any] = {}
         for region in blueprint.regions:
-            if region.row.startswith(f"{layer}."):
+            if lies_in(parent(region.row), layer):
                 answers |= check.answers_of(region, doors[region.row])
         for name, style in blueprint.styles.items():
-            if style is Style.HEADS and name.startswith(f"{layer}."):
+            if style is Style.HEADS and lies_in(parent(name), layer):
                 answers[name] = check.part(trace.calls[name].output)
         check.layer(layer, answers)
 
@@ -78,7 +79,7 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
             around the layers adds what was there before they were split.
     """
     root = next(
-        (name for name in trace.roots if all(f"{layer}.".startswith(f"{name}." if name else "") for layer in layers)),
+        (name for name in trace.roots if all(lies_in(layer, name) for layer in layers)),
         None,
     )
     if root is None or root in layers or any(trace.counts[name] > 1 for name in layers):
@@ -101,7 +102,7 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
     except Exception as error:  # the module's own code may fail in any way on parts of different lengths
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem or found:
-        trunk, why = layers[0].rpartition(".")[0], problem or f"the input of {found[0]!r} deviates"
+        trunk, why = parent(layers[0]), problem or f"the input of {found[0]!r} deviates"
         raise ValueError(
             f"`sequence_parallel=True`: the code between the layers of {trunk!r} does not work on a part of the tokens "
             f"({why}), as where a residual connection goes around them; move it into the layers, or turn sequence "
@@ -137,7 +138,7 @@ class _Check:
         calls = self._trace.calls
         if door is None:
             inside = {name: calls[name].output for name in region.columns}
-        elif region.row.startswith(f"{door[0]}."):
+        elif lies_in(parent(region.row), door[0]):
             return {door[0]: self.part(calls[door[0]].output)}
         else:
             inside = {door[0]: calls[door[0]].output}
@@ -145,7 +146,7 @@ class _Check:
 
     def door_fits(self, door: Door, row: str) -> bool:
         """Whether a module handed the whole sequence uses it for its region only (and adds no residual to it)."""
-        if not row.startswith(f"{door[0]}."):
+        if not lies_in(parent(row), door[0]):
             return True
         call = self._trace.calls[door[0]]
         whole = set(door[1])
