@@ -1,1 +1,1 @@
-"""Gradient buckets and global gradient norm."""
+"""Gradients summed over replicas, and optimizers stepped on shares of the weights."""

@@ -1,4 +1,4 @@
-"""Drop-in layers: a torch constructor, a torch forward, and `shard_` to keep one rank's part."""
+"""Drop-in layers that know how to be split."""
 
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding

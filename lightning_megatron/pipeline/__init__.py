@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules, partition, stages and their runtime."""
+"""A module cut at its layers, and the schedule that runs it."""

@@ -12,7 +12,7 @@ import pytest
 from lightning_megatron import MegatronStrategy
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
 
 HIDDEN = "…"  # a value, in the documentation and in what is read out of the code
@@ -63,6 +63,13 @@ def test_words_of_several_messages_make_no_message() -> None:
     assert not any(is_said(["needs", "devices but the Trainer has"], message) for message in said)
     assert is_said(["sequence_parallel=True", "needs a list"], f"{HIDDEN} needs a list")
     assert not is_said(["needs a list", "of layers"], "of layers needs a list")
+
+
+def test_files_named_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"\| `([\w/]+(?:\.py)?)`", text)
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / "lightning_megatron" / name).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,24 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import FLOORS, PAGE, page_with_table
+
 PACKAGE = "lightning_megatron"
 ROOT = Path(__file__).parents[2] / PACKAGE
-
-FLOORS = {
-    "mesh": 1,
-    "layers": 2,
-    "models": 3,
-    "checkpoints": 3,
-    "parallelize": 3,
-    "pipeline": 3,
-    "planner": 4,
-    "data_parallel": 4,
-    "strategy": 5,
-    "callbacks": 6,
-    "__init__": 6,
-    "tools": 7,
-}
-"""Floor of every room; imports point to lower floors only."""
 
 PLANNER_SEES = ("mesh.layout", "mesh.lazy", "pipeline.schedules")
 """What the planner may import: it runs without torch."""
@@ -228,6 +214,29 @@ def test_wrapped_forwards_are_walked_in_one_place() -> None:
         if isinstance(node, ast.While) and "hasattr" in ast.unparse(node.test) and "forward" in ast.unparse(node.test)
     ]
     assert len(walks) <= WALKS_OVER_FORWARDS, walks
+
+
+@pytest.mark.parametrize("name", ["__init__", "parallelize", "planner", "strategy"])
+def test_type_checkers_see_the_names_of_a_lazy_package_and_no_others(name: str) -> None:
+    hidden = [
+        node for node in tree(name).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    shown = {alias.name for node in hidden[0].body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    lazy = ast.literal_eval(next(n.args[1] for n in ast.walk(hidden[0].orelse[-1]) if isinstance(n, ast.Call)))
+    listed = next(
+        ast.literal_eval(node.value)
+        for node in tree(name).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert "__getattr__" not in {
+        ast.unparse(t) for n in tree(name).body if isinstance(n, ast.Assign) for t in n.targets
+    }
+    assert shown == set(lazy) == set(listed)
+
+
+def test_the_documented_rooms_are_those_of_the_tree() -> None:
+    page = PAGE.read_text()
+    assert page == page_with_table(page), "run `python -m tools.house`"
 
 
 def test_few_asserts_say_that_something_is_there() -> None:

@@ -1,1 +1,1 @@
-"""One file per family of schedules; :mod:`lightning_megatron.pipeline.schedule` is the door."""
+"""Schedules as data: one file per family, what they are built of, and what checks and simulates them."""
