@@ -128,13 +128,18 @@ def _pretrained() -> dict[str, Specimen]:
 
 
 # Values beside the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
-# a pipeline may refuse these, but not get them wrong.
-MAY_REFUSE = {
-    *("outside_residual", "relative_bias", "scaled", "encoder_decoder", "dense_skips", "dictionary", "indexed"),
-    *("auxiliary_loss", "auxiliary_kept", "weight_penalty", "deep_supervision", "reentrant", "hf_t5"),
-    *("pairs", "two_lists"),
+# under a pipeline these are refused, with an error that matches this, and every other module trains.
+REFUSED_CUT = {
+    "outside_residual": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
+    "dense_skips": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
+    "indexed": "a layer was left out in one step",
+    "auxiliary_loss": r"the (logged value `val_loss`|loss) depends on `net\.layers\.\d`, which another pipeline",
+    "auxiliary_kept": "has no attribute 'auxiliary'. This module is on another pipeline stage",
+    "weight_penalty": "the step read all parameters of `WeightPenalty`",
+    "deep_supervision": r"the (logged value `val_loss`|loss) depends on `net\.blocks\.\d`, which another pipeline",
+    "reentrant": r"the loss depends on `net\.blocks\.\d`, which another pipeline stage owns",
 }
-# Over tensor ranks these are refused: what the error says.
+# Over tensor ranks these are refused, and every other module trains.
 REFUSED_SPLIT = {
     "weight_penalty": "_parallel_size=1`",
     **dict.fromkeys(("recurrent", "stages", "asked_first", "convolutions", "hf_mamba"), "No tensor-parallel plan"),
