@@ -15,6 +15,7 @@ from tests.benchmarks.sleeping import Sleeps, simulated
 from tests.harness import JobFailed, run_trainers
 from tests.pipeline.clock_scenarios import profiled, recorded
 
+pytestmark = pytest.mark.alone
 SLEEPS = Sleeps(stages=3, micro_batches=5, forward=0.02, backward_input=0.04, backward_weight=0.02)
 
 

@@ -166,24 +166,24 @@ def test_the_command_prints_a_report_or_the_error_of_the_launch(tmp_path: Path) 
 
 @pytest.mark.wide
 def test_a_trillion_parameters_on_3072_ranks_take_under_a_minute_and_4_gb(tmp_path: Path) -> None:
-    """SC21's largest model; processor seconds, for others use this machine too."""
+    """SC21's largest model. The kernel ends the process after a minute of processor time."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     program = (
         "import json, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
         "from lightning_megatron.tools.commands.cli import app\n"
         f"app(['rehearse', {f'{script}:large'!r}, '--layout', 't8', 'p64', 'd6', 'b1', '--rank', '1234', '--json'],"
         " standalone_mode=False)\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]), file=sys.stderr)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    seconds, memory = json.loads(done.stderr.strip().splitlines()[-1])
+    memory = int(done.stderr.strip().splitlines()[-1])
     assert found["whole_parameters"] == 1_008_038_758_400 and found["layers"] == [76, 77]
     assert found["parameters"] == 1_966_432_000
-    assert seconds < 60 and memory < 4e9, (seconds, memory)
+    assert memory < 4e9, memory
 
 
 def test_a_wide_model_is_split_as_a_narrow_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
