@@ -51,30 +51,31 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self.shapes, self.sent_bytes, self.running = 0, 0, False
+        self.shapes, self.sent_bytes, self.running, self.sending = 0, 0, False, False
         self.outputs, self.posted = Alive(), Alive()
 
     @contextmanager
     def counted(self) -> Iterator[Traffic]:
         """Counts what is done within the schedules of the steps in here."""
-        isend, hand_over, run, send_object, receive, wait = (
+        isend, hand_over, run, send, send_object, receive, wait = (
             distributed.isend,
             HostChannel.send,
             PipelineExecutor.run,
+            StageLinks.send,
             StageLinks.send_object,
             StageLinks.receive,
             Transfer.wait,
         )
 
         def counted_isend(data: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.running and "tag" in kwargs:  # between stages, and not a collective's message
+            if self.sending:
                 self.outputs.watch(data)
                 self.sent_bytes += data.nbytes if data.is_floating_point() else 0
             return isend(data, *args, **kwargs)
 
         def counted_hand_over(channel: HostChannel, data: Tensor, tag: int) -> Sent:
             sent = hand_over(channel, data, tag)
-            if self.running:
+            if self.sending:
                 self.outputs.watch(sent)
                 self.sent_bytes += data.nbytes if data.is_floating_point() else 0
             return sent
@@ -83,6 +84,11 @@ class Traffic:
             self.running = True
             run(*args)
             self.running = False
+
+        def counted_send(*args: Any, **kwargs: Any) -> None:
+            self.sending = self.running  # collectives send too, and are not counted
+            send(*args, **kwargs)
+            self.sending = False
 
         def counted_object(*args: Any) -> None:
             self.shapes += 1
@@ -106,6 +112,7 @@ class Traffic:
             mock.patch.object(distributed, "isend", counted_isend),
             mock.patch.object(HostChannel, "send", counted_hand_over),
             mock.patch.object(PipelineExecutor, "run", counted_run),
+            mock.patch.object(StageLinks, "send", counted_send),
             mock.patch.object(StageLinks, "send_object", counted_object),
             mock.patch.object(StageLinks, "receive", counted_receive),
             mock.patch.object(Transfer, "wait", counted_wait),
