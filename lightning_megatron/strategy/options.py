@@ -19,7 +19,6 @@ from lightning_megatron.data_parallel.model_gradients import GradientOptions
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
-from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions
 from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
@@ -217,12 +216,11 @@ class Options:
             stage_speeds=stage_speeds,
         )
 
-    def engine(self, layer_dtype: torch.dtype | None = None, links: LinkOptions = USUAL_LINKS) -> EngineOptions:
+    def engine(self, layer_dtype: torch.dtype | None = None) -> EngineOptions:
         """How to run a step.
 
         Args:
             layer_dtype: 16-bit dtype in which layers hold their weights; ``None`` for the parameters' own.
-            links: how tensors travel between stages.
         """
         return EngineOptions(
             micro_batch_size=self.micro_batch_size,
@@ -242,7 +240,6 @@ class Options:
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
             ),
-            links=links,
         )
 
     @property

@@ -25,6 +25,7 @@ from lightning_megatron.mesh.watch import waits
 from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure, is_echo
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.logs.replay import ALREADY_REDUCED
+from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
 class Processes:
@@ -34,6 +35,7 @@ class Processes:
         backend: of the process groups; ``None`` for what fits the device.
         timeout: of collectives.
         hang_timeout: until a rank that others wait for is named and the run ended; ``None`` for never.
+        world: what lies outside of this process.
 
     Attributes:
         backend: of the process groups; ``None`` until they are made, if it was not given.
@@ -41,8 +43,15 @@ class Processes:
         device: this rank's; the CPU until the processes connect.
     """
 
-    def __init__(self, backend: str | None, timeout: timedelta | None, hang_timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        backend: str | None,
+        timeout: timedelta | None,
+        hang_timeout: timedelta | None,
+        world: World = REAL_WORLD,
+    ) -> None:
         self.backend = backend
+        self.world = world
         self.numbers: list[int] | None = None
         self.device = torch.device("cpu")
         self._timeout = timeout
@@ -83,7 +92,7 @@ class Processes:
         self.stop_watching()
         self._runs += 1
         store = dist.distributed_c10d._get_default_store()
-        self._watch = FailureWatch(store, mesh.layout, mesh.rank, self._runs, hang_s=self._hang_s)
+        self._watch = self.world.watch(store, mesh.layout, mesh.rank, self._runs, hang_s=self._hang_s)
         if mesh.layout.world_size > 1:
             self._watch.start()
 

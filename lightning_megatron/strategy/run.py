@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
-from lightning_megatron.pipeline.run.links import LinkOptions
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
@@ -212,7 +211,6 @@ def start_run(
     precision: Precision,
     options: Options,
     io: MegatronCheckpointIO,
-    links: LinkOptions,
     stage_speeds: tuple[float, ...] | None = None,
     earlier: Run | None = None,
 ) -> Run:
@@ -225,7 +223,6 @@ def start_run(
         precision: the plugin in use.
         options: of the strategy.
         io: writes and reads checkpoints.
-        links: how tensors travel between stages.
         stage_speeds: relative speed of every stage's devices, where they differ.
         earlier: the strategy's run before this one, if any.
 
@@ -242,8 +239,9 @@ def start_run(
     if earlier is not None and earlier.module is module:
         module.to(processes.device)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
-    engine_options = options.engine(getattr(precision, "layer_dtype", None), links)
-    assembler = Assembler(processes.mesh, processes.device, precision, options.module(stage_speeds), engine_options)
+    engine_options = options.engine(getattr(precision, "layer_dtype", None))
+    module_options = options.module(stage_speeds)
+    assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
     assembled = assembler.assemble(module)
     path = start_from(module, options.initial_weights)
     if path is not None:

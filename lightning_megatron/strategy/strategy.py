@@ -29,7 +29,6 @@ from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
-from lightning_megatron.pipeline.run.links import USUAL_LINKS
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import options as given
@@ -40,6 +39,7 @@ from lightning_megatron.strategy.lightning.trainer_access import keep_samplers, 
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
+from lightning_megatron.strategy.world import World
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -94,7 +94,6 @@ class MegatronStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._processes = Processes(process_group_backend, timeout, hang_timeout)
         self._stage_speeds: tuple[float, ...] | None = None
-        self._links = USUAL_LINKS
         self._run: Run | None = None
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
@@ -105,11 +104,12 @@ class MegatronStrategy(ParallelStrategy):
 
         return cls(**{**given.arguments_of(recipe_of(plan)), **arguments})
 
-    def unstarted(self, **changes: Any) -> Self:
-        """A strategy of the same options, but for ``changes``, that has not been started."""
+    def unstarted(self, world: World | None = None, **changes: Any) -> Self:
+        """A strategy of the same options, but for ``changes``, not started; ``world`` is this one's if ``None``."""
         twin = copy.copy(self)
         twin.options = options = replace(self.options, **changes)
-        twin._processes = Processes(options.process_group_backend, options.timeout, options.hang_timeout)
+        world = world or self._processes.world
+        twin._processes = Processes(options.process_group_backend, options.timeout, options.hang_timeout, world)
         twin._run = None
         return twin
 
@@ -233,7 +233,7 @@ class MegatronStrategy(ParallelStrategy):
         module, precision = present(self.lightning_module, "module"), self.precision_plugin
         self._run = start_run(
             *(trainer, module, self._processes, precision, self.options, self.checkpoint_io),
-            *(self._links, self._stage_speeds, self._run),
+            *(self._stage_speeds, self._run),
         )
         self.model = self._run.module
         fits = trainer.state.fn == TrainerFn.FITTING

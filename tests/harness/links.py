@@ -6,9 +6,10 @@ from typing import Any
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.run.links import LinkOptions
+from lightning_megatron.strategy.world import World
 
 
 def linked(strategy: MegatronStrategy, **options: Any) -> MegatronStrategy:
     """The strategy, with these options of its links between stages; see ``LinkOptions``."""
-    strategy._links = LinkOptions(**options)
+    strategy._processes.world = World(LinkOptions(**options))
     return strategy

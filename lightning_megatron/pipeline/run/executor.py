@@ -330,8 +330,13 @@ class PipelineExecutor:
             return
         key = self._key(slot, slot.virtual)
         if self._variable_shapes or key not in self._received_leaves:
-            self._received_leaves[key] = self._links.receive_object(slot.peer, slot.tag)
+            self._received_leaves[key] = self.announced(slot)
         self._post(slot, 0, self._received_leaves[key], scatter=True)
+
+    def announced(self, slot: Slot) -> tuple[Leaf, ...]:
+        """What the stage before says about the tensors that it will send; waits for its message."""
+        leaves: tuple[Leaf, ...] = self._links.receive_object(slot.peer, slot.tag)
+        return leaves
 
     def _post_backward(self, slot: Slot) -> None:
         if (1, slot.place) not in self._arriving:

@@ -35,6 +35,7 @@ from lightning_megatron.strategy.logs.leftovers import ModuleState
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery
 from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.world import World
 
 
 class Stages(Protocol):
@@ -145,6 +146,7 @@ class SeveralStages:
         stage: this rank's part of the module.
         tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
+        world: what lies outside of this process.
     """
 
     def __init__(
@@ -155,7 +157,9 @@ class SeveralStages:
         stage: Stage,
         tensor: TensorState,
         options: EngineOptions,
+        world: World,
     ) -> None:
+        self._world = world
         self._module, self._mesh, self._device = module, mesh, device
         self._stage, self._tensor, self._options = stage, tensor, options
         self._has_loss = mesh.rank == mesh.loss_rank
@@ -206,15 +210,10 @@ class SeveralStages:
     def _connection(self) -> _Connection:
         """What carries tensors to the other stages, opened in the first step of a run."""
         if self._opened is None:
-            links = StageLinks(
-                self._mesh.group("pipeline_parallel"),
-                self._mesh.pipeline_ranks,
-                self._device,
-                self._equal_boundaries(),
-                self._options.links,
-            )
+            links = self._world.links(self._mesh, self._device, self._equal_boundaries())
             finality = StageFinality(self._module, self._stage.partition, self._stage.stage)
-            executor = PipelineExecutor(self._stage, links, finality, self._options.variable_shapes, self._clock)
+            variable = self._options.variable_shapes
+            executor = self._world.executor(self._stage, links, finality, variable, self._clock)
             self._opened = _Connection(links, executor, list(self._module.parameters()))
         return self._opened
 

@@ -34,11 +34,11 @@ from lightning_megatron.strategy.step.alike import (
     agree_on_base_seed,
     agree_on_random_state,
     agree_on_weights,
-    materialize,
 )
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine
 from lightning_megatron.strategy.step.refusals import already_cut, already_split, check_own_split
+from lightning_megatron.strategy.world import World
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -101,6 +101,7 @@ class Assembler:
         precision: converts the module and its parameters.
         options: how to divide the module.
         engine_options: passed on to the engine.
+        world: what lies outside of this process.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Assembler:
         precision: Precision,
         options: ModuleOptions,
         engine_options: EngineOptions,
+        world: World,
     ) -> None:
+        self._world = world
         self._mesh = mesh
         self._device = device
         self._precision = precision
@@ -142,14 +145,16 @@ class Assembler:
             presence = stage.presence
         else:
             presence = Presence.uncut(module, tensor_state.table, tensor_state.rank)
-        materialize(module, self._device, seed, tensor_state.table)
+        self._world.materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
         if done := multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers):
             rank_zero_info(done)
         if self._options.activation_recompute is not None or stage is not None:
             recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
-        engine = StepEngine(module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options)
+        engine = StepEngine(
+            module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options, self._world
+        )
         groups: dict[Holders, Any] = {}
         if engine.splits_itself:
             self._agree_on_own_split(module)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.data_parallel.model_gradients import GradientOptions
-from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions
 from lightning_megatron.pipeline.schedules.by_name import ScheduleShape, make_schedule, schedule_shape
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 
@@ -16,7 +15,7 @@ LossWeight = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Choices of the user that the engine follows; see ``MegatronStrategy``. ``links`` is for tests."""
+    """Choices of the user that the engine follows; see ``MegatronStrategy``."""
 
     micro_batch_size: int | str
     evaluation_micro_batch_size: int | str
@@ -28,7 +27,6 @@ class EngineOptions:
     record_timeline: bool
     sequence_parallel: bool
     gradients: GradientOptions
-    links: LinkOptions = USUAL_LINKS
 
     @property
     def schedule_shape(self) -> ScheduleShape:

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
+from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
 class StepEngine:
@@ -44,6 +45,7 @@ class StepEngine:
         streams: random streams per segment.
         tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
+        world: what lies outside of this process.
 
     Attributes:
         model_gradients: where gradients collect.
@@ -63,6 +65,7 @@ class StepEngine:
         streams: SegmentStreams,
         tensor: TensorState,
         options: EngineOptions,
+        world: World = REAL_WORLD,
     ) -> None:
         self._module, self._mesh, self._tensor, self._options = module, mesh, tensor, options
         self.splits_itself = splits_itself(module)
@@ -73,7 +76,7 @@ class StepEngine:
         if stage is None:
             stages, check = OneStage(module, mesh, device, streams), None
         else:
-            stages, check = SeveralStages(module, mesh, device, stage, tensor, options), stage.cursor.refuse_away
+            stages, check = SeveralStages(module, mesh, device, stage, tensor, options, world), stage.cursor.refuse_away
         self._stages = stages
         self.recording = Recording(module, check)
         shared = self.model_gradients, self.recording, self.losses

@@ -10,14 +10,13 @@ to the call of its first layer, sees the arguments that the previous stage sees 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from torch import nn
 
+from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
@@ -26,13 +25,8 @@ from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
 from lightning_megatron.pipeline.stage.cursor import StageDone
-from lightning_megatron.strategy import processes as grid_strategy
-from lightning_megatron.strategy.step import assembly
-from lightning_megatron.tools.rehearsal.weightless import Weightless, apply_in_place
-
-_compare_notes = StageLinks.compare_notes
-_post_forward = PipelineExecutor._post_forward
-_materialize = assembly.materialize
+from lightning_megatron.strategy.world import World
+from lightning_megatron.tools.rehearsal.weightless import Weightless
 
 
 class _NoWatch(FailureWatch):
@@ -52,50 +46,53 @@ class _NoWatch(FailureWatch):
         return True
 
 
-@contextmanager
-def imagined_neighbours(mode: Weightless) -> Iterator[None]:
-    """While active, this rank does without the others, and without numbers.
+class _PaperLinks(StageLinks):
+    """Links to stages that do not exist, and would have loaded the same batch."""
 
-    Stages learn by themselves what the previous stage would have told them, nobody watches for failures of others,
-    and weights lose their memory once the module has been divided.
+    def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
+        """The notes of the stage before are this stage's own."""
+        return None if super().compare_notes(stage, mine) is None else mine
+
+
+class _PaperExecutor(PipelineExecutor):
+    """Learns by itself what the stage before would have told."""
+
+    def announced(self, slot: Slot) -> tuple[Leaf, ...]:
+        """Receive buffers of the sizes that the message would have, and return what it would say."""
+        leaves = _leaves(self, slot)
+        for length, dtype in ((1, torch.int64), (objects.encode(leaves).numel(), torch.uint8)):
+            self._links.receive(slot.peer, [((length,), dtype)], slot.tag).wait()
+        return leaves
+
+
+class PaperWorld(World):
+    """A world of which only this rank exists, and in which weights need no memory.
 
     Args:
         mode: makes tensors weightless.
     """
 
-    def materialize(module: torch.nn.Module, *arguments: Any) -> None:
-        _materialize(module, *arguments)
-        mode.weightless(module)
+    def __init__(self, mode: Weightless) -> None:
+        super().__init__()
+        self._mode = mode
 
-    with (
-        patch.object(assembly, "materialize", materialize),
-        patch.object(PipelineExecutor, "_post_forward", _post_after_asking),
-        patch.object(StageLinks, "receive_object", _receive_expected),
-        patch.object(StageLinks, "compare_notes", _same_notes),
-        patch.object(grid_strategy, "FailureWatch", _NoWatch),
-        patch.object(torch.nn.Module, "_apply", apply_in_place),
-    ):
-        yield
+    def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
+        """Nobody can fail."""
+        return _NoWatch(*args, **kwargs)
 
+    def materialize(self, module: nn.Module, *args: Any) -> None:
+        """Give memory as in a launch, so that errors are the same, and take it back."""
+        super().materialize(module, *args)
+        self._mode.weightless(module)
 
-def _post_after_asking(executor: PipelineExecutor, slot: Slot) -> None:
-    links: Any = executor._links
-    if executor._variable_shapes or executor._key(slot, slot.virtual) not in executor._received_leaves:
-        links.expected = _leaves(executor, slot)
-    _post_forward(executor, slot)
+    def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
+        """Links that the process group writes down."""
+        group = mesh.group("pipeline_parallel")
+        return _PaperLinks(group, mesh.pipeline_ranks, device, replicas, self.link_options)
 
-
-def _receive_expected(links: Any, stage: int, tag: int) -> Any:
-    """Receive buffers of the sizes that the message would have, and return what it would say."""
-    size = objects.encode(links.expected).numel()
-    for length, dtype in ((1, torch.int64), (size, torch.uint8)):
-        links.receive(stage, [((length,), dtype)], tag).wait()
-    return links.expected
-
-
-def _same_notes(links: StageLinks, stage: int, mine: list[float]) -> list[float] | None:
-    """The stage before loaded the same batch."""
-    return None if _compare_notes(links, stage, mine) is None else mine
+    def executor(self, *args: Any) -> PipelineExecutor:
+        """One that needs to be told nothing."""
+        return _PaperExecutor(*args)
 
 
 def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:

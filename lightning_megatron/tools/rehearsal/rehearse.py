@@ -25,7 +25,7 @@ from lightning_megatron.mesh.mesh import MESH_AXES
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
-from lightning_megatron.tools.rehearsal.neighbours import imagined_neighbours
+from lightning_megatron.tools.rehearsal.neighbours import PaperWorld
 from lightning_megatron.tools.rehearsal.outcome import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.paper import BACKEND, Ledger, paper_world
 from lightning_megatron.tools.rehearsal.weightless import Weightless
@@ -218,11 +218,11 @@ def rehearse(
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
     meter = MemoryMeter()
-    with _quiet(), paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode, imagined_neighbours(mode):
+    with _quiet(), paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = _Witness(ledger, meter)
-        rehearsed = strategy.unstarted(process_group_backend=BACKEND)
+        rehearsed = strategy.unstarted(PaperWorld(mode), process_group_backend=BACKEND)
         per_node = math.gcd(world_size, devices_per_node)
         options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **trainer}
         runner = pl.Trainer(

@@ -45,6 +45,16 @@ class Weightless(TorchDispatchMode):
         self.guesses: dict[str, Any] = {}
         self._seen = seen
         self._weightless = False
+        self._apply = nn.Module._apply
+
+    def __enter__(self) -> Any:
+        # torch offers no way to tell modules how to convert fake parameters, so its own method makes room meanwhile.
+        nn.Module._apply = apply_in_place  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        nn.Module._apply = self._apply  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

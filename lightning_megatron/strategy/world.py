@@ -1,0 +1,61 @@
+"""What a run finds outside of its own process: other ranks, their failures, and memory for its weights.
+
+Everything else that a strategy does is the same whether the other ranks exist or not. So it makes what reaches out of
+its process through the world that it was given, and a rehearsal, in which one rank of thousands runs alone, gives it
+another one::
+
+    strategy ── watch ──────▶ World: asks the store whether a rank failed      paper: nobody can fail
+             ── materialize ▶ World: memory for meta weights                   paper: takes it back
+             ── links ──────▶ World: messages to the other stages              paper: they loaded the same batch
+             ── executor ───▶ World: hears what the stage before will send     paper: works it out by itself
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.watch.failure import FailureWatch
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
+from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions, StageLinks
+from lightning_megatron.strategy.step.alike import materialize
+
+
+class World:
+    """The processes of a real launch.
+
+    Args:
+        link_options: how tensors travel between stages.
+    """
+
+    def __init__(self, link_options: LinkOptions = USUAL_LINKS) -> None:
+        self.link_options = link_options
+
+    def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
+        """What tells this rank of other ranks' failures; arguments of :class:`FailureWatch`."""
+        return FailureWatch(*args, **kwargs)
+
+    def materialize(self, module: nn.Module, *args: Any) -> None:
+        """Give memory and values to what is on the meta device; arguments of :func:`materialize`."""
+        materialize(module, *args)
+
+    def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
+        """Messages to the other stages of this rank's pipeline; collective over it.
+
+        Args:
+            mesh: the grid.
+            device: where tensors live.
+            replicas: group of the ranks of this stage that hold equal boundary tensors, if any.
+        """
+        group = mesh.group("pipeline_parallel")
+        return StageLinks(group, mesh.pipeline_ranks, device, replicas, self.link_options)
+
+    def executor(self, *args: Any) -> PipelineExecutor:
+        """What runs this rank's instructions; arguments of :class:`PipelineExecutor`."""
+        return PipelineExecutor(*args)
+
+
+REAL_WORLD = World()
