@@ -31,7 +31,7 @@ from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
-from lightning_megatron.strategy.logs.replay import LogReplay
+from lightning_megatron.strategy.logs.log_replay import LogReplay
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.processes import Processes

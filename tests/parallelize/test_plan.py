@@ -15,7 +15,7 @@ from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.pairs.decide import draw_up
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut
 from lightning_megatron.parallelize.plan.patterns import generalize, matches
-from lightning_megatron.parallelize.reading.attention import HeadSizes
+from lightning_megatron.parallelize.reading.heads import HeadSizes
 from lightning_megatron.tools.commands.cli import app
 from tests.parallelize.models import LLAMA, VOCABULARY, NanoGPT, hugging_face
 from tests.parity.zoo.hazards import PerLayerMasks

@@ -18,8 +18,8 @@ from lightning_megatron.mesh.messages import exchange
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import Memory, stage_memory
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
+from lightning_megatron.tools.rehearsal.one_rank import _OneBatch, _Witness
 from lightning_megatron.tools.rehearsal.paper import Ledger
-from lightning_megatron.tools.rehearsal.rehearse import _OneBatch, _Witness
 from tests.harness import RankInfo, ReusedProcesses
 from tests.harness.links import linked
 

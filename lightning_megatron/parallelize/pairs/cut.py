@@ -16,7 +16,7 @@ from torch import nn
 from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut, Region
-from lightning_megatron.parallelize.reading.attention import GROUPS, KEY_VALUE, HeadSizes, head_arguments
+from lightning_megatron.parallelize.reading.heads import GROUPS, KEY_VALUE, HeadSizes, head_arguments
 from lightning_megatron.parallelize.reading.low_rank import sizes_of
 from lightning_megatron.parallelize.reading.trace import Trace
 

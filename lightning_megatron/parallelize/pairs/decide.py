@@ -23,7 +23,7 @@ from lightning_megatron.parallelize.plan.blueprint import Blueprint, ColumnCut, 
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.source import check_styles, styles_of
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.attention import tensor_arguments
+from lightning_megatron.parallelize.reading.heads import tensor_arguments
 from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.parallelize.reading.low_rank import base_of, sizes_of, splits_like_linear, structure_of
 from lightning_megatron.parallelize.reading.study import Rename, Study

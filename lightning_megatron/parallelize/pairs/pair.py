@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut, Door, Region
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.attention import HeadSizes, head_sizes
+from lightning_megatron.parallelize.reading.heads import HeadSizes, head_sizes
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, sizes_of
 from lightning_megatron.parallelize.reading.trace import Trace
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_megatron.mesh.parts.boxes import Range, block_range
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.attention import HeadSizes
+from lightning_megatron.parallelize.reading.heads import HeadSizes
 from lightning_megatron.parallelize.reading.trace import Trace
 
 Door = tuple[str, tuple[int | str, ...]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lightning_megatron.parallelize.plan.huggingface import own_plan
+from lightning_megatron.parallelize.plan.model_plans import own_plan
 from lightning_megatron.parallelize.plan.patterns import expand
 from lightning_megatron.parallelize.plan.styles import MEANINGS, Style, is_style, parse_style
 from lightning_megatron.parallelize.reading.kinds import DROP_IN, is_attention, is_linear

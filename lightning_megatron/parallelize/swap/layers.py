@@ -29,7 +29,7 @@ from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.attention import slice_arguments, tensor_arguments
+from lightning_megatron.parallelize.reading.heads import slice_arguments, tensor_arguments
 from lightning_megatron.parallelize.reading.kinds import (
     is_hugging_face,
     is_linear,

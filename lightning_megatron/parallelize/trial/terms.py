@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.parts.boxes import block_range
 from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
-from lightning_megatron.parallelize.reading.attention import slice_arguments
 from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.heads import slice_arguments
 from lightning_megatron.parallelize.reading.kinds import is_transposed
 from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
 from lightning_megatron.parallelize.reading.replay import Replay

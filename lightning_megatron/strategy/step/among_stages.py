@@ -30,7 +30,7 @@ from lightning_megatron.pipeline.schedules.lowering import halve_backwards, join
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
-from lightning_megatron.strategy.logs.averaged_copies import CopyExchange
+from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
 from lightning_megatron.strategy.logs.leftovers import ModuleState
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery

@@ -12,7 +12,7 @@ from lightning_megatron.tools.commands.explain import explain
 from lightning_megatron.tools.commands.plan import plan
 from lightning_megatron.tools.commands.predict import predict
 from lightning_megatron.tools.commands.rehearse import rehearse
-from lightning_megatron.tools.commands.timeline import timeline
+from lightning_megatron.tools.commands.timeline_command import timeline
 
 app = typer.Typer(
     name="lightning-megatron",
