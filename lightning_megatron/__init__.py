@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_megatron.mesh.lazy import names_of
+from lightning_megatron.mesh.lazy import names_of, offer
 from lightning_megatron.strategy.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
@@ -35,4 +35,5 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+offer("rehearse", "lightning_megatron.tools.rehearsal")  # `MegatronStrategy.rehearse` is below the tools
 register_when_lightning_is_imported()

@@ -7,6 +7,8 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_OFFERED: dict[str, str] = {}
+
 
 def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package.
@@ -22,6 +24,16 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
+
+
+def offer(name: str, home: str) -> None:
+    """Say which module has ``name``, for rooms on lower floors than it, which ask by :func:`offered`."""
+    _OFFERED[name] = home
+
+
+def offered(name: str) -> Any:
+    """What was offered under a name, imported now."""
+    return getattr(importlib.import_module(_OFFERED[name]), name)
 
 
 def figure(width: float, height: float) -> Any:

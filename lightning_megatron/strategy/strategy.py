@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.mesh.layout import resolve_layout
+from lightning_megatron.mesh.lazy import offered
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.schedules.simulation import Timeline
@@ -44,7 +45,7 @@ from lightning_megatron.strategy.world import World
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
     from lightning_megatron.planner import Plan, Prediction, Recipe
-    from lightning_megatron.tools.rehearsal import Rehearsal
+    from lightning_megatron.strategy.rehearsed import Rehearsal
 
 
 @given.documents_options
@@ -120,8 +121,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self._launcher is None or self.num_nodes * self.num_processes > 1
+        """Always: there is a process group, over which Lightning is to synchronise what is logged."""
+        return True
 
     @property
     def root_device(self) -> torch.device:
@@ -409,8 +410,7 @@ class MegatronStrategy(ParallelStrategy):
         devices_per_node: int = 8, **trainer: Any,
     ) -> Rehearsal:  # fmt: skip
         """One step as ``rank`` of ``world_size`` would; see :func:`lightning_megatron.tools.rehearsal.rehearse`."""
-        from lightning_megatron.tools.rehearsal import rehearse
-
-        return rehearse(
+        found: Rehearsal = offered("rehearse")(
             self, module, batch, world_size=world_size, rank=rank, devices_per_node=devices_per_node, **trainer
         )
+        return found

@@ -137,7 +137,7 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
             devices=info.world_size,
             strategy=strategy,
             plugins=[ReusedProcesses(info)],
-            callbacks=[witness],
+            callbacks=[witness.moments],
             max_steps=1,
             limit_val_batches=0,
             use_distributed_sampler=False,

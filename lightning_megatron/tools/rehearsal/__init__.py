@@ -4,7 +4,7 @@ Read ``run`` (what is run), then ``paper`` (the process group), ``weightless`` (
 ranks would have said), ``meter`` (bytes) and ``report``.
 """
 
+from lightning_megatron.strategy.rehearsed import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.one_rank import rehearse
-from lightning_megatron.tools.rehearsal.outcome import Communication, Rehearsal
 
 __all__ = ["Communication", "Rehearsal", "rehearse"]

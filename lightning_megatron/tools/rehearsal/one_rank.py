@@ -9,24 +9,21 @@ error of the real launch.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import Tensor
 
 from lightning_megatron.mesh.mesh import MESH_AXES
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning.one_step import LightningModule, StepMoments, one_step_trainer
+from lightning_megatron.strategy.rehearsed import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
 from lightning_megatron.tools.rehearsal.neighbours import PaperWorld
-from lightning_megatron.tools.rehearsal.outcome import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.paper import BACKEND, Ledger, paper_world
 from lightning_megatron.tools.rehearsal.weightless import Weightless
 
@@ -49,79 +46,33 @@ class _OneBatch:
         return 1
 
 
-class _Imagined(ClusterEnvironment):
-    """A cluster in which this process is one rank of many, and launches none."""
-
-    def __init__(self, rank: int, world_size: int, per_node: int) -> None:
-        super().__init__()
-        self._rank, self._world_size, self._per_node = rank, world_size, per_node
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world_size
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return self._rank % self._per_node
-
-    def node_rank(self) -> int:
-        return self._rank // self._per_node
-
-
-class _Witness(Callback):
+class _Witness:
     """Looks at a step from Lightning's hooks, while everything is still there."""
 
     def __init__(self, ledger: Ledger, meter: MemoryMeter) -> None:
         self._ledger, self._meter = ledger, meter
-        self.error: BaseException | None = None
+        self.moments = StepMoments(self._start, self._update, self._end)
         self.found: dict[str, Any] = {}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def _start(self) -> None:
         self._ledger.phase = "step"
         self._meter.start()
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def _update(self) -> None:
         self._ledger.phase = "optimizer"
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        strategy: Any = trainer.strategy
+    def _end(self, strategy: Any, module: LightningModule) -> None:
         # Room for gradients is made in the step; it is no activation.
-        activations = self._meter.kept - self._meter.within(_gradients(strategy, pl_module))
+        activations = self._meter.kept - self._meter.within(_gradients(strategy, module))
         self.found = {
-            "bytes_by_kind": held_bytes(strategy, pl_module) | {"activations": activations, "peak": self._meter.peak},
+            "bytes_by_kind": held_bytes(strategy, module) | {"activations": activations, "peak": self._meter.peak},
             "schedules": strategy.run.engine.schedules,
             "plan": strategy.parallel_report.explain() if strategy.parallel_report is not None else "",
         }
         self._ledger.phase = "after the step"
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.error = self.error or exception
 
-
-def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
+def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state that a rank holds after a training step.
 
     Args:
@@ -144,7 +95,7 @@ def held_bytes(strategy: Any, module: pl.LightningModule) -> dict[str, int]:
     }
 
 
-def _gradients(strategy: Any, module: pl.LightningModule) -> list[Tensor]:
+def _gradients(strategy: Any, module: LightningModule) -> list[Tensor]:
     """Where gradients collect, in buckets or not."""
     return [
         *_tensors(strategy.run.engine.model_gradients.sink),
@@ -187,7 +138,7 @@ def _quiet() -> Iterator[None]:
 
 def rehearse(
     strategy: MegatronStrategy,
-    module: pl.LightningModule | Callable[[], Any],
+    module: LightningModule | Callable[[], Any],
     batch: Any = None,
     *,
     world_size: int,
@@ -223,32 +174,17 @@ def rehearse(
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = _Witness(ledger, meter)
         rehearsed = strategy.unstarted(PaperWorld(mode), process_group_backend=BACKEND)
-        per_node = math.gcd(world_size, devices_per_node)
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **trainer}
-        runner = pl.Trainer(
-            accelerator="cpu",
-            devices=per_node,
-            num_nodes=world_size // per_node,
-            strategy=rehearsed,
-            plugins=[_Imagined(rank, world_size, per_node)],
-            callbacks=[witness],
-            max_steps=1,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            **options,
-        )
+        runner = one_step_trainer(rehearsed, rank, world_size, devices_per_node, witness.moments, trainer)
         _fit(runner, built, batch, witness)
         return _report(rehearsed, built, whole, ledger, witness, mode)
 
 
-def _built(module: Any, batch: Any) -> tuple[pl.LightningModule, Any]:
+def _built(module: Any, batch: Any) -> tuple[LightningModule, Any]:
     """The module and its batch, from whatever the user gave."""
-    made = module if isinstance(module, pl.LightningModule) else module()
+    made = module if isinstance(module, LightningModule) else module()
     if isinstance(made, tuple) and len(made) == 2:
         made, batch = made[0], made[1] if batch is None else batch
-    if not isinstance(made, pl.LightningModule):
+    if not isinstance(made, LightningModule):
         raise ValueError(
             f"the function to rehearse returned {type(made).__name__}; return a LightningModule, or a pair of it and a "
             "batch."
@@ -256,7 +192,7 @@ def _built(module: Any, batch: Any) -> tuple[pl.LightningModule, Any]:
     return made, batch
 
 
-def _fit(runner: pl.Trainer, module: pl.LightningModule, batch: Any, witness: _Witness) -> None:
+def _fit(runner: Any, module: LightningModule, batch: Any, witness: _Witness) -> None:
     """One step; an error comes out as the launch would have shown it, not as what tidying up made of it."""
     try:
         if batch is None:
@@ -264,15 +200,15 @@ def _fit(runner: pl.Trainer, module: pl.LightningModule, batch: Any, witness: _W
         else:
             runner.fit(module, _OneBatch(batch))
     except BaseException:
-        if witness.error is not None:
-            raise witness.error from None
+        if witness.moments.error is not None:
+            raise witness.moments.error from None
         raise
     if not witness.found:
         raise ValueError("the Trainer took no step; give a batch, or a `train_dataloader` that yields one.")
 
 
 def _report(
-    strategy: Any, module: pl.LightningModule, whole: int, ledger: Ledger, witness: _Witness, mode: Weightless
+    strategy: Any, module: LightningModule, whole: int, ledger: Ledger, witness: _Witness, mode: Weightless
 ) -> Rehearsal:
     mesh, stage = strategy.mesh, Stage.of(module)
     schedules: dict[tuple[int, bool], Schedule] = witness.found["schedules"]
