@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 LightningModule = pl.LightningModule
 """What is rehearsed."""
+
+
+@contextmanager
+def own_rank_afterwards() -> Iterator[None]:
+    """Give Lightning's messages back to this process: what another rank than 0 has to say is not shown."""
+    before = rank_zero_only.rank  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        rank_zero_only.rank = before  # type: ignore[attr-defined]
 
 
 class ImaginedCluster(ClusterEnvironment):

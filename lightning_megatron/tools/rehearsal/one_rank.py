@@ -20,7 +20,12 @@ from torch import Tensor
 from lightning_megatron.mesh.mesh import MESH_AXES
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.lightning.one_step import LightningModule, StepMoments, one_step_trainer
+from lightning_megatron.strategy.lightning.one_step import (
+    LightningModule,
+    StepMoments,
+    one_step_trainer,
+    own_rank_afterwards,
+)
 from lightning_megatron.strategy.rehearsed import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
 from lightning_megatron.tools.rehearsal.neighbours import PaperWorld
@@ -169,7 +174,8 @@ def rehearse(
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
     meter = MemoryMeter()
-    with _quiet(), paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
+    alone = own_rank_afterwards()
+    with _quiet(), alone, paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = _Witness(ledger, meter)
