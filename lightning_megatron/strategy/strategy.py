@@ -36,7 +36,7 @@ from lightning_megatron.strategy import options as given
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
-from lightning_megatron.strategy.lightning.trainer_access import keep_samplers, present, replace_samplers, seed_workers
+from lightning_megatron.strategy.lightning.trainer_access import present, seed_workers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
@@ -173,8 +173,6 @@ class MegatronStrategy(ParallelStrategy):
         environment, shape = present(self.cluster_environment, "cluster environment"), self.options.sizes
         self._processes.connect(environment, self.root_device, self.num_nodes, self.num_processes, shape)
         module._device_mesh = self.device_mesh
-        if self.mesh.layout.data == 1:  # all ranks load the same batches: the sampler draws as in one process
-            keep_samplers(module.trainer)
 
     def _settle_layout(self, module: pl.LightningModule) -> None:
         """Ask the planner for what was left to it."""
@@ -267,7 +265,6 @@ class MegatronStrategy(ParallelStrategy):
         self._processes.stop_watching()
         if self._run is not None:
             self._run.close()
-        replace_samplers(self.lightning_module)
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -22,7 +22,6 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.stage.stage import Stage
 
-_WRAPS_SAMPLERS = "_lightning_megatron_wraps_samplers"
 T = TypeVar("T")
 
 
@@ -91,20 +90,6 @@ class _WholeSummary:
                 self._summarize(trainer, pl_module)
         finally:
             pl_module.example_input_array = example
-
-
-def keep_samplers(trainer: pl.Trainer) -> None:
-    """Keep Lightning from wrapping the samplers of loaders, until :func:`replace_samplers`."""
-    connector = trainer._accelerator_connector
-    trainer.__dict__.setdefault(_WRAPS_SAMPLERS, connector.use_distributed_sampler)
-    connector.use_distributed_sampler = False
-
-
-def replace_samplers(module: pl.LightningModule | None) -> None:
-    """Give ``Trainer(use_distributed_sampler=)`` back the user's value, where a module was trained."""
-    trainer = module._trainer if module is not None else None
-    if trainer is not None and _WRAPS_SAMPLERS in trainer.__dict__:
-        trainer._accelerator_connector.use_distributed_sampler = trainer.__dict__.pop(_WRAPS_SAMPLERS)
 
 
 @contextmanager
