@@ -31,7 +31,6 @@ from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
-from lightning_megatron.strategy.lightning.whole_hooks import WholeHooks
 from lightning_megatron.strategy.logs.log_replay import LogReplay
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import Options
@@ -85,9 +84,6 @@ class Run:
         mesh, gradients = processes.mesh, self.engine.model_gradients
         self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view)
         clips_gradients_of(precision, gradients)
-        self._whole_hooks: WholeHooks | None = None
-        if not assembled.tensor_state.is_trivial:
-            self._whole_hooks = WholeHooks(self.module, trainer, assembled.tensor_state, mesh, precision)
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -99,9 +95,7 @@ class Run:
         )
         self._clipping: HandClipping | None = None
         if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
-            self._clipping = HandClipping(
-                self.module, gradients.presence, Stage.of(self.module), gradients.norm, self._whole_hooks
-            )
+            self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
             self._clipping.start()
 
     @property
@@ -197,7 +191,6 @@ class Run:
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""
         self.engine.settle()
-        self.engine.losses.read()
         self.engine.share_copies()
 
     def close(self) -> None:
@@ -207,8 +200,6 @@ class Run:
         if self._clipping is not None:
             self._clipping.stop()
         self._logs.release()
-        if self._whole_hooks is not None:
-            self._whole_hooks.remove()
         self._summaries.remove()
         clips_gradients_of(self._precision, None)
 

@@ -76,7 +76,7 @@ def may_log(owner: Any, hook: str) -> bool:
         if code in seen:
             continue
         seen.add(code)
-        for name in names_in(code):
+        for name in _names(code):
             if name in ("log", "log_dict"):
                 return True
             attribute = inspect.getattr_static(owner, name, None)
@@ -85,9 +85,8 @@ def may_log(owner: Any, hook: str) -> bool:
     return False
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a code uses, functions inside of it included."""
+def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            yield from _names(constant)
