@@ -344,7 +344,7 @@ def _supersede(shown: WholeTensor) -> None:
         node.superseded = True
 
 
-_OWN = (_Show._backward_cls, _Reshow._backward_cls)  # type: ignore[attr-defined]
+_OWN: tuple[Any, ...] = (cast(Any, _Show)._backward_cls, cast(Any, _Reshow)._backward_cls)
 
 
 def _enter(shown: WholeTensor) -> None:
@@ -369,7 +369,7 @@ _AUGMENTED |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _HARMLESS = {"requires_grad_", "detach_"}
 _METADATA = {
     *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
-    *(T._backward_hooks.__get__, T._backward_hooks.__set__),  # type: ignore[attr-defined]
+    *(cast(Any, T._backward_hooks).__get__, cast(Any, T._backward_hooks).__set__),
     *getters("is_nested", "is_mkldnn", "_version", "output_nr", "itemsize", "nbytes", "is_cpu"),
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),

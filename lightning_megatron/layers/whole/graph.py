@@ -7,7 +7,7 @@ a tensor without memory of its own are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -131,8 +131,8 @@ RULES = {
     T.__format__: _format,
     T.register_hook: _register_hook,
     T.retain_grad: _of_local,
-    T.grad.__get__: _grad,  # type: ignore[attr-defined]
-    T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    cast(Any, T.grad).__get__: _grad,
+    cast(Any, T.grad).__set__: _set_grad,
     T.data.__get__: _data,  # type: ignore[attr-defined]
     T.data.__set__: _set_data,  # type: ignore[attr-defined]
     T.requires_grad_: _requires_grad,
