@@ -9,7 +9,7 @@ from lightning_megatron.layers.whole import graph, over_classes, pointwise, sums
 from lightning_megatron.layers.whole.base import GATHERED, NeedsWhole, Rule, WholeTensor
 from lightning_megatron.layers.whole.split_dim import SplitDim
 
-RULES: Mapping[Any, Rule] = {**graph.RULES, **over_classes.RULES, **pointwise.RULES, **sums.RULES, **views.RULES}
+RULES: Mapping[Any, Any] = {**graph.RULES, **over_classes.RULES, **pointwise.RULES, **sums.RULES, **views.RULES}
 """Function of torch -> rule; a kind of `WholeTensor` takes them all, or those that it can keep."""
 
 __all__ = ["GATHERED", "RULES", "NeedsWhole", "Rule", "SplitDim", "WholeTensor"]
