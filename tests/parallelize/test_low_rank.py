@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,7 +147,6 @@ ADAPTERS = {
 
 
 def adapted(kind: str) -> nn.Module:
-    peft = pytest.importorskip("peft")
     options = {"init_lora_weights": False, "task_type": "CAUSAL_LM", **ADAPTERS[kind]}
     with warnings.catch_warnings(
         action="ignore"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ def test_an_abstract_run_finds_shapes_and_leaves_no_trace() -> None:
     assert (module.seen, module.list, module.latest, TABLE) == ({}, [], None, {})
     assert not hasattr(module, "new") and float(module.count) == 0
     assert bounded.cache_info().currsize == 0 and unbounded.cache_info().currsize == 0
+
+
+def test_caches_of_frozen_objects_are_cleared_too() -> None:
+    before = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        abstract_run(Hoarder(), Hoarder().forward, (torch.ones(2, 3),), {})
+        assert bounded.cache_info().currsize == 0 and gc.get_freeze_count() >= frozen
+    finally:
+        if not before:
+            gc.unfreeze()
 
 
 def sorted_leaves(leaves: list[Any], spec: Any) -> tuple[list[Any], Any]:

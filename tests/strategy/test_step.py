@@ -15,6 +15,7 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.run.executor import PipelineExecutor, PipelineStep
 from lightning_megatron.pipeline.run.finality import WholeFinality
 from lightning_megatron.pipeline.run.links import StageLinks
@@ -70,7 +71,8 @@ class Net(LightningModule):
 
 def engine_of(module: LightningModule, mesh: ParallelMesh, **options: Any) -> StepEngine:
     """The engine as a run would have it, with gradients set up."""
-    engine = StepEngine(module, mesh, CPU, None, SegmentStreams(CPU, 0, 7), TensorState(), Options(**options).engine())
+    presence, streams = Presence.uncut(module, {}), SegmentStreams(CPU, 0, 7)
+    engine = StepEngine(module, mesh, CPU, None, presence, streams, TensorState(), Options(**options).engine())
     if engine.sums_gradients:
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
         engine.model_gradients.prepare({}, optimizers, whole=False, watched=False)

@@ -126,13 +126,27 @@ def _forget_fakes(mode: _WatchedMode) -> None:
     fakes = mode.alive()
     if not fakes:
         return
-    for holder in gc.get_referrers(*fakes):
-        if type(holder) is dict:
-            for key in [key for key, value in holder.items() if is_fake(value)]:
-                del holder[key]
-    for cache in gc.get_objects():
-        if type(cache) is functools._lru_cache_wrapper and _keeps_fakes(cache):
-            cache.cache_clear()
+    with _every_object_listed():
+        for holder in gc.get_referrers(*fakes):
+            if type(holder) is dict:
+                for key in [key for key, value in holder.items() if is_fake(value)]:
+                    del holder[key]
+        for cache in gc.get_objects():
+            if type(cache) is functools._lru_cache_wrapper and _keeps_fakes(cache):
+                cache.cache_clear()
+
+
+@contextmanager
+def _every_object_listed() -> Iterator[None]:
+    """``gc`` lists no frozen objects, and a process that froze what it imported froze the caches in there too."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _keeps_fakes(cache: Any) -> bool:
