@@ -172,3 +172,23 @@ def partial(info: RankInfo, path: str, strict: bool) -> list[str]:
     assert moved and all(torch.equal(state[name], stored[first]) for name, first in moved.items())
     assert not trainer.optimizers[0].state
     return [str(each.message) for each in caught if "in part" in str(each.message)]
+
+
+def resume_damaged(info: RankInfo) -> str:
+    """Flips a bit of a weight that rank 1 wrote, and resumes; returns the error."""
+    path = f"{info.directory}/run.ckpt"
+    trainer = trainer_of(info, 1, (2, 1, 1))
+    trainer.fit(Tied(seed=4))
+    trainer.save_checkpoint(path)
+    if info.rank == 0:
+        with open(f"{path}/rank-00001.bin", "r+b") as file:
+            file.seek(11)
+            byte = file.read(1)[0]
+            file.seek(11)
+            file.write(bytes([byte ^ 0x40]))
+    trainer.strategy.barrier()
+    try:
+        trainer_of(info, 2, (2, 1, 1)).fit(Tied(seed=5), ckpt_path=path)
+    except RuntimeError as error:
+        return str(error)
+    return "resumed"

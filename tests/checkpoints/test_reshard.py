@@ -52,8 +52,9 @@ PAIRS = [
     ("d3", "d2 whole"),
     ("d2 whole", "d4 in twos"),
     ("d4 in twos", "t3sp p2"),
+    ("one", "d2"),
 ]
-DEFAULT = [("t2d2", "p2v2 t2"), ("d2", "d3")]
+DEFAULT = [("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]
 
 

@@ -31,9 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Blocks(LightningModule):
     """A small transformer with dropout, trained on random tokens."""
 
-    def __init__(self, optimizer: str, dropout: float) -> None:
+    def __init__(self, optimizer: str, dropout: float, shuffle: bool) -> None:
         super().__init__()
-        self.optimizer, self.dropout = optimizer, dropout
+        self.optimizer, self.dropout, self.shuffle = optimizer, dropout, shuffle
         self.embed = nn.Embedding(31, 16)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=True) for _ in range(3)
@@ -50,7 +50,7 @@ class Blocks(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         tokens = torch.randint(0, 31, (48, 9), generator=torch.Generator().manual_seed(5))
-        return DataLoader(list(tokens), batch_size=8)  # type: ignore[arg-type]
+        return DataLoader(list(tokens), batch_size=8, shuffle=self.shuffle)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.optimizer](self.parameters())
@@ -68,7 +68,8 @@ class Losses(Callback):
 
 def trained(info: RankInfo, strategy: Any, optimizer: str, dropout: float, options: dict[str, Any]) -> list[Tensor]:
     seed_everything(11)
-    module, losses = Blocks(optimizer, dropout), Losses()
+    shuffle = options.pop("shuffle", False)
+    module, losses = Blocks(optimizer, dropout, shuffle), Losses()
     settings = {"precision": "32-true", "max_epochs": 2, "callbacks": [losses], **options}
     make_trainer(info, strategy, **settings).fit(module)
     return [*losses.found, *module.state_dict().values(), torch.get_rng_state()]
@@ -77,8 +78,8 @@ def trained(info: RankInfo, strategy: Any, optimizer: str, dropout: float, optio
 def both(info: RankInfo, optimizer: str, dropout: float, options: dict[str, Any]) -> tuple[int, list[int]]:
     from lightning_megatron import MegatronStrategy
 
-    plain = trained(info, "auto", optimizer, dropout, options)
-    ours = trained(info, MegatronStrategy(), optimizer, dropout, options)
+    plain = trained(info, "auto", optimizer, dropout, dict(options))
+    ours = trained(info, MegatronStrategy(), optimizer, dropout, dict(options))
     pairs = zip(plain, ours, strict=True)
     return len(plain), [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
 
@@ -95,7 +96,12 @@ def test_one_process_computes_the_bits_of_plain_lightning(optimizer: str, dropou
 
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate_grad_batches": 2}, {"precision": "64-true"}],
+    [
+        {"accumulate_grad_batches": 2},
+        {"precision": "64-true"},
+        {"use_distributed_sampler": True},
+        {"use_distributed_sampler": True, "shuffle": True},
+    ],
 )
 def test_one_process_computes_the_bits_of_plain_lightning_with_options(options: dict[str, Any]) -> None:
     (outcome,) = run_trainers(both, "adamw", 0.1, options, devices=1)

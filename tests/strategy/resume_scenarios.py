@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.messages import objects
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.strategy.loader_kinds import BATCH, KINDS, SAMPLES, Numbered
@@ -113,3 +114,28 @@ def stopped_and_resumed(info: RankInfo, loader: str, pipeline: int, data: int) -
         pairs = enumerate(zip(rest.entries, wanted, strict=False))
         found += [f"stopped after {stop}, step {i}: {got}, not {want}" for i, (got, want) in pairs if got != want][:1]
     return found
+
+
+class Ordered(Noisy):
+    """Without dropout; reads in the order of a loader that Lightning may put its sampler into."""
+
+    def __init__(self, shuffle: bool, batch: int) -> None:
+        super().__init__("")
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.shuffle, self.batch = shuffle, batch
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbered(False), batch_size=self.batch, shuffle=self.shuffle)
+
+
+def samples_of(
+    info: RankInfo, shuffle: bool, replicas: int, path: str | None, saves: str | None = None
+) -> list[list[float]]:
+    """What all replicas together read in each step, sorted; ``saves`` in the middle of the first epoch."""
+    diary = Diary(saves)
+    options = {"use_distributed_sampler": True, "num_sanity_val_steps": 0}
+    trainer = make_trainer(info, MegatronStrategy(1, replicas), max_epochs=EPOCHS, callbacks=[diary], **options)
+    torch.manual_seed(6 if path is None else 9)
+    trainer.fit(Ordered(shuffle, BATCH // replicas), ckpt_path=path)
+    everyone = objects.gather([samples for samples, _ in diary.entries])
+    return [sorted(each for rank in step for each in rank) for step in zip(*everyone, strict=True)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.harness import run_trainers
 from tests.strategy.chain_scenarios import Chain, chained
 from tests.strategy.loader_kinds import KINDS
-from tests.strategy.resume_scenarios import stopped_and_resumed
+from tests.strategy.resume_scenarios import STOPS, samples_of, stopped_and_resumed
 
 WIDE = pytest.mark.wide
 
@@ -63,3 +65,22 @@ def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_lo
 def test_a_run_resumed_at_the_end_of_an_epoch_and_again_after_it_tells_the_same_story(chain: Chain) -> None:
     for outcome in run_trainers(chained, chain, devices=chain.ranks, deadline=400.0):
         assert not outcome.value, f"rank {outcome.rank}: " + "\n".join(outcome.value)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "first", "second"),
+    [
+        (True, 1, 2),
+        (True, 2, 1),
+        pytest.param(False, 1, 2, marks=WIDE),
+        pytest.param(False, 2, 1, marks=WIDE),
+        pytest.param(True, 1, 1, marks=WIDE),
+    ],
+)
+def test_the_order_of_the_run_that_was_saved_goes_on_with_any_number_of_replicas(
+    shuffle: bool, first: int, second: int, tmp_path: Path
+) -> None:
+    whole = run_trainers(samples_of, shuffle, first, None, str(tmp_path), devices=first)[0].value
+    path = str(tmp_path / f"step{STOPS[0]}.ckpt")
+    rest = run_trainers(samples_of, shuffle, second, path, devices=second)[0].value
+    assert rest == whole[STOPS[0] :] and len(rest) > 0

@@ -21,9 +21,9 @@ import json
 import re
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 from lightning_megatron.checkpoints.files.checksums import Checksum, check_kind, checksum
 from lightning_megatron.checkpoints.files.folder import Folder
@@ -40,6 +40,70 @@ _BLOCK = 16 * 1024 * 1024
 
 class IncompleteCheckpointError(RuntimeError):
     """A checkpoint directory was not written to its end, or has lost files since."""
+
+
+class DamagedCheckpointError(IncompleteCheckpointError):
+    """A file of a checkpoint directory does not hold what was written."""
+
+
+class CheckpointFolder(Folder):
+    """The files of a complete checkpoint: those that its manifest lists, and no others.
+
+    Args:
+        folder: where the files lie.
+        files: size and checksum of each.
+    """
+
+    def __init__(self, folder: Folder, files: Mapping[str, FileSum]) -> None:
+        self.__dict__.update(folder.__dict__)
+        self.files = dict(files)
+
+    def open(self, name: str, mode: str) -> IO[bytes]:
+        """Open one of the files.
+
+        Raises:
+            DamagedCheckpointError: the manifest does not list it, so that nobody could say whether it is whole.
+        """
+        if name not in self.files:
+            raise DamagedCheckpointError(
+                f"{self}/{name} is to be read, but `{MANIFEST}` does not list it: the checkpoint was put together from "
+                "files of several. Resume from another one."
+            )
+        return super().open(name, mode)
+
+    def read(self, name: str) -> bytes:
+        """A whole small file.
+
+        Raises:
+            DamagedCheckpointError: it is not what was written.
+        """
+        content, total = super().read(name), self.files[name]
+        check_kind(total.checksum)
+        if checksum(content) != total.checksum:
+            raise _damaged(self, name, f"checksum {checksum(content)} instead of {total.checksum}")
+        return content
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Read files with elements of tensors once, and compare their checksums.
+
+        Args:
+            share: which of the files: those of rank ``share`` where as many ranks load as have saved.
+            shares: into which they are dealt; together they are all files.
+
+        Raises:
+            DamagedCheckpointError: one is not what was written.
+        """
+        for number, name in enumerate(sorted(name for name in self.files if name.endswith(".bin"))):
+            damage = _damage(self, name, self.files[name]) if number % shares == share else None
+            if damage is not None:
+                raise _damaged(self, name, damage)
+
+
+def _damaged(folder: Folder, name: str, damage: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{folder}/{name} is damaged: {damage}. Resume from another checkpoint; to read this one nevertheless, pass "
+        "`Trainer(plugins=[MegatronCheckpointIO(verify=False)])`, which helps with `.bin` files only."
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +167,7 @@ def _remove_leftovers(target: Folder) -> None:
             folder.remove()
 
 
-def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) -> Folder:
+def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) -> CheckpointFolder:
     """The folder with a checkpoint's files, after a look at its marker and at the sizes of all files.
 
     Raises:
@@ -120,14 +184,15 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
             '`ckpt_path="last"` to take the newest complete one.'
         )
     data = target.child(marker.data)
-    for name, total in read_manifest(data, marker).items():
+    files = read_manifest(data, marker)
+    for name, total in files.items():
         size = data.size(name)
         if size != total.bytes:
             raise IncompleteCheckpointError(
                 f"{data}/{name} has {size if size is not None else 'no'} bytes, {total.bytes} were written; "
                 f"`lightning-megatron checkpoint verify {target}` tells more."
             )
-    return data
+    return CheckpointFolder(data, files)
 
 
 def read_marker(target: Folder) -> Marker:
@@ -145,9 +210,15 @@ def read_marker(target: Folder) -> Marker:
 def _marker_or_none(target: Folder) -> Marker | None:
     try:
         content = json.loads(target.read(MARKER))
-        return Marker(**{key: content[key] for key in ("data", "manifest_checksum", "step", "time")})
+        data, step, time = str(content["data"]), int(content["step"]), float(content["time"])
+        return Marker(data, str(content["manifest_checksum"]), step, time) if _is_plain(data, empty=True) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
+
+
+def _is_plain(name: str, *, empty: bool = False) -> bool:
+    """Whether ``name`` is that of something in the folder itself."""
+    return (empty or bool(name)) and "/" not in name and "\\" not in name and name not in (".", "..")
 
 
 def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
@@ -163,7 +234,14 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
     check_kind(marker.manifest_checksum)
     if checksum(content) != marker.manifest_checksum:
         raise IncompleteCheckpointError(f"{data}/{MANIFEST} has changed since the checkpoint was written.")
-    return {name: FileSum(**total) for name, total in json.loads(content)["files"].items()}
+    try:
+        listed = json.loads(content)["files"].items()
+        files = {name: FileSum(int(total["bytes"]), str(total["checksum"])) for name, total in listed}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{data}/{MANIFEST} is no list of files: {error!r}.") from error
+    if outside := [name for name in files if not _is_plain(name)]:
+        raise DamagedCheckpointError(f"{data}/{MANIFEST} lists files outside of the checkpoint: {outside}.")
+    return files
 
 
 def damaged_files(path: Any, storage_options: dict[str, Any] | None = None) -> Iterator[tuple[str, str | None]]:
@@ -181,12 +259,12 @@ def damaged_files(path: Any, storage_options: dict[str, Any] | None = None) -> I
 
 def _damage(data: Folder, name: str, total: FileSum) -> str | None:
     check_kind(total.checksum)
-    found, size = Checksum(), 0
+    found, size, block = Checksum(), 0, memoryview(bytearray(min(_BLOCK, max(total.bytes, 1))))
     try:
         with data.open(name, "rb") as file:
-            while block := file.read(_BLOCK):
-                found.add(block)
-                size += len(block)
+            while count := file.readinto(block):  # type: ignore[attr-defined]
+                found.add(block[:count])
+                size += count
     except FileNotFoundError:
         return "missing"
     if size != total.bytes:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_megatron.checkpoints.files.dcp_plans import PieceLoadPlanner, saved_kinds
-from lightning_megatron.checkpoints.files.directory import ABOUT, META, open_checkpoint
+from lightning_megatron.checkpoints.files.directory import ABOUT, META, CheckpointFolder, open_checkpoint
 from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.storage import BoxReader, Place
 from lightning_megatron.checkpoints.state.stored import optimizer_names, plain_values
@@ -88,6 +88,11 @@ class Source:
         self.fill({name: (name, piece)})
         return piece.local
 
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compare checksums where there are any; see :meth:`CheckpointFolder.verify`."""
+        if isinstance(self.folder, CheckpointFolder):
+            self.folder.verify(share, shares)
+
     def fill(self, into: Mapping[str, tuple[str, PiecedTensor]]) -> None:
         """Fill pieces, in place, reading only their boxes.
 
@@ -128,6 +133,7 @@ def open_source(path: Any, *, trust: bool = False) -> Source:
 def load_whole(path: Any, *, trust: bool = False) -> dict[str, Any]:
     """A checkpoint directory as plain Lightning has it in memory, without the optimizers' state."""
     source = open_source(path, trust=trust)
+    source.verify()
     optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
     state: dict[str, Any] = {name: source.read(name) for name in source.kinds if name not in optimizers}
     state |= {alias: state[name] for alias, name in source.aliases.items() if name in state}

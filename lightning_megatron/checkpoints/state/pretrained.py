@@ -59,6 +59,7 @@ def load_hf_weights(module: nn.Module, path: Any) -> None:
         Marks.of(module).put(_Later(path))
         return
     source = open_source(path)
+    source.verify()
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     shapes = {name: value.shape for name, value in state.items()}
     found = match_weights(source, shapes, aliases(module), path)

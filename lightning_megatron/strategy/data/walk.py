@@ -124,7 +124,9 @@ def _of_data(loader: Any) -> dict[str, Any]:
 
 def _of_order(loader: Any) -> dict[str, Any]:
     """Without what a sampler reaches through the data set that it holds."""
-    found = generators_in({name: getattr(loader, name, None) for name in ("generator", "sampler", "batch_sampler")})
+    holders = {name: getattr(loader, name, None) for name in ("generator", "sampler", "batch_sampler")}
+    holders["sampler"] = getattr(holders["sampler"], "dealt", holders["sampler"])  # one replica has it under that path
+    found = generators_in(holders)
     of_data = {id(generator) for generator in _of_data(loader).values()}
     return {path: generator for path, generator in found.items() if id(generator) not in of_data}
 

@@ -64,6 +64,8 @@ class MegatronCheckpointIO(CheckpointIO):
             such as ``{"model.": "backbone.model."}``; the longest that fits counts.
         weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects
             (custom hyperparameter types), which runs code from the file: only for checkpoints you trust.
+        verify: whether loading first reads every file once, each on one rank, and compares its checksum, so that a
+            damaged checkpoint is refused and not trained on. ``False`` reads only what each rank needs.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class MegatronCheckpointIO(CheckpointIO):
         load_optimizer: bool = True,
         prefixes: Mapping[str, str] | None = None,
         weights_only: bool = True,
+        verify: bool = True,
     ) -> None:
+        self.verify = verify
         self.async_save = async_save
         self.load_optimizer = load_optimizer
         self.prefixes = dict(prefixes or {})
@@ -192,13 +196,18 @@ class MegatronCheckpointIO(CheckpointIO):
         """
         failure: Exception | None = None
         try:
+            folder = open_checkpoint(path)
+            if self.verify:
+                folder.verify(*_own_share())
             with _no_dist_is_fine():  # every rank knows by itself what to read
                 dcp.load(
                     {key: pieces for key, (_, pieces) in into.items()},
-                    storage_reader=BoxReader(open_checkpoint(path)),
+                    storage_reader=BoxReader(folder),
                     planner=PieceLoadPlanner({key: stored for key, (stored, _) in into.items()}),
                     no_dist=True,
                 )
+        except CheckpointException as error:  # no `Exception`, and of this rank alone
+            failure = next(iter(error.failures.values()))[0]  # type: ignore[assignment]
         except Exception as error:
             failure = error
         _raise_together(failure, f"the checkpoint {path} was not loaded", self._process_group())
@@ -354,6 +363,11 @@ def _no_dist_is_fine() -> Iterator[None]:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _own_share() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
 
 def _is_first() -> bool:

@@ -71,9 +71,10 @@ class ModelState:
         """Load this rank's part of a file or folder of weights, reading that part only.
 
         Raises:
-            RuntimeError: a parameter is missing there, or has another shape.
+            RuntimeError: a parameter is missing there, or has another shape; or a file of a checkpoint is damaged.
         """
         source = open_source(path)
+        source.verify(self._mesh.rank, self._mesh.layout.world_size)
         found = match_weights(source, *self._whole_shapes(), path)
         state = {n: v for n, v in self.stored().items() if isinstance(v, (Tensor, PiecedTensor))}
         wanted = {n: (found.stored[n], as_pieces(v).empty_like()) for n, v in state.items() if n in found.stored}

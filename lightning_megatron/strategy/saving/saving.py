@@ -34,6 +34,7 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
+from lightning_megatron.strategy.lightning.samplers import Samplers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState, does_not_fit
@@ -83,6 +84,7 @@ class Saving:
         self._mesh = processes.mesh
         self._io = io
         self._details = details
+        self._samplers = Samplers(trainer, processes.mesh)
         self._resumption: Resumption | None = None
         self._preemption: Preemption | None = None
 
@@ -100,7 +102,8 @@ class Saving:
             self._preemption = listen(self._trainer, self._processes.device)
 
     def close(self) -> None:
-        """Listen to signals no more."""
+        """Listen to signals no more, and let Lightning choose samplers again."""
+        self._samplers.release()
         if self._preemption is not None:
             self._preemption.remove()
             self._preemption = None
@@ -172,6 +175,7 @@ class Saving:
             "optimizer_values": joined_values(values),
             "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
             "streams": self._streams.state_dict(),
+            "order": self._samplers.order,
             "about": about(self._trainer, mesh, self._details),
         }
 
@@ -191,6 +195,7 @@ class Saving:
         own = checkpoint.get("lightning_megatron", {})
         self._resumption = None
         if fitting and "replicas" in own and "loops" in checkpoint:
+            self._samplers.go_on(own)
             self._resumption = Resumption(checkpoint, self._trainer, self._mesh, self._processes.device)
             if own["streams"] is not None:
                 self._streams.load_state_dict(own["streams"])
