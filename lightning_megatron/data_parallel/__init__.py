@@ -1,1 +1,1 @@
-"""Gradients summed over replicas, and optimizers stepped on shares of the weights."""
+"""Sums gradients over replicas, and shards the optimizer's update over them (ZeRO)."""

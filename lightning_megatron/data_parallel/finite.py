@@ -1,8 +1,8 @@
-"""Are all gradients finite? Agreed on all ranks before any of them updates a weight.
+"""Checks that all gradients are finite; all ranks agree before any of them updates a weight.
 
-A NaN of one rank is on all ranks once gradients are summed, so the question costs one maximum over what a rank holds
-and one small all-reduce. Where it came from is told by each rank's own gradients before the sum; their maxima are
-taken as buckets are launched, and are looked at only when something is wrong.
+A NaN on one rank reaches the other replicas when gradients are summed. The check therefore costs one maximum over the
+gradients that a rank holds, and one small all-reduce. To name the origin, the maximum of each of the rank's own
+gradients is taken before its bucket is reduced; these maxima are read only if the check fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finding:
     parameter: str | None
 
     def describe(self, step: int) -> str:
-        """A sentence."""
+        """The finding as a sentence for the user."""
         loss = f"the loss of micro-batch {self.micro_batch} is not finite" if self.micro_batch is not None else ""
         grad = f"`{self.parameter}` is the first parameter with a gradient that is not" if self.parameter else ""
         both = "; ".join(part for part in (loss, grad + (" finite" if grad and not loss else "")) if part)
@@ -47,7 +47,7 @@ class Finding:
 
 
 def largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The largest absolute value, a float32 scalar; infinite or NaN if one of the gradients is."""
+    """The largest absolute value: a float32 scalar on ``device``, infinite or NaN if an element is."""
     norms = [torch.linalg.vector_norm(gradient, float("inf")) for gradient in gradients if gradient.numel()]
     if not norms:
         return torch.zeros((), device=device)
@@ -55,11 +55,11 @@ def largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def agree_on_overflow(value: Tensor) -> bool:
-    """Whether ``value`` is infinite or NaN on any rank of the world."""
+    """Whether ``value``, a scalar, is infinite or NaN on any rank; collective over the world."""
     bad = torch.isfinite(value).logical_not().to(torch.float32)
     return bool(world_maximum(bad).item())
 
 
 def worst(finding: Finding) -> Finding:
-    """The finding to report, equal on every rank: the first rank with a bad loss, else with a bad gradient."""
+    """The finding to report: of the first rank with a bad loss, else with a bad gradient; collective over the world."""
     return min(objects.gather(finding), key=lambda each: (each.micro_batch is None, each.parameter is None, each.rank))

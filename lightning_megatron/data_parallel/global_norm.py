@@ -1,7 +1,7 @@
-"""The global gradient norm: the one place that knows which gradients to count.
+"""The global gradient norm, with every element of the model counted once.
 
-A parameter held by several ranks is counted once: copies on other stages (a tied embedding) and, where tensor-parallel
-ranks hold the same whole parameter, their duplicates are left out (SC21; megatron-core counts a tied head twice).
+Callers pass only gradients that this rank counts. Copies on other stages (a tied embedding), and of parameters that are
+replicated over the tensor group, are counted by one rank (SC21; megatron-core counts a tied head twice).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.
 
     Args:
         counted: this rank's gradients, without copies that another rank counts.
-        groups: process groups over which different gradients lie (the pipeline's), innermost first.
-        device: where the result lives.
+        groups: process groups whose ranks count different gradients (tensor, pipeline), innermost first.
+        device: of the result.
 
     Returns:
         float64 scalar (float32 on devices without it), equal on all ranks of ``groups``.
@@ -34,8 +34,9 @@ def global_norm(counted: Sequence[Tensor], groups: Sequence[Any], device: torch.
 
 
 def whole_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """2-norm of the gradients of a module that has split itself: ``DTensor``s know how they are spread, and of plain
-    tensors every rank has the whole.
+    """2-norm of the gradients of a module that user code has split; collective over the meshes of its ``DTensor``s.
+
+    Plain tensors are taken to be replicated on every rank.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -46,7 +47,7 @@ def whole_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def squared_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares over a list of gradients, accumulated in float64."""
+    """Sum of squares over a list of gradients: a float64 scalar (float32 on MPS)."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)

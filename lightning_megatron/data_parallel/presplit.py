@@ -1,8 +1,8 @@
-"""Replicas of a module that has split itself, with ``parallelize_module`` or ``fully_shard`` in ``configure_model``.
+"""Replicas of a module that user code has split, with ``parallelize_module`` or ``fully_shard`` in ``configure_model``.
 
-Its parameters are ``DTensor``s that know how they are spread, and gradients inside their mesh come out complete. What
-the module left to others are the axes that its meshes do not have: a module split over tensor ranks alone has as many
-replicas as the grid has data-parallel ranks, and its remaining plain parameters are copied on every rank.
+The parameters of such a module are ``DTensor``s, and ``DTensor`` itself reduces gradients over the axes of their
+meshes. The strategy handles the axes that these meshes do not have: a module split over tensor ranks alone has one
+replica per data-parallel rank, and each of its plain parameters is replicated on every rank.
 
 ===========================  ==========================  ===========================
 parameter                    start: copied from rank 0   gradient: averaged over
@@ -29,7 +29,7 @@ DATA_AXIS = "data_parallel"
 
 
 def splits_itself(module: nn.Module) -> bool:
-    """Whether the module's own code has split it."""
+    """Whether any parameter of the module is a ``DTensor``, so that user code has split it already."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -42,10 +42,10 @@ def _spread_over_data(tensor: Tensor) -> bool:
 
 
 def agree_on_start(module: nn.Module, data_group: Any | None, tensor_group: Any | None) -> None:
-    """Make what the module left whole equal on all ranks that hold it.
+    """Broadcast replicated parameters and buffers from the first rank of their group; collective over both groups.
 
     Args:
-        module: split by itself.
+        module: split by user code; its meta tensors are skipped.
         data_group: group of its replicas, or None for one replica.
         tensor_group: group of its tensor-parallel ranks, or None for one.
     """
@@ -67,10 +67,10 @@ def _copy_from_first(tensor: Tensor, group: Any) -> None:
 
 
 class ReplicaAverage:
-    """Averages the gradients of a module's replicas after a backward; autograd leaves them in ``.grad``.
+    """Averages ``.grad`` over the replicas of a module after the last backward of a step.
 
     Args:
-        module: split by itself.
+        module: split by user code.
         data_group: group of its replicas.
     """
 
@@ -84,22 +84,25 @@ class ReplicaAverage:
     def begin(
         self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
     ) -> None:
-        """Prepare for a backward that Lightning runs, after which gradients are averaged if ``reduce``."""
+        """Prepare for a backward that Lightning runs; :meth:`finish` averages the gradients if ``reduce``."""
         self._reduce = reduce
 
     def withdraw(self) -> None:
-        """Nothing to hide: the backward follows ``zero_grad``."""
+        """Do nothing: the backward runs after ``zero_grad``."""
 
     def set_final(self, final: bool | frozenset[int]) -> None:
-        """Nobody waits for the last gradient."""
+        """Do nothing: the reduction does not overlap with the backward."""
 
     def finish(self) -> None:
-        """Average them, if this backward was the last before an update."""
+        """Average the gradients if ``begin`` was called with ``reduce``; collective over the data group."""
         if self._reduce:
             self.average()
 
     def average(self) -> None:
-        """Replace ``.grad`` by its mean over the replicas; a gradient that no replica has stays ``None``."""
+        """Replace every ``.grad`` by its mean over the replicas, in place; collective over the data group.
+
+        A replica without a gradient counts as zeros; a gradient that no replica has stays ``None``.
+        """
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -1,10 +1,10 @@
-"""Decides, between backward and update, whether a step may be taken: the same decision on every rank.
+"""Decides between backward and update whether weights are updated; the decision is the same on every rank.
 
 ::
 
     16-mixed     an overflow anywhere skips the update everywhere and lowers the loss scale
     "skip"       a loss or gradient that is not finite skips the update everywhere
-    "raise"      the same raises one error on every rank, which names where it began
+    "raise"      a loss or gradient that is not finite raises one error on every rank, which names its origin
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NonFinite = Literal["raise", "skip"] | None
 
 
 class StepGuard:
-    """Looks at summed gradients.
+    """Checks the summed gradients of a step, and skips its update or raises.
 
     Args:
         gradients: of the module.
@@ -30,8 +30,8 @@ class StepGuard:
         rank: global rank.
         place: its coordinates, in words.
         nonfinite: what to do about a loss or gradient that is not finite; ``None`` to let it pass.
-        loss_scale: of float16, or ``None``.
-        tell: called on every rank with what the user should know; shows it once.
+        loss_scale: for float16, or ``None``.
+        tell: called on every rank with a message for the user; shows it once.
     """
 
     def __init__(
@@ -55,18 +55,21 @@ class StepGuard:
 
     @property
     def watches(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether steps have to be checked: for overflows of float16, or for values that are not finite."""
         return self._nonfinite is not None or self._loss_scale is not None
 
     def check(self, step: int, bad_micro_batch: int | None) -> None:
-        """Look at the gradients of a step that is about to be taken; collective over all ranks.
+        """Check the summed gradients of a step, update the loss scale, and skip the update if need be.
+
+        Collective over the world.
 
         Args:
             step: number of the step, for messages.
-            bad_micro_batch: first micro-batch whose loss was not finite on this rank.
+            bad_micro_batch: first micro-batch whose loss was not finite on this rank, or ``None``.
 
         Raises:
-            NonFiniteError: something is not finite, and this was asked for.
+            NonFiniteError: a loss or gradient is not finite and ``nonfinite`` is ``"raise"``; with a loss scale, only
+                for a loss.
         """
         buckets = self._gradients.buckets
         assert buckets is not None

@@ -1,1 +1,1 @@
-"""Gradient buckets, and how they are shared out."""
+"""Gradient buckets: their layout, their sharding over replicas and their reductions."""

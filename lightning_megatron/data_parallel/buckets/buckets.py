@@ -1,19 +1,19 @@
-"""Gradient buckets: where gradients collect, and how they are summed over replicas while backward still runs.
+"""Gradient buckets: accumulate gradients in flat buffers, and overlap their reduction with the backward.
 
 Parameters lie in contiguous buckets in reverse registration order, the order in which backward reaches them. A
-parameter's ``.grad`` is a view into its bucket, so autograd accumulates straight into the buffer over all
-micro-batches. In the last micro-batch a bucket's reduction starts the moment its last gradient has arrived::
+parameter's ``.grad`` is a view into its bucket, so autograd accumulates into the buffer in place over all
+micro-batches. In the last micro-batch, the reduction of a bucket starts once its last gradient has arrived::
 
     backward of the last micro-batch   layer 3 │ layer 2 │ layer 1 │ layer 0
     bucket 0 (layers 3, 2)                      └─ reduce ────┘
     bucket 1 (layers 1, 0)                                          └─ reduce ────┘
 
-Without a shared-out optimizer a reduction is an all-reduce. With one it is a reduce-scatter: each rank gets the sum of
-its shard only, and ``.grad`` of the parameters is ``None`` afterwards, because no rank knows all of it. Where the
-user's code looks at ``.grad`` (a hook between backward and update), buckets are all-reduced all the same.
+Without optimizer sharding the reduction is an all-reduce. With it, the reduction is a reduce-scatter: each rank gets
+the sum of its shard only, and ``.grad`` of the parameters is ``None`` afterwards. If the user's code reads ``.grad``
+(in a hook between backward and update), buckets are all-reduced in either case.
 
-Buckets start in index order on every rank, which NCCL and gloo both need. Parameters that several stages hold (tied
-embeddings) have buckets of their own, summed over those stages as well, at the end.
+Reductions start in index order on every rank, as NCCL and gloo require. Parameters that several stages hold (tied
+embeddings) have buckets of their own, which are reduced last, over those stages too.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from lightning_megatron.data_parallel.buckets.holders import Sharing
 
 
 class GradientBuckets:
-    """Collects, sums over replicas and publishes the gradients of this rank's parameters.
+    """Accumulates the gradients of this rank's parameters, reduces them over replicas, and sets ``.grad``.
 
     Args:
         parameters: name -> parameter, in registration order.
-        replicas: who else holds the parameters of this stage.
-        shared: name -> holders, for parameters that several stages (or tensor-parallel ranks, each with a part of the
-            gradient) hold.
-        bucket_bytes: buffer size at which a new bucket starts.
-        lowered: names of parameters that layers use in another dtype than the optimizer, and that dtype.
-        whole: whether the optimizer needs whole parameters.
-        watched: whether the user's code looks at ``.grad`` after a reduction.
-        inspect: whether to note which gradients of this rank are not finite before they are summed.
-        reduce_dtype: dtype in which sums over replicas travel; by default that of the main gradients.
-        gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
-        rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
+        replicas: the ranks that hold the parameters of this stage.
+        shared: name -> the ranks that hold it, for parameters of several stages, or of several tensor-parallel ranks
+            with a partial sum of the gradient each.
+        bucket_bytes: buffer size in bytes at which a new bucket starts.
+        lowered: name -> dtype in which layers hold the parameter, where the optimizer keeps a float32 master weight.
+        whole: whether the optimizer needs whole parameters, so that no shard may cut one.
+        watched: whether the user's code reads ``.grad`` after a reduction.
+        inspect: whether to take the largest absolute value of each gradient before the reduction, for
+            :meth:`first_bad`.
+        reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
+        gathers: whether the optimizer updates matrices that are assembled from the slices of several ranks.
+        rounds: whether to accumulate gradients of 16-bit weights in float32 and round the sums for the update.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class GradientBuckets:
 
     @property
     def watched(self) -> bool:
-        """Whether ``.grad`` of every parameter holds its whole sum after a reduction."""
+        """Whether ``.grad`` of every parameter holds its full sum after a reduction."""
         return self._watched
 
     @property
     def scatters(self) -> bool:
-        """Whether reductions leave each rank with its shard of the sums."""
+        """Whether reductions are reduce-scatters, after which each rank holds only its shard of the sums."""
         return self._replicas.shards > 1 and not self._watched
 
     @property
@@ -111,7 +112,7 @@ class GradientBuckets:
         return self._places.get(id(parameter))
 
     def piece_of(self, parameter: nn.Parameter) -> Piece | None:
-        """This rank's piece of a parameter, if its optimizer updates pieces and there is one here."""
+        """This rank's piece of a parameter; ``None`` if it has none, or the optimizer updates the parameter itself."""
         bucket, index = self._places.get(id(parameter), (None, 0))
         return bucket.pieces.get(index) if bucket is not None else None
 
@@ -120,15 +121,15 @@ class GradientBuckets:
     ) -> None:
         """Prepare for the backward(s) of one batch.
 
-        A parameter's first gradient is copied into its bucket as it arrives (or with its whole bucket, if no second one
-        can follow); then ``.grad`` becomes the view, and autograd adds further ones in place.
+        A parameter's first gradient is copied into its bucket when it arrives (or with its whole bucket, if ``once``
+        and ``reduce``). Then ``.grad`` becomes the view, and autograd accumulates later gradients in place.
 
         Args:
-            fresh: whether to start from zero, as opposed to adding to an accumulation that is under way; ``None``
-                decides per parameter by whether it has a ``.grad``, as autograd would.
-            reduce: whether the sum over replicas follows at the end of this batch.
-            divide_by: what the sums are divided by: the number of replicas, unless the loss was scaled already.
-            scale: what the loss was multiplied by; the sums are divided by it too.
+            fresh: whether gradients start from zero, or accumulate onto earlier ones; ``None`` decides per parameter by
+                whether it has a ``.grad``, as autograd does.
+            reduce: whether gradients are reduced over replicas at the end of this batch.
+            divide_by: divisor of the sums: the number of replicas, unless the loss was divided by it.
+            scale: factor of the loss; the sums are divided by it too.
             once: whether a single backward follows.
         """
         if any(p.requires_grad and id(p) not in self._places for p in self._parameters.values()):
@@ -167,13 +168,17 @@ class GradientBuckets:
                 view.copy_(parameter.grad)
 
     def withdraw(self) -> None:
-        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
+        """Set ``.grad`` to ``None``, so that ``zero_grad`` between step and backward cannot clear the buffers."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def set_final(self, final: bool | frozenset[int]) -> None:
-        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
+        """Declare which gradients that arrive from now on are the last of this batch.
+
+        Args:
+            final: all, none, or those of the parameters with these ids.
+        """
         self._final = final
         if final and self._reduce and self._replicas.group is not None:
             self._wake(final)
@@ -185,7 +190,7 @@ class GradientBuckets:
             self._hooks[key].wake()
 
     def finish(self) -> None:
-        """Wait for the sums, divide them, and leave ``.grad`` of every touched parameter pointing at its sum."""
+        """Wait for the reductions, divide the sums, and publish them; collective over the holders if ``reduce``."""
         if self._reduce:
             for bucket in self.buckets:
                 if not bucket.launched:
@@ -200,7 +205,7 @@ class GradientBuckets:
         self.publish()
 
     def publish(self) -> None:
-        """Point ``.grad`` at the sums: ``None`` for parameters that got no gradient, as in one process."""
+        """Set ``.grad`` of parameters and pieces to views of the sums; ``None`` for those that got no gradient."""
         for bucket in self.buckets:
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
                 parameter.grad = view if touched and not bucket.scattered else None
@@ -208,7 +213,7 @@ class GradientBuckets:
                 piece.update.grad = piece.grad if bucket.touched[index] else None
 
     def adopt(self) -> None:
-        """Follow what the user's code did to ``.grad`` since it was published."""
+        """Take over changes that the user's code made to ``.grad`` since :meth:`publish`."""
         for bucket in self.buckets:
             if bucket.pieces and not bucket.scattered:
                 self._adopt(bucket)
@@ -216,18 +221,21 @@ class GradientBuckets:
                     piece.update.grad = piece.grad if bucket.touched[index] else None
 
     def held(self) -> list[Tensor]:
-        """All sums that this rank holds, buffer by buffer."""
+        """The main gradients that this rank holds: one flat tensor per bucket, its shard if reduce-scattered."""
         return [bucket.own_gradients if bucket.scattered else bucket.gradients for bucket in self.buckets]
 
     def first_bad(self) -> str | None:
-        """Name of the first parameter, in registration order, whose gradient on this rank was not finite."""
+        """Name of the first parameter, in registration order, whose gradient before the reduction was not finite.
+
+        Only with ``inspect``; ``None`` if all were finite on this rank.
+        """
         bad = set()
         for bucket in self.buckets:
             bad |= {name for name, most in bucket.maxima.items() if not bool(torch.isfinite(most))}
         return next((name for name in self._parameters if name in bad), None)
 
     def close(self) -> None:
-        """Remove the autograd hooks; gradients that are there stay, in the dtype of their parameters."""
+        """Remove the autograd hooks; existing ``.grad`` stay, in the dtype of their parameters."""
         for bucket in self.buckets:
             bucket.release_parameters()
         for hook in self._hooks.values():
@@ -236,7 +244,7 @@ class GradientBuckets:
         self._asleep = set()
 
     def _build(self) -> None:
-        """Lay out the parameters that are trained and have no bucket yet: all of them, or those just unfrozen."""
+        """Make buckets for trained parameters that have none yet: all at first, later those just unfrozen."""
         new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self._places}
         own = [(n, p) for n, p in new.items() if n not in self._shared]
         for members in self._fill(reversed(own)):
@@ -258,10 +266,13 @@ class GradientBuckets:
         return bucket
 
     def arrived(self, bucket: Bucket, index: int) -> bool:
-        """Note that the gradient of one parameter has been accumulated; called by autograd.
+        """Note that autograd has accumulated a gradient, and start the reductions that are complete with it.
 
         Returns:
-            Whether there is nothing to note about further ones: they are added in place, and are not the last.
+            Whether the hook may sleep until the last micro-batch: until then gradients accumulate in place.
+
+        Raises:
+            RuntimeError: the reduction of the bucket has started already.
         """
         parameter, view = bucket.parameters[index], bucket.views[index]
         if self.on_arrival is not None:
@@ -313,7 +324,7 @@ class GradientBuckets:
                 bucket.views[index].zero_()
                 bucket.flags[index] = 0.0
         bucket.scattered = sharing.shards > 1 and self.scatters
-        if bucket.shard_only:  # the buffer holds them now, and its sum may use their memory
+        if bucket.shard_only:  # free the gradients: the buffer holds them, and its reduction may reuse their memory
             for parameter in bucket.parameters:
                 parameter.grad = None
         bucket.start_sum(self._reduce_dtype)
@@ -324,7 +335,7 @@ class GradientBuckets:
 
     @staticmethod
     def _copy_whole(bucket: Bucket) -> None:
-        """Copy all gradients of a bucket at once: one launch instead of one per parameter."""
+        """Copy all gradients into their bucket with one foreach call instead of one copy per parameter."""
         pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
@@ -341,7 +352,7 @@ class GradientBuckets:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
 
     def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-        """Group consecutive parameters of one dtype into runs of about the size of a bucket."""
+        """Group consecutive parameters of one dtype and device into runs of at most ``bucket_bytes``, or of one."""
         runs: list[list[tuple[str, nn.Parameter]]] = []
         kind, size = None, 0
         for name, parameter in members:
@@ -356,10 +367,10 @@ class GradientBuckets:
 
 
 class _ArrivalHook:
-    """Autograd's callback for one parameter.
+    """Autograd's post-accumulate hook of one parameter.
 
-    Once the gradient accumulates in place, it has nothing to do until the last micro-batch: it then takes itself off
-    the parameter, as a call per parameter and micro-batch costs more than a small layer.
+    Once the gradient accumulates in place, the hook has nothing to do until the last micro-batch. It unregisters itself
+    until then, as one call per parameter and micro-batch costs more than a small layer.
     """
 
     def __init__(self, owner: GradientBuckets, bucket: Bucket, index: int) -> None:
@@ -372,11 +383,11 @@ class _ArrivalHook:
             self._others().pop(self._handle.id, None)
 
     def wake(self) -> None:
-        """Be called again, after every other hook."""
+        """Register the hook again, behind all other hooks of the parameter."""
         self._others()[self._handle.id] = self
 
     def remove(self) -> None:
-        """Never be called again."""
+        """Remove the hook for good."""
         self._handle.remove()
 
     def _others(self) -> dict[int, Any]:

@@ -1,7 +1,8 @@
-"""Which parameters got a gradient on any rank, where gradients are scattered.
+"""Agrees which parameters got a gradient on any rank, for buckets that are reduce-scattered.
 
-A parameter without gradient is left alone by the optimizer, as in one process, but only if no replica has one for it.
-An all-reduced bucket carries the answer along; ranks that get a shard only ask for it once a step, all buckets at once.
+The optimizer skips a parameter without gradient, as in one process, but only if no replica has a gradient for it. An
+all-reduced bucket carries one flag per parameter with its gradients. For reduce-scattered buckets, one all-reduce per
+step and group carries the flags of all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from lightning_megatron.mesh.messages.collectives import start_all_reduce, wait_
 
 
 class FlagExchange:
-    """Agreement on which parameters any rank gave a gradient, for buckets of one group that were scattered."""
+    """All-reduce of the flags of reduce-scattered buckets, under way from construction to :meth:`finish`.
+
+    Args:
+        buckets: of one group, in the same order on all of its ranks.
+    """
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
@@ -23,7 +28,7 @@ class FlagExchange:
         self._flags, self._work = start_all_reduce(flags, buckets[0].sharing.group, keep=False)
 
     def finish(self) -> None:
-        """Wait; the numbers are only looked at if this rank lacks some."""
+        """Wait for the flags and set ``touched``; the device is only read if a gradient is missing on this rank."""
         wait_for(self._work, "all_reduce", self._flags, self._buckets[0].sharing.group)
         if self._complete:
             return
@@ -33,7 +38,7 @@ class FlagExchange:
 
 
 def exchange_flags(buckets: list[Bucket]) -> Iterator[FlagExchange]:
-    """Start one exchange per group."""
+    """Start one exchange per group that has reduce-scattered buckets."""
     groups: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         if bucket.scattered:

@@ -1,8 +1,8 @@
-"""Who holds the parameters of a bucket, and how they share the optimizer's work.
+"""The ranks that hold the parameters of a bucket, and how the optimizer's work is sharded over them.
 
-Every rank of ``group`` holds the same parameters. With sharding each also owns one shard of them: its part of the
-gradient's sum, of the optimizer's state and of the update. Over nodes the shards may be kept inside a node and
-repeated in every other one, so that weights are gathered over the fast links only. Example, 8 replicas,
+All ranks of ``group`` hold the same parameters. With sharding each rank also owns one shard: it reduces that shard of
+the gradients, keeps its optimizer state and updates it. Over several nodes, shards may be spread inside a node and
+replicated on every other node, so that weights are all-gathered over the fast links only. Example, 8 replicas,
 ``{"shard": 4}``::
 
     shard group   0 1 2 3 │ 4 5 6 7        reduce-scatter gradients, all-gather weights
@@ -24,17 +24,17 @@ OptimizerSharding = bool | Mapping[str, int]
 
 @dataclass(frozen=True)
 class Sharing:
-    """Holders of some parameters, seen from this rank.
+    """The ranks that hold some parameters, seen from this rank.
 
     Attributes:
-        group: all that hold them; ``None`` if nobody else does.
-        shards: ranks that share one copy of the optimizer's state; 1 without sharding.
-        rank: this rank's shard.
-        shard_group: the ranks of those shards.
-        copy_group: ranks with the same shard; ``None`` if there is only one copy.
-        copy: which copy this rank's is.
+        group: process group of all ranks that hold them; ``None`` if no other rank does.
+        shards: number of ranks over which one copy of the optimizer's state is spread; 1 without sharding.
+        rank: index of this rank's shard.
+        shard_group: process group of the ranks that hold the shards of one copy; ``None`` without sharding.
+        copy_group: process group of the ranks with the same shard; ``None`` if there is only one copy.
+        copy: index of this rank's copy.
         spans_stages: whether other pipeline stages hold them too (tied embeddings).
-        spans_tensor: whether all tensor-parallel ranks are in ``group``, each with a part of the gradient.
+        spans_tensor: whether all tensor-parallel ranks are in ``group``, each with a partial sum of the gradient.
     """
 
     group: Any = None
@@ -48,7 +48,7 @@ class Sharing:
 
     @classmethod
     def of_group(cls, group: Any, *, sharded: bool, holders: Holders | None = None) -> Sharing:
-        """All ranks of ``group`` share one copy, or each keeps its own."""
+        """Shard one copy of the optimizer's state over all ranks of ``group``, or let each rank keep its own."""
         stages, tensor = (len(holders.stages) > 1, holders.over_tensor) if holders is not None else (False, False)
         if not sharded:
             return cls(group, spans_stages=stages, spans_tensor=tensor)
@@ -57,10 +57,10 @@ class Sharing:
 
 
 def check_sharding(sharding: object) -> None:
-    """Refuse values that cannot be meant.
+    """Refuse invalid values of ``optimizer_sharding``.
 
     Raises:
-        ValueError: neither a truth value nor a dict with ``"shard"``, ``"elementwise"`` or both.
+        ValueError: neither a bool nor a dict with ``"shard"``, ``"elementwise"`` or both.
     """
     if isinstance(sharding, bool):
         return
@@ -76,12 +76,12 @@ def check_sharding(sharding: object) -> None:
 
 
 def declared_elementwise(sharding: OptimizerSharding) -> bool | None:
-    """What the user says of the optimizer: whether it updates every element by itself; ``None`` if nothing."""
+    """Whether the user declares that the optimizer updates every element by itself; ``None`` if not declared."""
     return bool(sharding["elementwise"]) if isinstance(sharding, Mapping) and "elementwise" in sharding else None
 
 
 def data_sharing(mesh: ParallelMesh, sharding: OptimizerSharding) -> Sharing:
-    """How the replicas of a stage share the optimizer; collective over the world.
+    """How the optimizer is sharded over the replicas of a stage; collective over the world.
 
     Raises:
         ValueError: the number of shards does not divide the number of replicas.
@@ -105,8 +105,9 @@ def data_sharing(mesh: ParallelMesh, sharding: OptimizerSharding) -> Sharing:
 
 
 def _subgroups(mesh: ParallelMesh, size: int) -> tuple[Any, Any]:
-    """Groups of ``size`` neighbouring replicas, and of those with the same place in them: two calls, whatever the
-    size of the world.
+    """This rank's group of ``size`` neighbouring replicas, and its group of replicas with the same index in theirs.
+
+    Two calls of ``new_subgroups_by_enumeration``, whatever the size of the world.
     """
     layout = mesh.layout
     others = [

@@ -1,4 +1,4 @@
-"""Gradients of a rank that shares no parameter with another: autograd's own, which nothing has to watch."""
+"""Gradients of a rank that shares no parameter with another: autograd's own, without buckets or reductions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class LocalGradients:
-    """What ``GradientBuckets`` does, where there is nothing to sum.
+    """Takes the place of ``GradientBuckets`` where gradients need no reduction.
 
     Args:
         parameters: all parameters on this rank, trained or not.
@@ -23,28 +23,28 @@ class LocalGradients:
     def begin(
         self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
     ) -> None:
-        """Prepare for the backward(s) of one batch: ``fresh`` ones start from nothing, others add to ``.grad``."""
+        """Prepare for the backward(s) of one batch: clear ``.grad`` if ``fresh``, else accumulate into it."""
         self._withdrawn = None
         if fresh:
             for parameter in self._parameters:
                 parameter.grad = None
 
     def withdraw(self) -> None:
-        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
+        """Set ``.grad`` aside, so that ``zero_grad`` between the step and its backward cannot clear it."""
         self._withdrawn = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
     def set_final(self, final: bool | frozenset[int]) -> None:
-        """Nobody waits for the last gradient."""
+        """Do nothing: no reduction waits for the last gradient."""
 
     def finish(self) -> None:
-        """Put the gradients back where they were."""
+        """Put gradients that were set aside back into ``.grad``."""
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is not None:
             for parameter, grad in zip(self._parameters, withdrawn, strict=True):
                 parameter.grad = grad
 
     def close(self) -> None:
-        """Let go of gradients that were withdrawn."""
+        """Free gradients that were set aside."""
         self._withdrawn = None

@@ -1,9 +1,9 @@
-"""Which parameters layers hold in 16 bits while the optimizer keeps them in 32.
+"""Chooses the parameters that layers hold in 16 bits while the optimizer keeps float32 master weights.
 
-Under autocast a linear or a convolution casts its float32 weight to 16 bits whenever it runs, so keeping it in 16 bits
-changes none of its results and saves the cast and half the memory. Embeddings are held so too, which makes the hidden
-state start out in 16 bits. Everything else (norms, and parameters that a module's own code uses) stays in float32:
-there autocast computes in float32.
+Under autocast a linear or a convolution casts its float32 weight to 16 bits whenever it runs. Holding the weight in 16
+bits gives the same results, and saves the cast and half the memory. Embeddings are held in 16 bits too, so that hidden
+states are in 16 bits from the start. All other parameters (of norms, and those that a module's own code uses) stay in
+float32, as autocast computes with them in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KINDS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
 def lowered_parameters(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Names of the parameters that layers hold in ``dtype``; none for ``None``."""
+    """Parameters that layers hold in ``dtype``: name -> ``dtype``; empty for ``None``."""
     if dtype is None:
         return {}
     found = {id(p) for child in module.modules() if _computes_low(child) for p in child.parameters(recurse=False)}

@@ -1,8 +1,8 @@
-"""Where the parameters of a bucket lie in its flat buffer, and which part of each belongs to which shard.
+"""Layout of parameters in the flat buffer of a bucket, and the part of each parameter in each shard.
 
-A bucket is cut into equal shards, one per rank that shares the optimizer's work. Optimizers that treat every element
-by itself do not care where the cuts fall, so parameters lie end to end and a cut may go through the middle of one.
-Those that need whole matrices get shards that end where parameters end, at the price of some padding::
+A bucket is cut into equal shards, one per rank of the shard group. For an optimizer that updates every element by
+itself, parameters lie end to end and a cut may go through one. For an optimizer that needs whole matrices, shards end
+where parameters end, which costs some padding::
 
     sizes 6 4 5, two shards     elements   a a a a a a b b │ b b c c c c c .
                                 whole      a a a a a a . . . │ b b b b c c c c c
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     at: int
 
     def of(self, shard: Tensor) -> Tensor:
-        """These elements of a shard, as a view."""
+        """View of these elements in a shard; ``shard``: [elements of a shard] -> [stop - start]."""
         return shard[self.at : self.at + self.stop - self.start]
 
 
@@ -36,7 +36,7 @@ class Placement:
 
     Attributes:
         sizes: elements of each parameter.
-        offsets: where each begins in the buffer.
+        offsets: index in the buffer of the first element of each parameter.
         shard: elements of one shard.
         shards: number of shards; the buffer has ``shard * shards`` elements.
     """
@@ -56,7 +56,7 @@ class Placement:
         return rank * self.shard, (rank + 1) * self.shard
 
     def parts(self, rank: int) -> list[Part]:
-        """What of each parameter lies in shard ``rank``, in order; parameters elsewhere are left out."""
+        """The parts of parameters in shard ``rank``, in order; parameters outside of it are left out."""
         low, high = self.bounds(rank)
         found = []
         for member, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):

@@ -1,1 +1,1 @@
-"""The user's optimizer stepping on this rank's share of the weights."""
+"""Steps the user's optimizer on this rank's shard of the weights."""

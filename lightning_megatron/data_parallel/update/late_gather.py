@@ -1,14 +1,14 @@
-"""Weights travel while the next step begins: each bucket is waited for just before a module uses it.
+"""Overlaps the all-gather of updated weights with the next forward: a module waits for a bucket just before it runs.
 
 ::
 
     update │ all-gather: bucket 2 ─ bucket 1 ─ bucket 0
            │ loader, embedding ─ wait 2 ─ layer 0 ─ wait 1 ─ layer 1 ─ ...
 
-A module waits for its own parameters when it is called. Code that uses a parameter without calling its module
-(``F.linear(x, self.embed.weight)``) would read old numbers, so the first step of a run is watched: buckets of
-parameters that are used so are waited for before every step. A parameter that is used so later, but was not in the
-first step, is an error.
+A forward pre-hook of each module waits for the module's own parameters. Code that uses a parameter without calling its
+module (``F.linear(x, self.embed.weight)``) would read stale weights. The first step of a run is therefore observed: the
+buckets of parameters used in this way are waited for before every later step. If a later step uses another parameter
+in this way, an error is raised when its gradient arrives.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _VIEWS = ("data", "T", "mT", "H", "mH", "real", "imag")
 
 
 class LateGather:
-    """Starts gathers, and waits for them as late as possible.
+    """Starts the all-gathers of updated weights, and waits for each as late as possible.
 
     Args:
-        module: its modules wait for their own parameters.
-        buckets: what is gathered.
+        module: its submodules get forward pre-hooks that wait for their own parameters.
+        buckets: hold the weights to gather.
     """
 
     def __init__(self, module: nn.Module, buckets: GradientBuckets) -> None:
@@ -51,7 +51,7 @@ class LateGather:
         buckets.on_arrival = self.check
 
     def close(self) -> None:
-        """Wait for everything and remove the hooks."""
+        """Wait for all gathers and remove the hooks."""
         self.finish()
         for hook in self._hooks:
             hook.remove()
@@ -59,19 +59,19 @@ class LateGather:
         self._buckets.on_arrival = None
 
     def start(self, buckets: Sequence[Bucket]) -> None:
-        """Start gathering the updated weights of some buckets, in the order in which layers will ask for them."""
+        """Start all-gathers of updated weights, last bucket first: the order in which the forward needs them."""
         for bucket in reversed(buckets):
             bucket.start_gather()
             self._pending[id(bucket)] = bucket
 
     def finish(self) -> None:
-        """Wait for all weights."""
+        """Wait for all gathers under way."""
         while self._pending:
             self._pending.popitem()[1].finish_gather()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step, watching the first one."""
+        """Run a training step; the first one is observed for parameters used without calling their module."""
         self._called.clear()
         for bucket in self._early.values():
             self._wait(bucket)
@@ -83,7 +83,7 @@ class LateGather:
         self._watched_a_step = True
 
     def called(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that a module is about to use its own parameters, and wait for them."""
+        """Note that a module is about to run, and wait for its own parameters."""
         self._called.add(id(module))
         if self._pending:
             for parameter in parameters:
@@ -92,7 +92,10 @@ class LateGather:
                     self._wait(place[0])
 
     def used(self, parameter: Tensor) -> None:
-        """Note a use in the watched step: one before any module of the parameter was called asks for an early wait."""
+        """Note a use in the observed step.
+
+        If none of the modules that hold the parameter has been called yet, its bucket is waited for before every step.
+        """
         owners = self._owners.get(id(parameter))
         if owners is None or any(owner in self._called for owner in owners):
             return
@@ -101,10 +104,14 @@ class LateGather:
             self._early[id(place[0])] = place[0]
 
     def check(self, bucket: Bucket, index: int) -> None:
-        """Refuse a gradient of a parameter that nothing has waited for.
+        """Refuse the gradient of a parameter that was used without a wait for its bucket.
+
+        Args:
+            bucket: of the parameter whose gradient has arrived.
+            index: of the parameter in the bucket.
 
         Raises:
-            RuntimeError: its module was not called, and it was not used in the first step.
+            RuntimeError: no module that holds it was called, and it was not used so in the first step.
         """
         if id(bucket) in self._early or not self._watched_a_step:
             return
@@ -121,7 +128,7 @@ class LateGather:
 
 
 class _Wait:
-    """Forward pre-hook of a module that has parameters of its own."""
+    """Forward pre-hook of a module with parameters of its own: waits for their buckets."""
 
     def __init__(self, owner: LateGather, parameters: list[nn.Parameter]) -> None:
         self._owner, self._parameters = owner, parameters
@@ -131,7 +138,7 @@ class _Wait:
 
 
 class _UseWatch(TorchFunctionMode):
-    """Sees every call of torch with a parameter among its arguments."""
+    """Reports every torch function called with a parameter among its arguments."""
 
     def __init__(self, owner: LateGather) -> None:
         super().__init__()
@@ -147,7 +154,7 @@ class _UseWatch(TorchFunctionMode):
 
 
 def _reads_values(func: Any) -> bool:
-    """Whether a call may look at numbers: not if it gets or sets an attribute such as ``shape`` or ``grad``."""
+    """Whether a call may read values: false if it gets or sets an attribute such as ``shape`` or ``grad``."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS

@@ -1,7 +1,7 @@
-"""A loss scale for float16: the largest that does not overflow, found by trying, the same on every rank.
+"""Dynamic loss scaling for float16: the same scale on every rank, as large as gradients allow without overflow.
 
-Gradients below 6e-8 vanish in float16. The loss is therefore multiplied by a scale before the backward, and the summed
-gradients are divided by it. Steps with an overflow anywhere are skipped everywhere::
+Gradients below 6e-8 underflow to zero in float16. The loss is therefore multiplied by a scale before the backward, and
+the summed gradients are divided by it. If gradients overflow on any rank, all ranks skip the step::
 
     growth_interval steps without overflow        scale × growth_factor
     hysteresis steps with overflow in a row       scale × backoff_factor
@@ -17,7 +17,17 @@ from typing import Any
 
 @dataclass
 class LossScale:
-    """The scale and what led to it."""
+    """The scale, and the counters that decide when it grows or backs off.
+
+    Attributes:
+        scale: factor of the loss.
+        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: factor of the scale after ``hysteresis`` steps with overflow in a row.
+        growth_interval: in steps.
+        hysteresis: in steps.
+        good_steps: steps without overflow since the scale last grew or a step overflowed.
+        bad_steps: steps with overflow in a row.
+    """
 
     scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -28,7 +38,11 @@ class LossScale:
     bad_steps: int = 0
 
     def update(self, overflowed: bool) -> None:
-        """Follow a step: grow after many good ones, back off after bad ones."""
+        """Count a step, and let the scale grow or back off.
+
+        Args:
+            overflowed: whether a gradient overflowed on any rank.
+        """
         if overflowed:
             self.good_steps, self.bad_steps = 0, self.bad_steps + 1
             if self.bad_steps >= self.hysteresis:
@@ -39,13 +53,11 @@ class LossScale:
             self.scale, self.good_steps = self.scale * self.growth_factor, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as numbers."""
+        """All fields, as Python numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved scale; entries this class does not have are left out (torch's GradScaler names two
-        things otherwise).
-        """
+        """Load a saved scale, also one of torch's ``GradScaler``; unknown entries are ignored."""
         renamed = {"_growth_tracker": "good_steps"}
         for key, value in state.items():
             name = renamed.get(key, key)

@@ -1,9 +1,9 @@
-"""The user's own optimizer steps on this rank's pieces: only what its groups hold changes, and only while it steps.
+"""Runs the user's own optimizer on this rank's pieces of the parameters, which replace them only during its step.
 
-Between steps the optimizer holds the module's parameters, as the user made it, so that ``zero_grad``,
-``toggle_optimizer``, learning-rate schedulers, ``add_param_group`` and the user's own loops over ``param_groups`` mean
-what they always do. When the closure has run, each parameter in the groups gives way to this rank's piece of it; after
-the update the parameters come back, and the updated weights are gathered::
+Between steps the optimizer's groups hold the module's parameters, so ``zero_grad``, ``toggle_optimizer``, learning-rate
+schedulers, ``add_param_group`` and the user's own loops over ``param_groups`` work as usual. Once the closure has run,
+each parameter in the groups is replaced by this rank's piece of it. After the update the parameters are put back, and
+the updated weights are all-gathered::
 
     optimizer.step(closure)
         closure()                       gradients are summed; hooks and clipping run
@@ -12,8 +12,8 @@ the update the parameters come back, and the updated weights are gathered::
         groups: pieces -> parameters
         weights: every rank's shard to all
 
-State belongs to pieces. What an optimizer keeps for whole parameters (made in its constructor, or loaded) is cut down
-when it first steps.
+The optimizer's state is that of pieces. State for full parameters (made in the optimizer's constructor, or loaded) is
+cut down to the pieces at the next step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
 
 
 class PiecewiseUpdate:
-    """Makes one optimizer update pieces.
+    """Makes one optimizer update this rank's pieces, by hooks around its ``step`` and ``state_dict``.
 
     Args:
         optimizer: as ``configure_optimizers`` returned it.
-        buckets: gives the pieces.
-        late: waits for gathered weights later; by default the step ends when they are there.
-        wholes: puts matrices together that tensor-parallel ranks hold in slices, for an optimizer that needs them.
+        buckets: hold the pieces.
+        late: overlaps the all-gather of weights with the next forward; without it, the step ends after the all-gather.
+        wholes: assembles matrices from the slices of tensor-parallel ranks, for an optimizer that needs whole ones.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class PiecewiseUpdate:
         optimizer.register_state_dict_post_hook(self._after_state_dict)
 
     def close(self) -> None:
-        """Let the optimizer update what it holds; its state stays that of the pieces."""
+        """Put the parameters back and remove the hooks around ``step``; the state stays that of the pieces."""
         self.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def skip(self) -> None:
-        """Let the step that is under way change nothing."""
+        """Skip the update of the step under way: weights and optimizer state stay as they are."""
         self._skips = True
 
     def restore(self) -> None:
@@ -87,7 +87,7 @@ class PiecewiseUpdate:
             self._wholes.release()
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
-        """The optimizer's parameters of which this rank has a piece, and the piece."""
+        """Yield each parameter of the optimizer that has a piece on this rank, and the piece."""
         groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
         for parameter in (p for group in groups for p in group):
             piece = self._buckets.piece_of(parameter)
@@ -95,7 +95,11 @@ class PiecewiseUpdate:
                 yield parameter, piece
 
     def cut_state(self) -> None:
-        """Cut state that was made for whole parameters down to the pieces."""
+        """Cut state of full parameters down to this rank's pieces.
+
+        Raises:
+            RuntimeError: the optimizer made state for a slice of a matrix that it updates as a whole.
+        """
         state = self._optimizer.state
         held = {id(key) for key in state}
         groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
@@ -138,7 +142,11 @@ class PiecewiseUpdate:
             group["params"] = [update for update in found if update is not None]
 
     def _update_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What the optimizer updates in place of a parameter; ``None`` if this rank has no part in it."""
+        """The tensor that the optimizer updates in place of a parameter; ``None`` if another rank updates it.
+
+        Raises:
+            RuntimeError: the parameter has a gradient that was never reduced, as it was frozen when the batch began.
+        """
         bucket, index = self._buckets.place_of(parameter) or (None, 0)
         if bucket is not None:
             piece = bucket.pieces.get(index)
@@ -169,7 +177,7 @@ class PiecewiseUpdate:
                 bucket.finish_gather()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Let ``optimizer.state_dict()`` number states by the parameters in the groups; values are those of pieces."""
+        """Key the state of pieces by the parameters in the groups, which ``state_dict`` numbers."""
         self.cut_state()
         self._state, own = optimizer.state, dict(optimizer.state)
         keys = [(parameter, key_of(parameter, piece, self._wholes)) for parameter, piece in self.pieces()]
@@ -180,7 +188,7 @@ class PiecewiseUpdate:
         optimizer.state, self._state = self._state, None
 
     def _touched_buckets(self) -> list[Bucket]:
-        """Buckets with a parameter of this optimizer that got a gradient, on whichever rank; equal on all of them."""
+        """Buckets in which a parameter of this optimizer got a gradient on any rank; the same list on all ranks."""
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return [
             bucket
@@ -190,7 +198,7 @@ class PiecewiseUpdate:
 
 
 class _EnteringClosure:
-    """The user's closure; the pieces take their place when it has run."""
+    """Runs the user's closure, then replaces the parameters by their pieces."""
 
     def __init__(self, closure: Callable[[], Any], enter: Callable[[], None]) -> None:
         self._closure, self._enter = closure, enter
@@ -203,7 +211,11 @@ class _EnteringClosure:
 
 
 def key_of(parameter: nn.Parameter, piece: Piece, wholes: WholeMatrices | None) -> nn.Parameter | None:
-    """What an optimizer updates, and keeps state for, in place of a piece; ``None`` if another rank does."""
+    """The tensor that the optimizer updates, and keys its state by: the piece, or the whole matrix on its owner.
+
+    Returns:
+        ``None`` if another tensor rank owns the matrix.
+    """
     matrix = wholes.matrix_of(parameter) if wholes is not None else None
     if matrix is None or wholes is None:
         return piece.update
@@ -211,10 +223,10 @@ def key_of(parameter: nn.Parameter, piece: Piece, wholes: WholeMatrices | None) 
 
 
 def _cut(value: Any, parameter: nn.Parameter, piece: Piece, key: nn.Parameter) -> Any:
-    """State of a parameter -> state of its piece; numbers, and tensors of another shape, are for the whole.
+    """Cut a state value of a parameter to that of its piece; numbers and tensors of another shape stay as they are.
 
     Raises:
-        RuntimeError: the optimizer made state for a slice of a matrix that it is to update as a whole.
+        RuntimeError: the optimizer made state for a slice of a matrix that it updates as a whole.
     """
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
         if key is not piece.update:

@@ -1,9 +1,10 @@
-"""What may be cut up for an optimizer: found by trying it out on a few numbers.
+"""Finds out whether an optimizer can step on pieces of parameters, by running a copy of it on small matrices.
 
-AdamW updates every element by itself, Muon every matrix, LBFGS everything at once. An optimizer of the first kind can
-step on any piece of a parameter, one of the second on whole parameters only. Class names do not tell (optimizers come
-from anywhere, and subclasses change things), so a copy of the user's optimizer, with its options, steps on a small
-matrix and on pieces of the same matrix, and the results are compared.
+AdamW updates every element by itself, Muon every matrix, LBFGS all parameters together. An optimizer of the first kind
+can step on any piece of a parameter, one of the second kind only on whole parameters. The class of an optimizer does
+not tell its kind: optimizers come from any library, and subclasses may change the update. A copy of the user's
+optimizer, with its options, therefore steps on small matrices and on pieces of the same matrices, and the results are
+compared.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ class Independence(Enum):
 def smallest_independence(
     optimizers: Sequence[Optimizer], device: torch.device, elementwise: bool | None = None
 ) -> Independence:
-    """The least that any of the optimizers allows, agreed over all ranks (one may hold nothing to try it with).
+    """The coarsest unit that any of the optimizers updates by itself; equal on all ranks.
+
+    Collective over the world unless ``elementwise`` is ``True``: a rank whose optimizers hold no parameters cannot find
+    out by itself.
 
     Args:
         optimizers: of the module.
         device: where their parameters are.
-        elementwise: what the user declares: ``True`` is taken for granted, ``False`` allows whole parameters at best.
+        elementwise: what the user declares: ``True`` skips the trial, ``False`` excludes ``ELEMENT``.
     """
     if elementwise:
         return Independence.ELEMENT
@@ -53,14 +57,14 @@ def smallest_independence(
 
 
 def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
-    """Try a copy of ``optimizer`` on small float32 matrices; it and its state are not changed.
+    """Run a copy of ``optimizer`` on small float32 matrices; the optimizer and its state stay unchanged.
 
     Args:
-        optimizer: with its parameter groups; the options of each are tried.
+        optimizer: the trial uses the options of each of its parameter groups.
         device: where its parameters are.
 
     Returns:
-        What it updates by itself; ``ELEMENT`` for an optimizer that holds nothing on this rank.
+        The smallest unit that it updates by itself; ``ELEMENT`` for an optimizer without parameters on this rank.
     """
     if not any(group["params"] for group in optimizer.param_groups):
         return Independence.ELEMENT
@@ -72,14 +76,14 @@ def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
     try:
         together = _train(optimizer, pairs, start, grads)
         halves = [_train(optimizer, [[pair[side]] for pair in pairs], start, grads) for side in (0, 1)]
-    except Exception:  # it wants a closure, or something else that only its own training loop gives it
+    except Exception:  # it needs a closure, or something else that only the user's training loop provides
         return Independence.NONE
     apart = {index: value for half in halves for index, value in half.items()}
     if not _alike(together, apart):
         return Independence.NONE
     try:
         pieces = _train(optimizer, pairs, start, grads, cut=True)
-    except Exception:  # it refuses vectors
+    except Exception:  # it does not accept 1-d parameters
         return Independence.PARAMETER
     return Independence.ELEMENT if _alike(together, pieces) else Independence.PARAMETER
 
@@ -96,7 +100,18 @@ def _train(
     *,
     cut: bool = False,
 ) -> dict[int, Tensor]:
-    """Values of the matrices, by index, after a few steps of a copy of the optimizer with these in its groups."""
+    """Train matrices for a few steps with a copy of the optimizer.
+
+    Args:
+        optimizer: the one to copy.
+        members: per parameter group, indices of its matrices.
+        start: initial values of the matrices.
+        grads: per step, gradients of the matrices.
+        cut: whether to train each matrix as several flat pieces.
+
+    Returns:
+        Index -> flattened values after the last step.
+    """
     pieces: dict[int, list[nn.Parameter]] = {}
     for index in (index for group in members for index in group):
         parts = _cut(start[index]) if cut else [start[index]]
@@ -116,9 +131,9 @@ def _cut(matrix: Tensor) -> list[Tensor]:
 
 
 def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Any:
-    """An optimizer like the given one for other parameters, without state and without the user's hooks.
+    """Copy an optimizer for other parameters, without its state and without the user's step hooks.
 
-    A learning rate of zero, as at the start of a warm-up, would make everything look alike, so it is replaced.
+    The learning rate is replaced: with a rate of zero, as at the start of a warm-up, all results would be equal.
     """
     trial: Any = copy.copy(optimizer)
     trial.__dict__ = {name: copy.copy(value) for name, value in optimizer.__dict__.items() if name != "step"}
@@ -133,11 +148,11 @@ def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Any:
 
 
 def _make_first_state(optimizer: Optimizer, trial: Any) -> None:
-    """Give the copy what the optimizer's constructor makes for every parameter (Adagrad's sums)."""
+    """Give the copy the state that the optimizer's constructor makes for every parameter (Adagrad's sums)."""
     known = [[p for p in group["params"] if p in optimizer.state] for group in optimizer.param_groups]
     everywhere = [p for group in known for p in group]
     for group, new in zip(known, trial.param_groups, strict=True):
-        # Of a scalar, shapes do not tell what is per element.
+        # Prefer a parameter with dims: the shape of a scalar's state does not tell which values are per element.
         first = max([*group, *everywhere], key=lambda p: p.dim() > 0, default=None)
         if first is not None:
             for parameter in new["params"]:

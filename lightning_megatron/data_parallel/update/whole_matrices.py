@@ -1,15 +1,15 @@
-"""Matrices that tensor-parallel ranks hold in slices, put together for an optimizer that needs them whole.
+"""Assembles matrices from the slices of tensor-parallel ranks, for optimizers that need them whole.
 
-Muon orthogonalizes a matrix, Adafactor looks at its rows and columns: neither can step on a slice. Each such parameter
-belongs to one rank of the tensor group. That rank gets all slices of its weight and gradient, updates the whole, and
-gives the slices of the new weight back. It alone keeps the optimizer's state::
+Muon orthogonalizes a matrix, and Adafactor uses its row and column means: neither can step on a slice. One rank of the
+tensor group owns each such parameter. The owner receives all slices of weight and gradient, updates the whole matrix,
+and sends the slices of the new weight back. Only the owner keeps the optimizer's state::
 
                      slices            all-to-all                    all-to-all
     tensor rank 0    a0 b0 c0    →     a0 a1 c0 c1    update a, c    →    a0 b0 c0
     tensor rank 1    a1 b1 c1    →     b0 b1          update b       →    a1 b1 c1
 
-One message in each direction carries all parameters. Parameters that every tensor-parallel rank holds whole are updated
-by each of them, as ever.
+One message per dtype carries all parameters in each direction. Parameters that are replicated over the tensor group are
+updated by every rank of it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.watch import waits
 
 Slices = tuple[ShardSpec, ...]
-"""What each rank of the tensor group holds of one parameter."""
+"""The slice of one parameter on each rank of the tensor group."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that is put together for its update.
+    """A split parameter that is assembled for its update.
 
     Attributes:
-        slices: what each rank of the tensor group holds.
+        slices: the slice on each rank of the tensor group.
         owner: the rank of the tensor group that updates it.
-        update: what stands in for it in the owner's optimizer; it holds numbers during an update only.
+        update: the parameter of global shape that the owner's optimizer updates; it has storage during an update only.
     """
 
     slices: Slices
@@ -47,7 +47,7 @@ class Matrix:
 
     @property
     def spec(self) -> ShardSpec:
-        """The logical parameter as one piece."""
+        """The logical parameter as one unsplit tensor."""
         return ShardSpec.whole(self.slices[0].global_shape)
 
 
@@ -56,7 +56,7 @@ class WholeMatrices:
 
     Args:
         group: the tensor group.
-        slices_of: how the tensor group holds a parameter; ``None`` if every rank has all of it.
+        slices_of: parameter -> its slices over the tensor group; ``None`` if every rank has all of it.
     """
 
     def __init__(self, group: Any, slices_of: Callable[[nn.Parameter], Slices | None]) -> None:
@@ -67,9 +67,10 @@ class WholeMatrices:
         self._gathered: list[tuple[Matrix, Piece]] = []
 
     def matrix_of(self, parameter: nn.Parameter) -> Matrix | None:
-        """How a parameter of which this rank has a piece is put together; ``None`` for one that is whole here.
+        """The matrix of a parameter; ``None`` if the parameter is not split.
 
-        The owner is the rank with the least to do, so parameters must be asked for in the same order on all ranks.
+        A new matrix is given to the rank that owns the fewest elements so far, so all ranks of the tensor group must
+        ask for parameters in the same order.
         """
         found = self._matrices.get(id(parameter))
         slices = self._slices_of(parameter) if found is None else None
@@ -85,10 +86,10 @@ class WholeMatrices:
         return matrix.owner == self._rank
 
     def gather(self, pieces: Sequence[tuple[nn.Parameter, Piece]]) -> None:
-        """Bring weights and gradients to the owners; collective over the tensor group.
+        """Send weights and gradients to the owners (all-to-all); collective over the tensor group.
 
         Args:
-            pieces: this rank's pieces of all parameters that are updated, in the same order on all ranks.
+            pieces: this rank's pieces of all parameters to update, in the same order on all ranks.
         """
         members = [(matrix, piece) for parameter, piece in pieces if (matrix := self.matrix_of(parameter)) is not None]
         self._gathered = [(matrix, piece) for matrix, piece in members if piece.update.grad is not None]
@@ -107,7 +108,7 @@ class WholeMatrices:
                 matrix.update.grad = grad
 
     def scatter(self) -> None:
-        """Bring the slices of updated weights back; collective over the tensor group."""
+        """Send slices of the updated weights back (all-to-all); collective over the tensor group."""
         gathered, self._gathered = self._gathered, []
         for dtype in _dtypes(gathered):
             chosen = [(matrix, piece) for matrix, piece in gathered if piece.update.dtype == dtype]
@@ -117,12 +118,12 @@ class WholeMatrices:
             received = self._exchange(parts, sizes, chosen[0][1].update.data)
             for rank, line in enumerate(received):
                 for (matrix, piece), part in zip([e for e in chosen if e[0].owner == rank], line, strict=True):
-                    for box in matrix.slices[self._rank].boxes:  # padding keeps its numbers
+                    for box in matrix.slices[self._rank].boxes:  # padding keeps its values
                         box.of_local(piece.update.data).copy_(box.of_local(part))
         self.release()
 
     def release(self) -> None:
-        """Let go of whole matrices."""
+        """Free the assembled matrices and their gradients."""
         self._gathered = []
         for matrix in self._matrices.values():
             if matrix.update.grad is not None:
@@ -149,7 +150,7 @@ def _dtypes(members: Sequence[tuple[Matrix, Piece]]) -> list[torch.dtype]:
 
 
 def _assemble(matrix: Matrix, flat: Sequence[Tensor]) -> Tensor:
-    """The whole from the flattened slices of all ranks."""
+    """The matrix of global shape, from the flattened slices of all ranks of the tensor group."""
     whole = flat[0].new_empty(matrix.slices[0].global_shape)
     for spec, part in zip(matrix.slices, flat, strict=True):
         spec.write_into(whole, part.view(spec.local_shape))
