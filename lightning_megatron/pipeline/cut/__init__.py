@@ -1,1 +1,1 @@
-"""Where a module is cut into stages, and which stage owns what."""
+"""Cuts a module into stages: finds its trunk, balances the layers, and places all other parts."""

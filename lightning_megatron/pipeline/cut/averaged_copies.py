@@ -1,14 +1,14 @@
 """Copies of trained parts that hooks update: averaged weights (EMA), mean teachers, momentum encoders, target networks.
 
-A step does not train them; a hook walks a copy and its source side by side and mixes the one into the other. Under a
-pipeline each stage has only its own part of the source. So every stage keeps the whole copy, but outside of a step it
-shows, of the copy, just what it has the source of::
+No step trains a copy; a hook iterates over a copy and its source in parallel and mixes the source into the copy. Under
+a pipeline each stage has only its own layers of the source. Every stage therefore keeps the whole copy, but outside of
+a step it lists only the parameters of the copy whose source it has::
 
     source   layers.0  layers.1 │ layers.2  layers.3        stage 0 updates copies of 0 and 1, stage 1 those of 2 and 3
-    copy     layers.0  layers.1   layers.2  layers.3        both keep all four; what changed is handed round
+    copy     layers.0  layers.1   layers.2  layers.3        both keep all four; changes are broadcast
 
-Names, ``zip`` over both, and ``torch.optim.swa_utils.AveragedModel`` then do the right thing, and every parameter of
-the copy is updated by the stage that can. ``strategy.logs.averaged_copies`` hands the results round.
+So names, ``zip`` over both and ``torch.optim.swa_utils.AveragedModel`` work, and each parameter of the copy is updated
+by the stage that has its source. ``strategy.logs.copy_exchange`` broadcasts the updated values to the other stages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _Look = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Copy:
-    """A module that a hook updates from another one of the same shapes.
+    """A module that a hook updates from another module with parameters of the same names and shapes.
 
     Attributes:
-        name: its dotted name.
-        source: that of what it is a copy of; ``""`` where several modules could be.
-        own_prefix: what the names of its tensors begin with, such as ``"module."`` in a wrapper.
-        source_prefix: the same of its source.
+        name: dotted name of the copy.
+        source: dotted name of its source; ``""`` if several modules could be the source.
+        own_prefix: common prefix of the parameter names inside the copy, such as ``"module."`` in a wrapper.
+        source_prefix: common prefix of the parameter names inside the source.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Copy:
     source_prefix: str = ""
 
     def source_of(self, name: str) -> str | None:
-        """Full name of the tensor that the copy's tensor ``name`` follows; ``None`` if it follows none."""
+        """Full name of the source tensor of the copy's tensor ``name``; ``None`` if it has no known source."""
         start = f"{self.name}.{self.own_prefix}"
         if not self.source or not name.startswith(start):
             return None
@@ -55,11 +55,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a module keeps beside its trained weights.
+    """All copies that a module keeps beside its trained weights.
 
     Attributes:
-        sources: the modules that are copies.
-        buffers: buffers that hold averages of parameters.
+        sources: the submodules that are copies.
+        buffers: dotted names of buffers that hold averages of parameters.
     """
 
     sources: tuple[Copy, ...] = ()
@@ -73,15 +73,15 @@ class Copies:
         return any(lies_in(name, copy.name) for copy in self.sources)
 
     def lie_in(self, part: str) -> bool:
-        """Whether ``part`` belongs to a copy, or has one inside."""
+        """Whether ``part`` belongs to a copy, or contains one."""
         return self.covers(part) or any(lies_in(copy.name, part) for copy in self.sources)
 
     def source_of(self, name: str) -> str | None:
-        """Name of the tensor that the tensor ``name`` is a copy of; ``None`` if it is no copy, or of nothing known."""
+        """Full name of the source of the tensor ``name``; ``None`` if it is no copy, or its source is not known."""
         return next((found for copy in self.sources if (found := copy.source_of(name)) is not None), None)
 
     def without_trained(self, module: nn.Module, trained: Set[int]) -> Copies:
-        """Those that no optimizer updates: a part may be called like a copy and be none.
+        """The copies without those that an optimizer updates: a part may be named like a copy and not be one.
 
         Args:
             module: the whole module, cut or not.
@@ -91,17 +91,17 @@ class Copies:
         return replace(self, sources=tuple(kept))
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """Everything that hooks may write, by name."""
+        """Name -> parameter or buffer, for all tensors of copies."""
         named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
         return {name: tensor for name, tensor in named if name in self.buffers or self.covers(name)}
 
 
 def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
-    """Look for parts that are frozen, or called a copy, and have the names and shapes of a trained part.
+    """Find parts that are frozen, or named like a copy, and have the parameter names and shapes of a trained part.
 
     Args:
         module: the whole module, real or on the meta device.
-        trunk: its layers; never a copy themselves.
+        trunk: its layers, which are never copies.
     """
     looks: dict[_Look, list[str]] = {}
     for name, child in module.named_modules():
@@ -149,14 +149,14 @@ def _is_copy(path: str, module: nn.Module) -> bool:
 
 
 def _is_shared(module: nn.Module, path: str) -> bool:
-    """Whether a part is another name of something else, or tied to it: then it holds the same weights, not a copy."""
+    """Whether a part shares a parameter with the rest of the module, so that it is tied and not a copy."""
     named = list(module.named_parameters(remove_duplicate=False))
     inside = {id(parameter) for name, parameter in named if lies_in(name, path)}
     return any(id(parameter) in inside for name, parameter in named if not lies_in(name, path))
 
 
 def _source(copy: str, candidates: list[str]) -> str:
-    """The module that ``copy`` is a copy of: the only one that looks so, or the only one with such a name."""
+    """The only candidate, or the only one whose name is in the name of ``copy``; otherwise empty."""
     outer = [name for name in candidates if not any(name != other and lies_in(name, other) for other in candidates)]
     if len(outer) == 1:
         return outer[0]
@@ -166,20 +166,20 @@ def _source(copy: str, candidates: list[str]) -> str:
 
 
 def _look(module: nn.Module) -> _Look:
-    """Names and shapes of a module's parameters, without the prefix that all of them have."""
+    """Names and shapes of a module's parameters, with their common prefix removed."""
     start = len(_prefix(module))
     return tuple((name[start:], tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 def _prefix(module: nn.Module) -> str:
-    """What the names of all parameters begin with: ``"module."`` in a wrapper."""
+    """Common prefix of the names of all parameters: ``"module."`` in a wrapper."""
     paths = [name.split(".")[:-1] for name, _ in module.named_parameters()]
     shared = [levels[0] for levels in takewhile(lambda levels: len(set(levels)) == 1, zip(*paths, strict=False))]
     return "".join(f"{level}." for level in shared)
 
 
 def _averages(module: nn.Module, trunk: Trunk) -> tuple[str, ...]:
-    """Buffers of a module that keeps averages of parameters in them: it has one of each shape of a layer's."""
+    """Names of buffers that hold averages: those of modules with a buffer for each shape of a layer's parameters."""
     layer = next((layer for layer in trunk.layers(module) if any(True for _ in layer.parameters())), None)
     if layer is None:
         return ()

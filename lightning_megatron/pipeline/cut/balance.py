@@ -1,8 +1,8 @@
-"""Which stage gets how many layers.
+"""Balances the layers over the stages.
 
-What a stage does per micro-batch sets the pace of the whole pipeline, and with several chunks per stage that is the sum
-of its chunks: where stage 0 has the first and the last piece of the module, as in a V, it has the embedding and the
-head, so its pieces should have fewer layers.
+The slowest stage sets the pace of the whole pipeline. With several chunks per stage, its time per micro-batch is the
+sum over its chunks. In a V schedule stage 0 has the first and the last chunk, and with them the embedding and the head,
+so its chunks should have fewer layers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], owners: Sequence[int], before: float = 0.0, after: float = 0.0) -> list[int]:
-    """Contiguous split of layers into non-empty runs, one per virtual stage.
+    """Split layers into contiguous non-empty runs, one per virtual stage.
 
-    The slowest stage, over all its runs, is as fast as can be; among equals the largest run is small, then all are
-    even. With one run per stage this is exact; otherwise it starts from even runs and moves layers while that helps.
+    Minimizes the largest sum over the runs of a stage, then the largest run, then the unevenness of all runs. With one
+    run per stage the result is exact; otherwise layers move between even runs as long as that helps.
 
     Args:
         costs: cost per layer.
         owners: stage of each virtual stage.
-        before: cost that the first run carries besides its layers.
-        after: cost that the last run carries besides its layers.
+        before: cost of the first run besides its layers.
+        after: cost of the last run besides its layers.
 
     Returns:
         Layers per virtual stage.
@@ -51,13 +51,13 @@ def balance(costs: Sequence[float], owners: Sequence[int], before: float = 0.0, 
 def balance_unequal(
     costs: Sequence[float], speeds: Sequence[float], before: float = 0.0, after: float = 0.0
 ) -> list[int]:
-    """Contiguous split of layers into non-empty runs for devices of unequal speed; the slowest run is fastest.
+    """Split layers into contiguous non-empty runs for devices of unequal speed; minimizes the time of the slowest run.
 
     Args:
         costs: cost per layer.
         speeds: relative speed of each run's device.
-        before: cost that the first run carries besides its layers.
-        after: cost that the last run carries besides its layers.
+        before: cost of the first run besides its layers.
+        after: cost of the last run besides its layers.
 
     Returns:
         Layers per run: [3, 1] for four equal layers on speeds [3.0, 1.0].
@@ -80,7 +80,7 @@ def balance_unequal(
 
 
 def run_loads(sizes: Sequence[int], costs: Sequence[float], before: float, after: float) -> list[float]:
-    """Cost of each run."""
+    """Cost of each run; ``before`` and ``after`` are added to the first and the last."""
     stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     loads = [float(sum(costs[stop - size : stop])) for size, stop in zip(sizes, stops, strict=True)]
     loads[0] += before
@@ -89,12 +89,12 @@ def run_loads(sizes: Sequence[int], costs: Sequence[float], before: float, after
 
 
 def stage_loads(loads: Sequence[float], owners: Sequence[int]) -> list[float]:
-    """Sums over the runs of each stage."""
+    """Cost of each stage, summed over its runs."""
     return [stage_load(loads, owners, stage) for stage in sorted(set(owners))]
 
 
 def stage_load(loads: Sequence[float], owners: Sequence[int], stage: int) -> float:
-    """Sum over the runs of one stage."""
+    """Cost of one stage, summed over its runs."""
     return sum(load for load, owner in zip(loads, owners, strict=True) if owner == stage)
 
 
@@ -103,7 +103,7 @@ def _unevenness(
 ) -> tuple[float, float, float]:
     loads = run_loads(sizes, costs, before, after)
     stages = stage_loads(loads, owners)
-    # Rounded, so that sums in another order do not look like progress.
+    # Rounded, as sums in another order differ in their last bits, which must not count as an improvement.
     scale = 1e9 / max(sum(loads), 1e-300)
     largest = (round(max(stages) * scale), round(max(loads) * scale))
     return (*largest, round(sum(load * load for load in loads) * scale * scale / 1e9))
@@ -118,7 +118,7 @@ def _moved(sizes: Sequence[int], source: int, target: int) -> list[int]:
 
 
 def _even_runs(costs: Sequence[float], stages: int, before: float, after: float) -> list[int]:
-    """The split with the smallest largest run, then the most even."""
+    """Layers per run: the split with the smallest largest run, among these the most even one (dynamic programming)."""
     n = len(costs)
     prefix = [0.0]
     for cost in costs:

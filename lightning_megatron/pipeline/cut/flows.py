@@ -1,8 +1,8 @@
-"""Which parts' outputs the local variables hold, while code is being read.
+"""Tracks which parts' outputs went into each local variable of the code being read.
 
-``h = self.embed(x)`` before the layers and ``self.head(y + h)`` after them means that the embedding's output is needed
-on the last stage as well as on the first. Variables are followed by name, from assignment to use, through the methods
-that the step calls.
+``h = self.embed(x)`` before the layers and ``self.head(y + h)`` after them means that the last stage needs the
+embedding's output as well as the first. Variables are tracked by name, from assignment to use, through the methods that
+the step calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Flows:
 
     @contextmanager
     def scope(self, arguments: dict[str, Parts]) -> Iterator[None]:
-        """Read a method of its own, whose arguments hold what ``arguments`` says."""
+        """Read another method inside the context, with variables of its own.
+
+        Args:
+            arguments: name of an argument -> parts whose outputs went into it.
+        """
         outer, self._values = self._values, dict(arguments)
         try:
             yield
@@ -33,7 +37,7 @@ class Flows:
 
     @contextmanager
     def collecting(self) -> Iterator[set[str]]:
-        """Collect the parts that an expression touches."""
+        """Collect the parts that an expression uses, which is read inside the context."""
         found: set[str] = set()
         self._collected.append(found)
         try:
@@ -43,21 +47,27 @@ class Flows:
             self.touch(found)
 
     def touch(self, parts: Iterable[str]) -> None:
-        """Note that the present expression uses ``parts``."""
+        """Note that the expression being read uses ``parts``."""
         if self._collected:
             self._collected[-1].update(parts)
 
     def of(self, name: str) -> Parts:
-        """What went into variable ``name``."""
+        """Parts whose outputs went into variable ``name``."""
         return self._values.get(name, NOTHING)
 
     def bind(self, target: ast.AST, parts: Iterable[str], *, add: bool = False) -> None:
-        """Assign to the variables in ``target``; with ``add``, they keep what they hold besides."""
+        """Assign to the variables in ``target``.
+
+        Args:
+            target: the assignment's target.
+            parts: parts whose outputs went into the value.
+            add: whether the variables keep their earlier parts too (augmented assignment).
+        """
         for name in names_in(target):
             self._values[name] = frozenset(parts) | (self.of(name) if add else NOTHING)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Say that variables hold what layers made."""
+        """Note that variables hold outputs of layers, which no longer depend on single parts."""
         for name in names:
             self._values.pop(name, None)
 

@@ -1,9 +1,9 @@
-"""Deciding which stage owns what.
+"""Decides which stages own each layer, part and buffer of a module.
 
-Trunk layers go to the stage that runs them. Everything else with parameters is placed by the phase in which the
-module's code uses it (``pipeline.cut.reading``): before the trunk on the first stage, after it on
-the last, between the layers or at an unknown time on every stage. Whatever ends up on several stages has its
-gradients summed over them, so a cautious placement costs memory and never numbers.
+Trunk layers go to the stage that runs them. All other parts are placed by the phase in which the module's code uses
+them (``pipeline.cut.reading``): before the trunk on the first stage, after it on the last, between the layers or at an
+unknown time on every stage. Gradients of a part on several stages are summed over them, so placing a part on more
+stages than necessary costs memory but does not change results.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ PLACES = ("first", "last", "all")
 
 @dataclass(frozen=True)
 class Partition:
-    """Where every part of a module lives.
+    """The stages that own each part of a module.
 
     Attributes:
-        trunk: the distributed layers.
-        bounds: per virtual stage, the half-open range of layer indices it runs.
-        owners: per virtual stage, the stage (rank along the pipeline) it lives on.
-        units: dotted name of each module or direct parameter outside the trunk -> stages that keep it.
-        before: units that run before the layers and at no other time.
-        after: units that run after the layers and at no other time.
-        early_buffers: buffers that every stage has, of modules that run before the layers and at no other time.
-        late_buffers: the other buffers that every stage has.
-        copies: what hooks keep up to date from the weights.
+        trunk: the layers that are distributed over the stages.
+        bounds: per virtual stage, the half-open range of indices of its layers.
+        owners: per virtual stage, the stage (rank along the pipeline) that runs it.
+        units: dotted name of each part outside the trunk (a module or a direct parameter) -> stages that own it.
+        before: units that run only before the layers.
+        after: units that run only after the layers.
+        early_buffers: buffers on every stage that are used only before the layers.
+        late_buffers: the other buffers on every stage.
+        copies: averaged copies of trained parts, which hooks update.
     """
 
     trunk: Trunk
@@ -70,16 +70,16 @@ def make_partition(
     stage_speeds: Sequence[float] | None = None,
     hooks_write: bool = False,
 ) -> Partition:
-    """Cut ``module`` for ``schedule``.
+    """Assign the layers and parts of ``module`` to the stages of ``schedule``.
 
     Args:
         module: the whole module, real or on the meta device.
-        schedule: any schedule of the run; only its stages, chunks and placement matter.
+        schedule: any schedule of the run; only its stages, chunks and placement are used.
         pipeline_layers: dotted name of the trunk, or ``"auto"``.
         pipeline_split: layers per virtual stage, or ``"auto"`` to balance forward FLOPs.
         placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
-        stage_speeds: relative speed of each stage's devices, where they differ; ``"auto"`` balances by it.
-        hooks_write: whether a hook may update copies of trained parts, which every stage then keeps.
+        stage_speeds: relative speed of each stage's devices, if they differ; used with ``pipeline_split="auto"``.
+        hooks_write: whether a hook may update copies of trained parts; every stage then keeps these copies.
 
     Raises:
         ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
@@ -102,7 +102,7 @@ def make_partition(
 def _shared_buffers(
     module: nn.Module, trunk: Trunk, uses: Uses, units: Mapping[str, frozenset[int]]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Buffers outside the layers and outside the units, by when they are used: before the layers only, or else."""
+    """Buffers outside the layers and the units: those used only before the layers, and all others."""
     early: list[str] = []
     late: list[str] = []
     parts = Parts((*trunk.layer_names, *units))
@@ -115,10 +115,10 @@ def _shared_buffers(
 
 
 def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
-    """Dotted names of the parts outside the trunk that hold parameters: whole submodules, or direct parameters.
+    """Dotted names of the parts outside the trunk: submodules with parameters, and direct parameters.
 
-    Containers without a forward of their own (``nn.ModuleDict``, ``nn.ModuleList``) are opened, because their children
-    may run at different times.
+    Children of containers without a forward of their own (``nn.ModuleDict``, ``nn.ModuleList``) are parts by
+    themselves, as they may run at different times.
     """
     names: list[str] = []
     _collect_units(module, "", trunk, names)
@@ -126,7 +126,7 @@ def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
 
 
 def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
-    """The submodules among :func:`unit_names`."""
+    """The submodules among the parts that :func:`unit_names` names."""
     found = [_lookup(module, name) for name in unit_names(module, trunk)]
     return [part for part in found if isinstance(part, nn.Module)]
 
@@ -148,7 +148,7 @@ def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str])
 def _place_units(
     module: nn.Module, trunk: Trunk, uses: Uses, copies: Copies, overrides: Mapping[str, str]
 ) -> dict[str, frozenset[str]]:
-    """Where each unit outside the trunk goes, as a subset of :data:`PLACES`."""
+    """Place each unit outside the trunk: name -> subset of :data:`PLACES`."""
     places: dict[str, frozenset[str]] = {}
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
@@ -220,9 +220,7 @@ def _split(
 
 
 def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], float, float]:
-    """Forward FLOPs per token in units of 2: matrix elements of each layer, of what runs before and of what runs
-    after.
-    """
+    """Forward cost per token, in matrix elements (2 FLOPs each): of each layer, of the parts before, and after."""
     costs = [float(_matrix_elements(layer)) for layer in trunk.layers(module)]
     before = after = 0.0
     for name in unit_names(module, trunk):
@@ -243,7 +241,7 @@ def _lookup(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
 
 
 def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False) -> int:
-    """Elements of the weights that take part in matrix products; an embedding table only looks rows up."""
+    """Elements of the weights used in matrix products; embeddings, which only look up rows, count on request."""
     if isinstance(unit, nn.Parameter):
         return 0
     total = 0

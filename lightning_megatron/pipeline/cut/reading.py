@@ -1,9 +1,9 @@
-"""Reading, from the module's own code, which submodules run before the trunk and which after it.
+"""Reads from the module's source code which submodules run before the trunk and which after it.
 
-Registration order does not say when a submodule runs (OPT registers its final norm before its layers), and no batch
-exists when the stages are built. So the source of ``training_step`` and of every ``forward`` it leads to is read as a
-syntax tree, in the order Python would evaluate it. What cannot be read is reported as unknown, and the partition then
-keeps it on every stage: a wrong guess could cost numbers, an unknown costs only memory.
+Registration order does not tell when a submodule runs (OPT registers its final norm before its layers), and there is no
+batch yet when the stages are built. Therefore the source of ``training_step``, and of every ``forward`` that it calls,
+is parsed, and its syntax tree is visited in evaluation order. Submodules that the code does not mention have no phase,
+and the partition places them on every stage: a wrong guess could change results, while this only costs memory.
 
 ::
 
@@ -47,7 +47,7 @@ _INERT_ATTRIBUTES = {"dtype", "device", "shape", "size", "ndim", "num_embeddings
 
 
 class Phase(enum.IntEnum):
-    """When something is used, relative to the trunk."""
+    """When a submodule or parameter is used, relative to the trunk."""
 
     BEFORE = 0
     DURING = 1
@@ -59,15 +59,16 @@ Uses = dict[str, set[Phase]]
 
 
 def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = STEP_METHODS) -> Uses:
-    """Phases in which each submodule and each direct parameter outside the trunk is used.
+    """Find the phases in which the code uses each submodule and direct parameter outside the trunk.
 
     Args:
         module: the whole module.
         trunk: its trunk.
-        entry_points: methods where evaluation starts; missing ones are skipped.
+        entry_points: methods where evaluation starts; missing ones are skipped. If none of them uses anything,
+            ``forward`` is read instead.
 
     Returns:
-        Uses by dotted name; names that the code never mentions are absent.
+        Dotted name -> phases; names that the code never mentions are absent.
     """
     uses: Uses = {}
     for entry in entry_points:
@@ -81,7 +82,7 @@ def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = S
 
 
 class _Reader(Resolver):
-    """Walks syntax trees in evaluation order, carrying the phase and the local aliases of modules."""
+    """Visits syntax trees in evaluation order, and tracks the phase and the local names of modules."""
 
     def __init__(self, root: nn.Module, trunk: Trunk, uses: Uses) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class _Reader(Resolver):
         self.loop_results: set[str] = set()
 
     def read_method(self, owner: nn.Module, method: Callable[..., Any], call: ast.Call | None = None) -> None:
-        """Read ``method`` with ``self`` bound to ``owner``; silently skips code without source."""
+        """Read ``method`` with ``self`` bound to ``owner``; code without source and recursive calls are skipped."""
         function = inspect.unwrap(method)
         key = (id(owner), getattr(function, "__qualname__", repr(function)))
         if key in self.active:
@@ -267,7 +268,7 @@ class _Reader(Resolver):
         if self.phase is Phase.DURING and any(
             self._hands_on_layer(p, self.loop_layers) for p in [node.func, *arguments]
         ):
-            # What layers are given travels with the hidden state.
+            # Variables passed to layers cross stages with the hidden state.
             arguments = [part for part in arguments if not _is_variable(part)]
         if getattr(node.func, "id", "") != "len":
             self.visit_all(arguments)
@@ -344,7 +345,7 @@ class _Reader(Resolver):
             self._use_anywhere(value)
 
     def _use_variable(self, variable: str) -> None:
-        """A variable's value is needed: so are the parts that made it, wherever the layers have not taken it along."""
+        """Note that a variable is read: this phase uses the parts that went into it, unless layers pass it on."""
         parts = self.flows.of(variable)
         self.flows.touch(parts)
         if self.phase is Phase.AFTER or (self.phase is Phase.DURING and variable not in self.loop_results):
@@ -359,7 +360,7 @@ class _Reader(Resolver):
             self.uses.setdefault(name, set()).add(self.phase)
 
     def _use_anywhere(self, target: Any) -> None:
-        """A mention that is not a call: its value may be used at any later point."""
+        """Note a mention that is not a call: the value may be used now or at any later point."""
         for phase in Phase:
             if phase >= self.phase and phase is not Phase.DURING:
                 name = self.names.get(id(target))

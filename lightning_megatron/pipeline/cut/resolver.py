@@ -1,4 +1,4 @@
-"""What an expression in the user's code names: a submodule, a parameter, or a method of a module."""
+"""Resolves an expression in the user's code to the submodule, parameter or method that it names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Resolver:
-    """Looks expressions up in a module tree.
+    """Resolves expressions by looking them up in a module tree.
 
     Attributes:
         scope: local name -> module, in the method being read.
@@ -35,7 +35,7 @@ class Resolver:
         return None
 
     def _string(self, node: ast.expr) -> str:
-        """The text that an expression stands for, a constant or an attribute of a module; empty if it is neither."""
+        """Value of a string constant or of a module's string attribute; empty for other expressions."""
         value = getattr(node, "value", None)
         if isinstance(node, ast.Attribute):
             base = self.resolve(node.value)

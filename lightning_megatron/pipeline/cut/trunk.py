@@ -1,4 +1,4 @@
-"""Finding the trunk: the run of repeated layers at which a module is cut into stages."""
+"""Finds the trunk: the run of repeated layers at which a module is cut into stages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ class Trunk:
 
 
 def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
-    """Find the trunk of ``module``: its largest ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` of
-    repeated layers.
+    """Find the trunk of ``module``: its largest container of repeated layers.
+
+    Containers are ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict``. Layers with submodules are preferred to
+    layers without, whatever their size.
 
     Args:
         module: the whole module, real or on the meta device.
         name: dotted name of the container, or ``"auto"``.
 
     Raises:
-        ValueError: no container qualifies, or the named one does not; the message lists the candidates.
+        ValueError: no container qualifies, the named one does not, or it holds one layer twice; the message lists the
+            containers of the module.
     """
     if name != "auto":
         return _named_trunk(module, name)

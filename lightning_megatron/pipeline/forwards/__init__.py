@@ -1,1 +1,1 @@
-"""What wraps a layer's ``forward``: recomputation, compilation, split backwards."""
+"""Wrappers of a layer's ``forward``: recomputation, compilation, split backwards and 8-bit products."""

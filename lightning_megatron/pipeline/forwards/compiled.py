@@ -1,9 +1,9 @@
 """Compiling the trunk layer by layer.
 
 All layers of a trunk run the same code on different weights. ``torch.compile`` of the whole module would unroll them
-into one graph and compile every copy; here one function that takes the layer as an argument is compiled, so the second
-layer finds the code of the first. What the strategy does around layers (stage boundaries, random streams,
-recomputation) stays outside; collectives of tensor-parallel layers run between the compiled pieces of a layer.
+into one graph and compile every layer again. Here one function that takes the layer as an argument is compiled per
+class, so all layers of a class share its compiled code. Stage boundaries, random streams and recomputation stay outside
+of the compiled code; collectives of tensor-parallel layers run between the compiled graphs of a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
 def check_compile(options: Any, schedule: Any, recompute: Any) -> None:
-    """Refuse what cannot be compiled.
+    """Refuse options that do not go with compiled layers.
 
     Args:
         options: ``True``, ``False``, or keyword arguments of ``torch.compile``.
@@ -53,7 +53,7 @@ def check_compile(options: Any, schedule: Any, recompute: Any) -> None:
 
 
 class CompiledCall(Wrapper):
-    """Runs one layer by code that all layers of the trunk share.
+    """Runs one layer through the compiled function that all layers of its class share.
 
     Args:
         module: the layer.
@@ -67,16 +67,22 @@ class CompiledCall(Wrapper):
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # asked for shapes only
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # only shapes are wanted
             return self.forward(*args, **kwargs)
         return self._run(self.module, *args, **kwargs)
 
 
 def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptions, pipeline_layers: str) -> None:
-    """Compile this rank's layers, or take back what an earlier run compiled when ``options`` is ``False``.
+    """Compile this rank's layers, or remove the compiled calls of an earlier run if ``options`` is ``False``.
+
+    Args:
+        module: the whole module.
+        stage: this rank's stage; ``None`` for a module that is not cut.
+        options: ``True``, ``False``, or keyword arguments of ``torch.compile``.
+        pipeline_layers: dotted name of the trunk, or ``"auto"``; only used if ``stage`` is ``None``.
 
     Raises:
-        ValueError: no trunk is found, or its layers are containers without a forward of their own.
+        ValueError: no trunk is found, or a layer does not run the ``forward`` that its class defines.
     """
     if stage is not None:
         _install(module, stage.partition.trunk, options, stage.partition.layers_of(stage.stage))
@@ -106,7 +112,7 @@ def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Co
 
 
 def _code_of(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for each class, as compiled code is cached by function."""
+    """Make a function that runs ``forward``: one per class, as ``torch.compile`` caches code by function."""
 
     def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs)

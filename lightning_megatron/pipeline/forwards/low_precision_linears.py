@@ -1,9 +1,8 @@
-"""Which linears multiply 8-bit numbers (``precision="fp8-mixed"``), and where that is refused.
+"""Chooses the linears that compute 8-bit products (``precision="fp8-mixed"``), and refuses devices without them.
 
-Only linears inside the trunk's layers do: they hold most of the work, and are followed by a residual sum or a norm.
-Embeddings, the head and the loss are as in ``"bf16-mixed"``, and so are a linear whose weight (its part on this rank)
-has a dim that scaled products do not take, and the projections of ``nn.MultiheadAttention``, which it multiplies
-itself.
+Only linears inside the trunk's layers do: they do most of the work, and are followed by a residual sum or a norm.
+Embeddings, the head and the loss run as in ``"bf16-mixed"``. So do linears whose weight on this rank has a dim that
+scaled products do not support, and the projections of ``nn.MultiheadAttention``, which are not computed by linears.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _CAPABILITY = (8, 9)
 
 
 def check_float8(device: torch.device, compile_layers: Any) -> None:
-    """Refuse what cannot multiply 8-bit numbers.
+    """Refuse devices and options that do not go with 8-bit products.
 
     Raises:
-        ValueError: the device has no such products, or layers are to be compiled.
+        ValueError: the device has no 8-bit products, or layers are to be compiled.
     """
     found = _lack(device)
     if found is not None:
@@ -45,7 +44,7 @@ def check_float8(device: torch.device, compile_layers: Any) -> None:
 
 
 def _lack(device: torch.device) -> str | None:
-    """The device in words, if it lacks products of 8-bit numbers."""
+    """Name of the device if it lacks 8-bit products, else ``None``."""
     if device.type != "cuda":
         return f"`{device}`"
     name = torch.cuda.get_device_name(device)
@@ -56,10 +55,16 @@ def _lack(device: torch.device) -> str | None:
 
 
 def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pipeline_layers: str) -> str:
-    """Let this rank's linears in the trunk multiply 8-bit numbers, or take back what an earlier run did.
+    """Make this rank's linears in the trunk compute 8-bit products, or restore them after an earlier run.
+
+    Args:
+        module: the whole module.
+        stage: this rank's stage; ``None`` for a module that is not cut.
+        wanted: whether 8-bit products are asked for; if not, linears are only restored.
+        pipeline_layers: dotted name of the trunk, or ``"auto"``; only used if ``stage`` is ``None``.
 
     Returns:
-        What was done, for the user: how many do, and which ones stay in 16 bits; empty where none was to.
+        A message for the user: how many linears compute in 8 bits, and which stay in 16 bits; empty if not ``wanted``.
 
     Raises:
         ValueError: no trunk is found, or none of the linears in this rank's layers fits.
@@ -102,13 +107,13 @@ def _linears(module: nn.Module, layers: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether a module is a linear of which this rank holds all, and runs the forward of its class."""
+    """Whether a module is an unsplit linear that runs the forward of its class."""
     whole = is_plain_linear(module) or (isinstance(module, RowParallelLinear) and module._sharding is None)
     return whole and ForwardStack.of(module).runs_class_forward
 
 
 def _shape(linear: Any) -> tuple[int, ...]:
-    """Of the weight that is multiplied here."""
+    """Shape of the weight that this rank multiplies by."""
     weight = linear.local_weight() if hasattr(linear, "local_weight") else linear.weight
     return tuple(weight.shape)
 
@@ -127,7 +132,7 @@ def _restore(child: Any) -> None:
 
 
 class Float8Call(Wrapper):
-    """Multiplies 8-bit numbers for a whole linear (``nn.Linear``, or one that holds its weight as [in, out]).
+    """Computes the 8-bit products of an unsplit linear (``nn.Linear``, or one that stores its weight as [in, out]).
 
     x: [.., in] -> [.., out].
     """
@@ -139,6 +144,6 @@ class Float8Call(Wrapper):
         self._operand = WHOLE if isinstance(module, nn.Linear) else TRANSPOSED
 
     def __call__(self, x: Tensor) -> Tensor:
-        if type(x) not in (Tensor, nn.Parameter):  # asked for shapes only
+        if type(x) not in (Tensor, nn.Parameter):  # not a plain tensor: only shapes are wanted
             return cast(Tensor, self.forward(x))
         return float8_linear(autocast_input(x), self.module.weight, self.module.bias, self._operand)

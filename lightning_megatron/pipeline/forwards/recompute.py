@@ -1,9 +1,9 @@
-"""Activation recomputation: keep what goes into a layer, and compute the rest again when its backward comes.
+"""Activation recomputation: a layer keeps its inputs, and recomputes its other activations in the backward.
 
 A recomputed module keeps only its inputs between forward and backward (SC21, section 3.5; 2sbh bytes per layer instead
-of sbh(34 + 5as/h)). It is torch's non-reentrant checkpoint, put around the module's own ``forward``, so any module will
-do, frozen inputs and several outputs included; random generators are put back to where they were, so dropout draws the
-same masks. A split backward recomputes once: in ``I``, where the factors of ``W`` are kept.
+of sbh(34 + 5as/h)). Recomputation wraps the module's own ``forward`` in torch's non-reentrant checkpoint, so it works
+for any module, with frozen inputs and several outputs too. The states of random generators are restored, so dropout
+draws the same masks. A split backward recomputes once: in ``I``, which keeps the factors for ``W``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CHOICES = "None, 'full', 'selective', {'every': n}, or a list of names or patte
 
 
 def check_recompute(recompute: Any) -> None:
-    """Refuse what is not a choice of recomputation.
+    """Refuse invalid values of ``activation_recompute``.
 
     Raises:
-        ValueError: with the choices.
+        ValueError: lists the choices.
     """
     if recompute is None or recompute in ("full", "selective"):
         return
@@ -54,15 +54,15 @@ def _is_list_of_names(value: Any) -> bool:
 def install_recompute(
     module: nn.Module, trunk: Trunk, recompute: Recompute, owned: Collection[int] | None = None
 ) -> list[str]:
-    """Make layers forget and recompute their activations; call it once the module is cut and sharded.
+    """Make layers recompute their activations; call it once the module is cut and sharded.
 
     Args:
         module: the module.
         trunk: its layers.
-        owned: indices of the layers on this stage; all when not given.
         recompute: ``"full"``: every layer; ``{"every": n}``: layers 0, n, 2n, ...; ``"selective"``: only the attention
             core ``softmax(q kᵀ) v`` of every layer (arXiv 2205.05198); patterns: the layers, or modules in them, whose
-            dotted names match.
+            dotted names match; ``None``: remove the wrappers of an earlier run.
+        owned: indices of the layers on this stage; by default all.
 
     Returns:
         Names of the modules that are recomputed, in whole or in part.
@@ -89,7 +89,7 @@ def install_recompute(
 
 
 def recompute_layers(module: nn.Module, stage: Stage | None, recompute: Recompute, pipeline_layers: str) -> None:
-    """:func:`install_recompute` for this rank's layers, or for all of an uncut module's."""
+    """Call :func:`install_recompute` for this rank's layers, or for all layers of a module that is not cut."""
     if stage is None:
         install_recompute(module, find_trunk(module, pipeline_layers), recompute)
     else:
@@ -106,7 +106,11 @@ def _chosen(module: nn.Module, trunk: Trunk, recompute: str | Mapping[str, int] 
 
 
 def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[str]:
-    """Names in the trunk that match, without those inside another match."""
+    """Names in the trunk that match a pattern, without those inside another match.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
     candidates = [
         f"{layer}.{inner}" if inner else layer
         for layer in trunk.layer_names
@@ -127,11 +131,13 @@ def _matching(module: nn.Module, trunk: Trunk, patterns: Sequence[str]) -> list[
 
 
 class RecomputedCall(Wrapper):
-    """Runs a ``forward`` and keeps only its inputs.
+    """Checkpoints a module's ``forward``: only its inputs are kept for the backward.
+
+    Tensors that the forward writes into in place, as ``nn.ReLU(inplace=True)`` does, are cloned before it runs. Sharded
+    modules are recomputed to the end, without early stop, so that regions they open in a forward are closed again.
 
     Args:
-        module: whose it is. Arguments that it writes into, as ``nn.ReLU(inplace=True)`` does, are copied for it.
-            Sharded modules are recomputed to their very end, so that what they open is closed.
+        module: the module to recompute.
     """
 
     slot = ForwardSlot.RECOMPUTE
@@ -139,7 +145,7 @@ class RecomputedCall(Wrapper):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
-        self._writes: bool | None = None  # into its arguments: unknown before the first call
+        self._writes: bool | None = None  # whether it writes into its arguments; unknown before the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -150,7 +156,7 @@ class RecomputedCall(Wrapper):
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def _run_on_copies(self, *args: Any, **kwargs: Any) -> Any:
-        """Run where arguments are, or may be, written into: the second run needs them as they were."""
+        """Run on clones of the arguments, which the forward may change; the recomputation needs the originals."""
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = [tensor._version for tensor in tensors]
@@ -164,7 +170,7 @@ class AttentionCores(TorchFunctionMode):
     """Recomputes every call of ``scaled_dot_product_attention`` made while it is active.
 
     Args:
-        layers: names of the layers that will be asked; if none of them makes the call, the last one complains.
+        layers: names of the layers that run under it.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -179,7 +185,11 @@ class AttentionCores(TorchFunctionMode):
         return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
 
     def tried(self, layer: str) -> None:
-        """Note that a layer has run."""
+        """Note that a layer has run.
+
+        Raises:
+            RuntimeError: all layers have run, and none of them has made the call.
+        """
         self._untried.discard(layer)
         if not self._untried and not self.found:
             raise RuntimeError(

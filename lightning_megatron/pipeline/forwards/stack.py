@@ -1,15 +1,14 @@
-"""Every wrapper around a module's ``forward``, in an order that does not depend on who came first.
+"""Stacks the wrappers around a module's ``forward`` in a fixed order, whatever the order of their installation.
 
 Cutting, profiling, recomputation, compilation, split backwards and 8-bit products each run code around, or instead of,
-a module's own ``forward``, and each comes and goes on its own: a split backward by the micro-batch, the profile after
-a few steps, the others from one run to the next. Each has a slot, and slots are nested as they are declared::
+a module's own ``forward``. Each is installed and removed independently: a split backward per micro-batch, the profile
+after a few steps, the others from run to run. Each has a slot, and slots nest in the order of their declaration::
 
     module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ RECOMPUTE ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ the module's own forward
 
-``module.forward`` is the outermost wrapper itself and each wrapper's ``forward`` is the next one, so a call costs one
-Python call per wrapper. The stack links them; nobody else assigns to ``forward``. At the bottom is whatever
-``module.forward`` was before the first wrapper came, also where the user, or a library, had put a function of its own
-there.
+``module.forward`` is the outermost wrapper and each wrapper's ``forward`` is the next one, so a call costs one Python
+call per wrapper. Only the stack assigns to ``module.forward``. The innermost forward is the one that the module had
+before the first wrapper, even if the user or a library had assigned it to the instance.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from torch import nn
 
 
 class ForwardSlot(enum.IntEnum):
-    """What a wrapper is for, outermost first.
+    """Purpose of a wrapper, outermost first.
 
-    ``SPLIT`` is outside of ``PRODUCTS``: a linear whose backward is split multiplies by itself, with the products it
-    is asked for, and falls back to the forward below where it cannot split.
+    ``SPLIT`` is outside of ``PRODUCTS``: a linear whose backward is split computes the products itself, in the
+    precision of ``PRODUCTS``, and calls the next forward if it cannot split.
     """
 
     PIPELINE = 0
@@ -44,11 +43,12 @@ class Wrapper:
     """Runs around one module's ``forward``; subclasses define ``__call__``.
 
     Args:
-        module: whose forward.
+        module: the module whose forward it wraps.
 
     Attributes:
-        slot: where it stands in the stack.
-        forward: what it wraps; set by the stack, as is ``stack``.
+        slot: its slot in the stack.
+        forward: the next wrapper, or the module's own forward; set by the stack.
+        stack: the stack it is in; set by the stack.
     """
 
     slot: ClassVar[ForwardSlot]
@@ -59,29 +59,29 @@ class Wrapper:
         self.module: Any = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for ``module.forward``."""
+        """Run in place of ``module.forward``."""
         raise NotImplementedError
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the module's own forward, as code may look for an argument before it passes one."""
+        """Signature of the module's own forward, for code that inspects it before passing an argument."""
         return inspect.signature(self.forward)
 
     def install(self) -> None:
-        """Take the slot, in place of an earlier wrapper there."""
+        """Put this wrapper into its slot, replacing an earlier one."""
         ForwardStack.of(self.module).put(self)
 
 
 class ForwardStack:
     """The wrappers around one module's ``forward``, at most one per slot.
 
-    Copied or pickled with its module, as it is reached through the wrappers only.
+    It is referenced by the wrappers only, so it is copied and pickled with its module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._wrappers: list[Wrapper | None] = [None] * _SLOTS
-        self._own: Any = None  # what was there before the first wrapper, as long as there is one
+        self._own: Any = None  # the forward before the first wrapper; None while there is no wrapper
         self._own_is_attribute = False
 
     @classmethod
@@ -99,23 +99,23 @@ class ForwardStack:
 
     @property
     def runs_class_forward(self) -> bool:
-        """Whether that is the method of the module's class, rather than a function put on this instance."""
+        """Whether :attr:`own` is the method of the module's class, not a function assigned to this instance."""
         own, module = self.own, self._module
         return getattr(own, "__self__", None) is module and own.__func__ is type(module).forward
 
     def get(self, slot: ForwardSlot) -> Wrapper | None:
-        """The wrapper in a slot."""
+        """The wrapper in a slot, or ``None``."""
         return self._wrappers[slot]
 
     def put(self, wrapper: Wrapper) -> None:
-        """Fill ``wrapper.slot``, in place of an earlier wrapper there."""
+        """Put a wrapper into its slot, replacing an earlier one."""
         if self._own is None:
             self._own, self._own_is_attribute = self._module.forward, "forward" in self._module.__dict__
         self._wrappers[wrapper.slot] = wrapper
         self._link()
 
     def remove(self, slot: ForwardSlot) -> None:
-        """Empty a slot; with the last wrapper, ``module.forward`` is again what it was, instance attribute or not."""
+        """Empty a slot; without its last wrapper, the module has its own ``forward`` again, as before."""
         if self._wrappers[slot] is not None:
             self._wrappers[slot] = None
             self._link()

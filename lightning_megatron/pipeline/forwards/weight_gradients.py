@@ -1,17 +1,17 @@
-"""Splitting a backward: the weight's half of every linear is put off until the schedule asks for it.
+"""Splits a backward in two: the weight gradients of linears are deferred until the schedule runs ``W``.
 
-A linear's backward is two products, and only one of them is waited for by the previous stage. In micro-batches whose
-backward the schedule splits, linears run through an autograd function that keeps the factors of the other product
-instead of multiplying them::
+The backward of a linear has two products, and the previous stage waits only for the input gradient. In micro-batches
+whose backward the schedule splits, linears run through an autograd function that queues the factors of the weight
+gradient instead of multiplying them::
 
     I   g ──▶ g W ──▶ previous layer           W   (g, x) ──▶ weight.grad += gᵀ x,  bias.grad += Σ g
         └───▶ (g, x) put into the queue
 
-The product comes in the dtype of the gradient that it is added to, also where the factors have 16 bits.
+The weight gradient is computed in the dtype of the gradient it is added to, even if its factors have 16 bits.
 
-So autograd runs once per micro-batch, custom functions and recomputation included. Parameters of other modules get
-their gradients in ``I``. The method is that of zero bubble pipelining (arXiv 2401.10241); that one backward suffices
-follows from both factors being at hand in ``I``.
+Autograd runs once per micro-batch, in ``I``, and so do custom functions and recomputation. Parameters of modules other
+than linears get their gradients in ``I``. The method is that of zero bubble pipelining (arXiv 2401.10241); one backward
+suffices, as both factors are known in ``I``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,17 @@ from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 
 
 class Factors(NamedTuple):
-    """A put-off product: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
+    """A deferred weight gradient: ``weight.grad += gradᵀ x`` (or ``xᵀ grad``), ``bias.grad += Σ grad``.
 
-    Shapes: ``grad: [.., out]``, ``x: [.., in]``, weight ``[out, in]``, or ``[in, out]`` if ``transposed``. Of a packed
-    weight or bias, the rows are those that it is about.
+    Attributes:
+        weight: [out, in], or [in, out] if ``transposed``.
+        bias: [out], or ``None`` if it gets no gradient here.
+        grad: gradient of the output, [.., out].
+        x: input, [.., in].
+        transposed: whether the weight is stored as [in, out].
+        weight_rows: half-open range of the rows of a packed weight that get this gradient; ``None`` for all.
+        bias_rows: the same of a packed bias.
+        products: 16-bit or 8-bit matrix products.
     """
 
     weight: nn.Parameter
@@ -51,11 +58,11 @@ class Factors(NamedTuple):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Whose gradients come of it."""
+        """The parameters that get a gradient from it."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def add(self) -> None:
-        """Multiply, and add to the gradients."""
+        """Compute the products and accumulate them into ``weight.grad`` and ``bias.grad``."""
         grad = self.grad.reshape(-1, self.grad.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         weight, bias = _part(self.weight, self.weight_rows), _part(self.bias, self.bias_rows)
@@ -78,7 +85,7 @@ class Factors(NamedTuple):
 
 
 def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tensor | None:
-    """The gradient to add to, if there is one yet; that of a packed parameter starts as zeros."""
+    """The existing gradient to add to, or ``None``; for rows of a packed parameter a missing one starts as zeros."""
     if parameter is None or (parameter.grad is None and rows is None):
         return None
     if parameter.grad is None:
@@ -87,10 +94,10 @@ def _part(parameter: nn.Parameter | None, rows: tuple[int, int] | None) -> Tenso
 
 
 class WeightGradients:
-    """Linears of one stage whose weight gradients can be put off.
+    """The linears of one stage whose weight gradients can be deferred.
 
     Args:
-        layers: the modules in which to look for linears.
+        layers: the modules to search for linears.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -106,14 +113,14 @@ class WeightGradients:
 
     @property
     def parameters(self) -> frozenset[int]:
-        """Ids of the parameters whose gradients may be put off."""
+        """Ids of the parameters whose gradients may be deferred."""
         return frozenset(
             id(parameter) for call in self._calls for parameter in call.parameters if parameter is not None
         )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the linears through the splitting function; outside, they are what they were."""
+        """Run the linears through the splitting function inside the context."""
         self.switch(True)
         try:
             yield
@@ -121,7 +128,11 @@ class WeightGradients:
             self.switch(False)
 
     def switch(self, splits: bool) -> None:
-        """Run the linears through the splitting function from now on, or no longer."""
+        """Install or remove the splitting function on all linears.
+
+        Args:
+            splits: whether backwards of forwards that run from now on are split.
+        """
         if splits == self._splits:
             return
         self._splits = splits
@@ -133,7 +144,7 @@ class WeightGradients:
 
     @contextmanager
     def putting_off(self, queue: list[Factors]) -> Iterator[None]:
-        """Collect the factors of a backward in ``queue`` instead of multiplying them."""
+        """Append the factors of a backward that runs in the context to ``queue``."""
         self._queue = queue
         try:
             yield
@@ -141,7 +152,7 @@ class WeightGradients:
             self._queue = None
 
     def put(self, factors: Factors) -> None:
-        """Take the factors of a product.
+        """Append the factors of a deferred weight gradient to the queue.
 
         Raises:
             RuntimeError: no backward of the schedule is running.
@@ -154,7 +165,7 @@ class WeightGradients:
         self._queue.append(factors)
 
     def anchor(self, device: torch.device) -> Tensor:
-        """A number that wants a gradient and gets none."""
+        """A float32 scalar on ``device`` that requires grad but never gets one, so that autograd runs the backward."""
         if device not in self._anchors:
             with torch.inference_mode(False):
                 self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
@@ -162,9 +173,10 @@ class WeightGradients:
 
 
 def add_up(queue: list[Factors]) -> None:
-    """Do the products of a queue, and tell each parameter's hooks when its last one is there, as autograd would.
+    """Compute the deferred weight gradients of a queue, oldest first.
 
-    The queue is emptied as it goes, so that every pair of factors is let go of once multiplied.
+    A parameter's post-accumulate hooks run after its last product, as autograd would run them. Each pair of factors
+    leaves the queue before it is multiplied, so its memory is freed afterwards.
     """
     awaited = Counter(id(parameter) for factors in queue for parameter in factors.parameters)
     queue.reverse()
@@ -192,21 +204,22 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def is_sharded_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear split over the tensor group that can leave its weight's gradient to others."""
+    """Whether a module is a linear split over the tensor group that can defer its weight gradient."""
     return isinstance(module, nn.Linear) and hasattr(module, "put_off") and not is_plain_linear(module)
 
 
 def _is_packed_attention(module: nn.Module) -> bool:
-    """Whether a module is torch's attention, whose projections are linears in all but name."""
+    """Whether a module is ``nn.MultiheadAttention``, which computes its projections without calling linears."""
     forwards = (nn.MultiheadAttention.forward, ParallelMultiheadAttention.forward)
     return isinstance(module, nn.MultiheadAttention) and type(module).forward in forwards
 
 
 class _ShardedCall:
-    """Takes the factors of one sharded linear while a split schedule is active.
+    """Queues the factors of one sharded linear while a split schedule is active.
 
     Attributes:
-        parameters: whose gradients come of them: the bias of a row-parallel linear is added after the sum, by autograd.
+        parameters: the weight, and the bias unless the linear is row-parallel: its bias is added after the all-reduce,
+            and autograd computes its gradient.
     """
 
     def __init__(self, owner: WeightGradients, module: nn.Module) -> None:
@@ -216,11 +229,11 @@ class _ShardedCall:
         self.parameters: tuple[Any, ...] = (module.weight, self._bias)
 
     def install(self) -> None:
-        """Offer to take them."""
+        """Make the linear call this object with its factors."""
         self.module.put_off = self
 
     def remove(self) -> None:
-        """Take them no longer."""
+        """Let the linear compute its weight gradient itself again."""
         del self.module.put_off
 
     def __call__(self, grad: Tensor, x: Tensor) -> None:
@@ -236,42 +249,49 @@ class _ForwardCall(Wrapper):
     _products = SIXTEEN_BIT
 
     def install(self) -> None:
-        """Take the place of the forward of the module's class; one put on this instance is left alone."""
+        """Wrap the forward of the module's class; a forward assigned to this instance is left alone."""
         stack = ForwardStack.of(self.module)
         if stack.runs_class_forward:
             self._products = SIXTEEN_BIT if stack.get(ForwardSlot.PRODUCTS) is None else FLOAT8
             stack.put(self)
 
     def remove(self) -> None:
-        """Give the place back."""
+        """Remove the wrapper."""
         ForwardStack.of(self.module).remove(self.slot)
 
 
 class _AttentionCall(_ForwardCall):
-    """Takes the factors of the projections of one ``nn.MultiheadAttention``, split over heads or not."""
+    """Queues the factors of the projections of one ``nn.MultiheadAttention``, split over heads or not."""
 
     def __init__(self, owner: WeightGradients, module: Any) -> None:
         super().__init__(module)
         self._owner = owner
         weights = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        split = getattr(module, "_sharding", None) is not None  # its output's bias is added after the sum
+        split = getattr(module, "_sharding", None) is not None  # its output bias is added after the all-reduce
         output = None if split else module.out_proj.bias
         self.parameters: tuple[Any, ...] = (*weights, module.in_proj_bias, module.out_proj.weight, output)
 
     def install(self) -> None:
-        """Let the projections be put off."""
+        """Defer the weight gradients of the projections."""
         self.module.put_off = self.put_off
         if not isinstance(self.module, ParallelMultiheadAttention):
             super().install()
 
     def remove(self) -> None:
-        """Put them off no longer."""
+        """Stop deferring them."""
         del self.module.put_off
         if not isinstance(self.module, ParallelMultiheadAttention):
             super().remove()
 
     def put_off(self, name: str, rows: tuple[int, int] | None, grad: Tensor, x: Tensor) -> None:
-        """Take the factors of one projection."""
+        """Queue the factors of one projection.
+
+        Args:
+            name: ``"out_proj"``, ``"in_proj"`` for the packed weight, or ``"q_proj"``, ``"k_proj"``, ``"v_proj"``.
+            rows: half-open range of its rows in the packed weight or bias; ``None`` for all.
+            grad: gradient of the projection's output, [.., out].
+            x: the projection's input, [.., in].
+        """
         module = self.module
         if name == "out_proj":
             weight, bias = module.out_proj.weight, self.parameters[-1]
@@ -330,10 +350,10 @@ class _LinearCall(_ForwardCall):
 
 
 class _SplitLinear(torch.autograd.Function):
-    """x -> x weightᵀ + bias (x weight + bias if transposed).
+    """x [.., in] -> x weightᵀ + bias [.., out] (x weight + bias if transposed).
 
-    Autograd does not see the parameters, or it would call their hooks in ``I`` already, without a gradient. ``anchor``
-    is a tensor that wants a gradient where ``x`` does not, so that a backward comes here at all.
+    The parameters are passed in a tuple, which hides them from autograd: otherwise it would call their hooks in ``I``,
+    without a gradient. If ``x`` does not require grad, ``anchor`` does, so that autograd runs this backward.
     """
 
     @staticmethod
