@@ -19,6 +19,7 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
 from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, Sharing, data_sharing
 from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
@@ -213,8 +214,8 @@ class ModelGradients:
         """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""
         for bucket in buckets.buckets:
             placement, master = self._masters.pop(tuple(bucket.names), (None, None))
-            if bucket.master is not None and master is not None and placement == bucket.placement:
-                bucket.master.copy_(master)
+            if bucket.weights is not None and master is not None and placement == bucket.placement:
+                bucket.weights.master.copy_(master)
         self._masters = {}
 
     def close(self) -> None:
@@ -236,8 +237,8 @@ class ModelGradients:
         """Let go of an earlier run's buffers, but for the float32 weights of which layers kept 16 bits."""
         closed, self._closed = self._closed, None
         for bucket in closed.buckets if closed is not None else []:
-            if bucket.lowered and bucket.master is not None:
-                self._masters[tuple(bucket.names)] = bucket.placement, bucket.master
+            if bucket.weights is not None and bucket.weights.lowered:
+                self._masters[tuple(bucket.names)] = bucket.placement, bucket.weights.master
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -329,7 +330,7 @@ class ModelGradients:
         found: dict[str, PiecedTensor | None] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             bucket, index = self._place(parameter)
-            if bucket is not None and bucket.lowered:
+            if bucket is not None and bucket.weights is not None and bucket.weights.lowered:
                 piece = bucket.pieces.get(index)
                 found[name] = None
                 if piece is not None:
@@ -343,28 +344,28 @@ class ModelGradients:
             value = state.get(name)
             if own is not None and value is not None:
                 own.local.copy_(value.local if isinstance(value, PiecedTensor) else own.spec.slice_full(value))
-        for bucket in self._lowered_buckets():
+        for bucket, _ in self._lowered_weights():
             bucket.start_gather()
             bucket.finish_gather()
 
     def whole_masters(self) -> dict[str, Tensor]:
         """The float32 weights of this rank's layers by name; collective over replicas."""
         whole: dict[int, Tensor] = {}
-        for bucket in self._lowered_buckets():
-            assert bucket.master is not None
-            flat = bucket.master
+        for bucket, weights in self._lowered_weights():
+            flat = weights.master
             if bucket.sharing.shards > 1:
-                flat = bucket.master.new_empty(bucket.placement.total)
+                flat = weights.master.new_empty(bucket.placement.total)
                 group = bucket.sharing.shard_group
-                wait_for(start_flat_gather(flat, bucket.master, group), "all_gather", flat, group)
+                wait_for(start_flat_gather(flat, weights.master, group), "all_gather", flat, group)
             for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
                 whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
         named = self._module.named_parameters(remove_duplicate=False)
         return {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
 
-    def _lowered_buckets(self) -> list[Bucket]:
+    def _lowered_weights(self) -> list[tuple[Bucket, FlatWeights]]:
         buckets = self.buckets or self._closed
-        return [bucket for bucket in buckets.buckets if bucket.lowered] if buckets is not None else []
+        found = [] if buckets is None else [(bucket, bucket.weights) for bucket in buckets.buckets]
+        return [(bucket, weights) for bucket, weights in found if weights is not None and weights.lowered]
 
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
         buckets = self.buckets or self._closed

@@ -44,9 +44,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..] of token ids -> [.., embedding_dim]."""
-        if self._sharding is None:
+        sharding = self._sharding
+        if sharding is None:
             return super().forward(input)
-        return _eager_lookup(self, input) if torch.compiler.is_compiling() else _lookup(self, self._sharding, input)
+        look_up = _eager_lookup if torch.compiler.is_compiling() else _lookup
+        return look_up(self, sharding, input)
 
     def shard_(self, mesh: DeviceMesh | dist.ProcessGroup) -> ShardTable:
         """Keep this rank's entries, in place.
@@ -95,7 +97,4 @@ def _lookup(layer: VocabParallelEmbedding, sharding: EmbeddingSharding, tokens: 
     return reduce_from_group(rows, sharding.group)
 
 
-@torch.compiler.disable
-def _eager_lookup(layer: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
-    assert layer._sharding is not None
-    return _lookup(layer, layer._sharding, tokens)
+_eager_lookup = torch.compiler.disable(_lookup)

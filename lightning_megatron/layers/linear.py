@@ -116,7 +116,7 @@ class ColumnParallelLinear(nn.Linear):
         if sharding is None:
             return super().forward(input)
         if torch.compiler.is_compiling():
-            return _eager_column(self, input)
+            return _eager_column(self, sharding, input)
         return _column_forward(self, sharding, input)
 
     def local_weight(self) -> Tensor:
@@ -218,7 +218,7 @@ class RowParallelLinear(nn.Linear):
         if sharding is None:
             return super().forward(input)
         if torch.compiler.is_compiling():
-            return _eager_row(self, input)
+            return _eager_row(self, sharding, input)
         return _row_forward(self, sharding, input)
 
     def shard_(
@@ -287,13 +287,5 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     return add_bias(out, layer.bias)
 
 
-@torch.compiler.disable
-def _eager_column(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-    assert layer._sharding is not None
-    return _column_forward(layer, layer._sharding, x)
-
-
-@torch.compiler.disable
-def _eager_row(layer: RowParallelLinear, x: Tensor) -> Tensor:
-    assert layer._sharding is not None
-    return _row_forward(layer, layer._sharding, x)
+_eager_column = torch.compiler.disable(_column_forward)
+_eager_row = torch.compiler.disable(_row_forward)

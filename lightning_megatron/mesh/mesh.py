@@ -31,6 +31,10 @@ class Holders(NamedTuple):
 class ParallelMesh:
     """The grid as process groups, seen from this rank.
 
+    The axes are pipeline × data × context × tensor, tensor fastest: ranks of a tensor group have consecutive global
+    ranks, so that they share a node (SC21, section 3.1). Every rank is in exactly one group per axis, also along axes
+    of size 1.
+
     ``DeviceMesh`` coordinates along ``"pipeline_parallel"`` run with the global rank, so mesh coordinate 0 is the last
     stage (see :class:`~lightning_megatron.mesh.layout.Layout`). ``pipeline_ranks`` is in stage order and hides that.
     """

@@ -32,6 +32,7 @@ from lightning_megatron.planner.topology import (
     stage_speeds,
     step_volumes,
 )
+from lightning_megatron.strategy.lightning.trainer_access import trainer_of, training_data
 from lightning_megatron.strategy.options import FACTS, Options
 
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
@@ -163,7 +164,7 @@ def counted_shape(module: pl.LightningModule, seq: int, heads: int | None = None
     except ValueError:
         if not is_overridden("configure_model", module):
             raise
-    trainer = module._trainer
+    trainer = trainer_of(module)
     built = copy.deepcopy(module, {id(trainer): trainer} if trainer is not None else None)
     with torch.device("meta"):
         built.configure_model()
@@ -187,9 +188,7 @@ def detected_cluster(device: torch.device, per_node: int) -> Cluster:
 
 def _loader(module: pl.LightningModule) -> Any:
     """The training loader, where it was given to ``fit`` or the module makes it."""
-    trainer = module._trainer
-    source = getattr(trainer.fit_loop, "_data_source", None) if trainer is not None else None
-    given = getattr(source, "instance", None)
+    given = training_data(module)
     if isinstance(given, pl.LightningDataModule):
         return None  # it is set up later
     if given is None or isinstance(given, pl.LightningModule):
@@ -222,6 +221,6 @@ def _length(value: Any) -> int | None:
 
 def _precision(module: pl.LightningModule) -> str:
     """The planner's name for the Trainer's precision."""
-    trainer = module._trainer
+    trainer = trainer_of(module)
     text = str(trainer.precision) if trainer is not None else "32-true"
     return next((name for start, name in _PRECISIONS.items() if text.startswith(start)), "fp32")

@@ -24,7 +24,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure, is_echo
 from lightning_megatron.strategy.lightning import distributed
-from lightning_megatron.strategy.logs.log_replay import ALREADY_REDUCED
+from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 

@@ -30,8 +30,8 @@ from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
+from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
-from lightning_megatron.strategy.logs.log_replay import LogReplay
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.processes import Processes
@@ -44,7 +44,10 @@ from lightning_megatron.strategy.step.updates import prepare_updates
 
 
 class Run:
-    """A module on its processes, ready for steps.
+    """A divided module on connected processes, ready for steps; exists from Lightning's ``setup`` to ``teardown``.
+
+    Invariants: every collaborator is there from the start, so none is ever ``None``; :meth:`close` gives back each hook
+    and attribute that the run took over from the module, the Trainer or torch, and may be called twice.
 
     Args:
         trainer: of the run.
@@ -97,6 +100,18 @@ class Run:
         if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
             self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
             self._clipping.start()
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer], parameters: Any | None = None) -> Tensor:
+        """2-norm of the gradients of some parameters over the whole model, a 0-d tensor; collective over all ranks.
+
+        Args:
+            optimizers: of the run; the parameters of all their groups are meant unless others are given.
+            parameters: those of this rank.
+        """
+        if parameters is None:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            parameters = [parameter for group in groups for parameter in group["params"]]
+        return self.engine.model_gradients.norm(parameters)
 
     @property
     def skipped_steps(self) -> int:

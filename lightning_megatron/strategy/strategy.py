@@ -36,7 +36,7 @@ from lightning_megatron.strategy import options as given
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
-from lightning_megatron.strategy.lightning.trainer_access import present, seed_workers
+from lightning_megatron.strategy.lightning.trainer_access import present, seed_workers, show_device_mesh
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
@@ -70,20 +70,18 @@ class MegatronStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds
 
     def __init__(
-        self,
-        pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, *,
-        tensor_parallel_plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False,
+        self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1,
+        *, tensor_parallel_plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False,
         micro_batch_size: int | str = "auto", evaluation_micro_batch_size: int | str = "auto",
         pipeline_schedule: str | Callable[..., Any] = "1f1b",
-        pipeline_schedule_options: Mapping[str, Any] | None = None,
-        virtual_pipeline_parallel_size: int | None = None, pipeline_layers: str = "auto",
-        pipeline_split: str | Sequence[int] = "auto", pipeline_placement: Mapping[str, str] | None = None,
-        activation_recompute: given.Recompute = None, compile_layers: given.CompileOptions = False,
-        micro_batch_loss_weight: given.LossWeight | None = None, variable_shapes: bool = False,
-        record_timeline: bool = False, optimizer_sharding: given.OptimizerSharding = True,
-        overlap_parameter_gather: bool = False, gradient_reduce_dtype: torch.dtype | None = None,
-        nonfinite: given.NonFinite = None, log_gradient_norm: bool = False, bucket_size_mb: float = 25.0,
-        process_group_backend: str | None = None,
+        pipeline_schedule_options: Mapping[str, Any] | None = None, virtual_pipeline_parallel_size: int | None = None,
+        pipeline_layers: str = "auto", pipeline_split: str | Sequence[int] = "auto",
+        pipeline_placement: Mapping[str, str] | None = None, activation_recompute: given.Recompute = None,
+        compile_layers: given.CompileOptions = False, micro_batch_loss_weight: given.LossWeight | None = None,
+        variable_shapes: bool = False, record_timeline: bool = False,
+        optimizer_sharding: given.OptimizerSharding = True, overlap_parameter_gather: bool = False,
+        gradient_reduce_dtype: torch.dtype | None = None, nonfinite: given.NonFinite = None,
+        log_gradient_norm: bool = False, bucket_size_mb: float = 25.0, process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30), hang_timeout: timedelta | None = timedelta(minutes=20),
         accelerator: Any | None = None, parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None, initial_weights: Any | None = None,
@@ -169,19 +167,15 @@ class MegatronStrategy(ParallelStrategy):
         super().setup_environment()
         module = present(self.lightning_module, "module")
         if self.options.asks_the_planner and self._processes.numbers is None:
-            self._settle_layout(module)
+            from lightning_megatron.strategy.planning import settle
+
+            world = self.num_nodes * self.num_processes
+            settled = settle(self.options, module, world, self.num_processes, self.root_device)
+            self.options, self.plan, self._stage_speeds = settled.options, settled.plan, settled.stage_speeds
+            self._processes.numbers = settled.numbers
         environment, shape = present(self.cluster_environment, "cluster environment"), self.options.sizes
         self._processes.connect(environment, self.root_device, self.num_nodes, self.num_processes, shape)
-        module._device_mesh = self.device_mesh
-
-    def _settle_layout(self, module: pl.LightningModule) -> None:
-        """Ask the planner for what was left to it."""
-        from lightning_megatron.strategy.planning import settle
-
-        world = self.num_nodes * self.num_processes
-        settled = settle(self.options, module, world, self.num_processes, self.root_device)
-        self.options, self.plan, self._stage_speeds = settled.options, settled.plan, settled.stage_speeds
-        self._processes.numbers = settled.numbers
+        show_device_mesh(module, self.device_mesh)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over data-parallel replicas unless another group is given."""
@@ -218,8 +212,7 @@ class MegatronStrategy(ParallelStrategy):
     def checkpoint_io(self) -> MegatronCheckpointIO:
         """The checkpoint plugin in use."""
         if not isinstance(self._checkpoint_io, MegatronCheckpointIO):
-            given = self._checkpoint_io
-            self._checkpoint_io = MegatronCheckpointIO() if given is None else megatron_checkpoint_io(given)
+            self._checkpoint_io = megatron_checkpoint_io(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -230,10 +223,8 @@ class MegatronStrategy(ParallelStrategy):
         """Cut the module, make the ranks alike, and set up gradients and optimizers."""
         present(self.accelerator, "accelerator").setup(trainer)
         module, precision = present(self.lightning_module, "module"), self.precision_plugin
-        self._run = start_run(
-            *(trainer, module, self._processes, precision, self.options, self.checkpoint_io),
-            *(self._stage_speeds, self._run),
-        )
+        run = trainer, module, self._processes, precision, self.options, self.checkpoint_io
+        self._run = start_run(*run, self._stage_speeds, self._run)
         self.model = self._run.module
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
@@ -393,10 +384,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def gradient_norm(self, parameters: Any | None = None) -> Tensor:
         """2-norm over the whole model of the gradients of all, or of this rank's given, parameters; collective."""
-        if parameters is None:
-            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-            parameters = [parameter for group in groups for parameter in group["params"]]
-        return self.run.engine.model_gradients.norm(parameters)
+        return self.run.gradient_norm(self.optimizers, parameters)
 
     def explain(self, module: torch.nn.Module | None = None) -> str:
         """The tensor-parallel plan as a table: of the module in training, or the one that a whole module would get."""
@@ -407,7 +395,5 @@ class MegatronStrategy(ParallelStrategy):
         devices_per_node: int = 8, **trainer: Any,
     ) -> Rehearsal:  # fmt: skip
         """One step as ``rank`` of ``world_size`` would; see :func:`lightning_megatron.tools.rehearsal.rehearse`."""
-        found: Rehearsal = offered("rehearse")(
-            self, module, batch, world_size=world_size, rank=rank, devices_per_node=devices_per_node, **trainer
-        )
-        return found
+        launch = {"world_size": world_size, "rank": rank, "devices_per_node": devices_per_node}
+        return offered("rehearse")(self, module, batch, **launch, **trainer)

@@ -46,6 +46,8 @@ def main(jobs: Connection, lifeline: Connection, log_path: str) -> None:
             return
         faulthandler.unregister(signal.SIGUSR1)  # a Trainer before may have reset it, which register would not notice
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.disable()
+        faulthandler.enable(file=stacks)
         outcome = _run(data)
         jobs.send_bytes(_packed(outcome))
         if jobs.recv_bytes() != FINISH:

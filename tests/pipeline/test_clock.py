@@ -36,7 +36,7 @@ def test_a_recorded_step_shows_the_schedule_and_its_times(schedule: str, tmp_pat
         for step, start, end in zip(steps, measured.starts[rank], measured.ends[rank], strict=True):
             assert end - start > seconds[step.kind.value] * 0.98, (rank, str(step), end - start)
         assert all(end <= start for end, start in zip(measured.ends[rank], measured.starts[rank][1:], strict=False))
-    assert first["predicted"].makespan <= measured.makespan * 1.001
+    assert first["predicted"].makespan > simulated(schedule, SLEEPS) * 0.98  # sleeps may last longer, never shorter
     assert measured.bubble_fraction > 0
     trace = json.loads((tmp_path / "timeline-step2.json").read_text())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

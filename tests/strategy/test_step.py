@@ -16,9 +16,10 @@ from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.pipeline.run.executor import PipelineExecutor, PipelineStep
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.finality import WholeFinality
 from lightning_megatron.pipeline.run.links import StageLinks
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.uncut import UncutModule
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.step.among_stages import OneStage

@@ -6,7 +6,7 @@ what is in the plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,7 @@ class PieceSavePlanner(SavePlanner):
         held: dict[str, list[tuple[int, Rectangle]]] = {name: [] for name in kinds}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
-                assert item.tensor_data is not None
-                chunk = item.tensor_data.chunk
+                chunk = _chunk_of(item)
                 held[item.index.fqn].append((rank, (tuple(chunk.offsets), tuple(chunk.sizes))))
         shares = Shares([0] * len(all_plans))
         items: list[list[WriteItem]] = [[] for _ in all_plans]
@@ -75,9 +74,8 @@ class PieceSavePlanner(SavePlanner):
             try:
                 for rank, rectangle in share_out(held[name], shape, dtype.itemsize, shares):
                     item = _write_item(name, shape, dtype, rectangle)
-                    assert item.tensor_data is not None
                     items[rank].append(item)
-                    chunks[name].append(item.tensor_data.chunk)
+                    chunks[name].append(_chunk_of(item))
             except ValueError as error:
                 raise ValueError(f"`{name}` cannot be saved: {error}") from error
         metadata: dict[str, STORAGE_TYPES] = {
@@ -92,8 +90,7 @@ class PieceSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The box's elements, as a view of this rank's memory."""
-        assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
+        chunk = _chunk_of(write_item)
         return self._tensors[write_item.index.fqn].part(chunk.offsets, chunk.sizes)
 
 
@@ -109,9 +106,8 @@ class PieceLoadPlanner(LoadPlanner):
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Take the tensors to fill, by name, and the description of what was saved."""
-        assert metadata is not None
         self._tensors: dict[str, PiecedTensor] = {name: as_pieces(value) for name, value in state_dict.items()}
-        self._saved = metadata.state_dict_metadata
+        self._saved = {} if metadata is None else metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         """What of which saved box goes where.
@@ -136,10 +132,9 @@ class PieceLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where the elements of a read go, as a view of this rank's memory."""
-        place = read_item.dest_index
-        assert place.offset is not None and place.index is not None
-        piece = self._tensors[place.fqn]
-        return piece.part_of(piece.spec.boxes[place.index], place.offset, read_item.lengths)
+        name, offset, number = _place_of(read_item.dest_index)
+        piece = self._tensors[name]
+        return piece.part_of(piece.spec.boxes[number], offset, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """The view was filled in place."""
@@ -158,7 +153,7 @@ class PieceLoadPlanner(LoadPlanner):
                 common = intersection((box.offset, box.shape), source)
                 if common is not None:
                     place = MetadataIndex(key, common[0], target)
-                    items.append(_read_item(place, common, MetadataIndex(name, source[0], number)))
+                    items.append(_read_item(place, common, MetadataIndex(name, source[0], number), source[0]))
         return items
 
 
@@ -189,9 +184,22 @@ def _write_item(name: str, shape: torch.Size, dtype: torch.dtype, rectangle: Rec
     return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def _read_item(place: MetadataIndex, common: Rectangle, saved: MetadataIndex) -> ReadItem:
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    """The box that ``item`` writes; every item of these planners is one of a tensor."""
+    if item.tensor_data is None:
+        raise TypeError(f"`{item.index.fqn}` is not a tensor.")
+    return item.tensor_data.chunk
+
+
+def _place_of(index: MetadataIndex) -> tuple[str, Sequence[int], int]:
+    """Name, offset in the whole tensor, and number of the box here, as `_read_items` wrote them."""
+    if index.offset is None or index.index is None:
+        raise TypeError(f"`{index.fqn}` is read as a whole, but tensors are read box by box.")
+    return index.fqn, index.offset, index.index
+
+
+def _read_item(place: MetadataIndex, common: Rectangle, saved: MetadataIndex, start: Sequence[int]) -> ReadItem:
     """Read rectangle ``common`` out of the ``saved`` box into the ``place``, whose number is that of a box here."""
-    assert saved.offset is not None
-    within = torch.Size(o - s for o, s in zip(common[0], saved.offset, strict=True))
-    start = torch.Size([0] * len(common[0]))
-    return ReadItem(LoadItemType.TENSOR, place, start, saved, within, torch.Size(common[1]))
+    within = torch.Size(o - s for o, s in zip(common[0], start, strict=True))
+    zeros = torch.Size([0] * len(common[0]))
+    return ReadItem(LoadItemType.TENSOR, place, zeros, saved, within, torch.Size(common[1]))

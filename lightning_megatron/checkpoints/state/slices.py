@@ -21,7 +21,11 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
 
 class TensorState:
-    """Translator between one rank's tensors and the logical ones.
+    """Translates between this rank's slices of parameters and the logical tensors of the user's module.
+
+    A logical tensor has the global shape that the module's author wrote; a slice is what one rank of the tensor group
+    holds of it. Invariants: the slices of a group cover the logical tensor, each element once unless the entry is
+    replicated; padding is never part of a logical tensor. Building one is collective over the tensor group.
 
     Args:
         table: parameter name -> how this rank holds it; empty without tensor parallelism.

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights, take_weights
 from lightning_megatron.data_parallel.buckets.holders import Sharing
 from lightning_megatron.data_parallel.buckets.shards import Part, Placement, place
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
@@ -49,22 +50,31 @@ class Piece:
 
 @dataclass
 class Bucket:
-    """Gradients that are summed together.
+    """Parameters of one dtype and one set of holders, whose gradients are summed by one collective.
+
+    Invariants: ``flat`` is empty or has ``placement.total + len(parameters)`` elements; ``views[i]`` is parameter i's
+    part of it; a parameter without ``touched[i]`` has undefined numbers there. With ``weights``, every
+    ``parameter.data`` is a view of ``weights.flat`` and the optimizer holds ``pieces``, never the parameters.
 
     Attributes:
-        sharing: who holds these parameters.
+        names: of the parameters in the user's module, in the order of ``parameters``.
+        sharing: the ranks that hold these parameters, and the groups their sums go over.
         shared: whether other stages, or tensor-parallel ranks, hold them too; such buckets are reduced last.
-        placement: where each parameter lies in ``flat``.
-        flat: main gradients one after the other, then one flag per parameter (was it touched?).
-        weights: the same layout; ``None`` where the optimizer updates the parameters themselves.
-        master: this rank's shard of the weights.
-        pieces: parts of the parameters in it, by index of the parameter.
+        placement: offset and size of each parameter in ``flat``, in elements, and of each rank's shard.
+        flat: ``[total + n]`` main gradients one after the other, then one flag per parameter (was it touched?).
+        views: by index of the parameter, its main gradient, shaped like the parameter.
+        weights: the weights in the same layout; ``None`` where the optimizer updates the parameters themselves.
+        pieces: parts of the parameters that lie in this rank's shard, by index of the parameter.
+        touched: by index, whether a backward of this step has written the gradient.
+        ready: indices whose last gradient of this step has arrived.
+        work: the collective under way.
+        launched: whether this step's sum has been started.
         scattered: whether only this rank's shard of ``flat`` holds the sum.
         reduced: whether the gradients are sums over all holders, divided by what they are to be divided by.
         maxima: largest absolute value of each gradient before the sum, by name, where that was asked for.
-        sent: what travels, while gradients are summed in another dtype than their own.
+        sent: copy of the gradients in the dtype in which they are summed, where that is not their own.
         shard_only: whether only this rank's shard of the sum is kept; ``flat`` is empty between steps.
-        own: that shard, from the sum until the next backward.
+        own: ``[shard]`` that shard, from the sum until the next backward.
     """
 
     names: list[str]
@@ -74,9 +84,7 @@ class Bucket:
     placement: Placement
     flat: Tensor
     views: list[Tensor]
-    weights: Tensor | None = None
-    master: Tensor | None = None
-    weight_views: list[Tensor] = field(default_factory=list)
+    weights: FlatWeights | None = None
     pieces: dict[int, Piece] = field(default_factory=dict)
     touched: list[bool] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
@@ -112,20 +120,8 @@ class Bucket:
         low, high = self.placement.bounds(self.sharing.rank)
         return self.flat[low:high]
 
-    @property
-    def own_weights(self) -> Tensor:
-        """This rank's shard of the weights that the layers compute with."""
-        assert self.weights is not None
-        low, high = self.placement.bounds(self.sharing.rank)
-        return self.weights[low:high]
-
-    @property
-    def lowered(self) -> bool:
-        """Whether the layers compute with other numbers than the optimizer keeps."""
-        return self.master is not None and self.weights is not None and self.master.dtype != self.weights.dtype
-
     def allocate(self) -> None:
-        """Have room for all gradients; only the gaps between them are zero."""
+        """Make room for all gradients: uninitialized memory, except that the gaps between them are zero."""
         placement, dtype, device = self.placement, self.flat.dtype, self.flat.device
         self.flat = torch.empty(placement.total + len(self.parameters), dtype=dtype, device=device)
         end = 0
@@ -139,18 +135,23 @@ class Bucket:
         self._point_pieces()
 
     def let_go(self) -> None:
-        """Keep nothing but this rank's shard of the sum."""
+        """Free all gradients but this rank's shard of the sum."""
         self.flat = self.flat.new_empty(0)
         self.views = [self.flat] * len(self.parameters)
 
     def keep_shard(self) -> None:
-        """Collect this rank's shard of the sums in a buffer of its own; the last step's is let go of."""
+        """From this step on, keep only this rank's shard of the sum, in a buffer of its own; free the last step's.
+
+        Called before the step's backward. ``own`` is freed here and allocated again when the first gradient arrives
+        (`allocate`), so that activations and last step's gradients are never in memory together. The pieces must not
+        keep it alive: they point at the empty ``flat`` until then, and the optimizer's parameters have no gradient.
+        """
         self.shard_only, self.own = True, None
         for piece in self.pieces.values():
             piece.grad, piece.update.grad = self.flat, None
 
     def keep_all(self) -> None:
-        """Keep room for all gradients from now on."""
+        """From now on keep all gradients in memory between steps; the shard's sum is carried over."""
         if self.keeps_all:
             return
         own, self.own, self.shard_only = self.own, None, False
@@ -165,11 +166,14 @@ class Bucket:
             piece.grad = piece.part.of(gradients).view(piece.update.shape)
 
     def resume(self, factor: float, replicas: int) -> None:
-        """Go on adding to sums: bring them to the scale of what is added, and count what each rank holds once.
+        """Prepare reduced gradients for further accumulation (no ``zero_grad`` since the last step).
+
+        The sum over ranks will be taken and divided again, so what is a sum already must enter it once: each rank keeps
+        its own shard, times what it will be divided by, and zeros elsewhere.
 
         Args:
-            factor: scale of the loss.
-            replicas: what the sums were divided by besides, and will be again.
+            factor: what new gradients are scaled by (the loss scale), and the old ones have to be.
+            replicas: what the sums were divided by, and will be divided by again.
         """
         if self.reduced and any(self.touched):
             if self.scattered:
@@ -182,10 +186,10 @@ class Bucket:
         self.reduced = self.scattered = False
 
     def start_sum(self, dtype: torch.dtype | None) -> None:
-        """Start summing over all holders: this rank's shard if ``scattered``, else everything and the flags.
+        """Start the sum over all holders: a reduce-scatter if ``scattered``, else an all-reduce of gradients and flags.
 
         Args:
-            dtype: in which the numbers travel and are added; ``None`` for that of the buffer.
+            dtype: communication dtype of the sum; ``None`` for that of the buffer.
         """
         self.sent = None if dtype in (None, self.flat.dtype) else self.flat.to(dtype)
         flat = self.flat if self.sent is None else self.sent
@@ -197,7 +201,7 @@ class Bucket:
         self.work = start_flat_scatter(own, flat[: self.placement.total], self.sharing.shard_group)
 
     def finish_sum(self) -> bool:
-        """Wait for the sum; returns whether one was under way."""
+        """Wait for the sum; returns ``False`` if none was started."""
         if self.work is None:
             return False
         self._wait()
@@ -228,19 +232,14 @@ class Bucket:
         return waits.Waiting(what, waits.ranks_of(self.sharing.group))
 
     def narrow_gradients(self) -> None:
-        """Round the sums to the dtype of what the optimizer updates, until `widen_gradients`."""
-        if self._rounds:
-            assert self.master is not None
-            self._hand_over(self.own_gradients.to(self.master.dtype))
+        """Cast the float32 sums to the 16-bit dtype of the weights that the optimizer updates, for its step."""
+        if self.weights is not None and self.weights.master.dtype != self.flat.dtype:
+            self._hand_over(self.own_gradients.to(self.weights.master.dtype))
 
     def widen_gradients(self) -> None:
-        """Give the sums back all their digits."""
-        if self._rounds:
+        """After the optimizer's step, point its gradients at the float32 sums again, for hooks and accumulation."""
+        if self.weights is not None and self.weights.master.dtype != self.flat.dtype:
             self._hand_over(self.own_gradients)
-
-    @property
-    def _rounds(self) -> bool:
-        return self.master is not None and self.master.dtype != self.flat.dtype
 
     def _hand_over(self, gradients: Tensor) -> None:
         for piece in self.pieces.values():
@@ -250,7 +249,7 @@ class Bucket:
                 piece.update.grad = piece.part.of(gradients).view(piece.update.shape)
 
     def release_parameters(self) -> None:
-        """Let gradients of the parameters have the parameters' dtype again."""
+        """Undo the float32 `grad_dtype` of 16-bit parameters, when the run ends."""
         for parameter in self.parameters if self.pieces else ():
             if parameter.grad_dtype != parameter.dtype:
                 grad, parameter.grad = parameter.grad, None
@@ -258,33 +257,21 @@ class Bucket:
                 parameter.grad = None if grad is None else grad.to(parameter.dtype)
 
     def recover_weights(self) -> None:
-        """Bring back what left the buffer: weights assigned with ``parameter.data = ...``, masters of weights that
-        were changed by hand.
-        """
-        if self.weights is None:
-            return
-        for parameter, view in zip(self.parameters, self.weight_views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
-        if self.lowered:
-            assert self.master is not None
-            own = self.own_weights
-            changed = own != self.master.to(own.dtype)
-            self.master.copy_(torch.where(changed, own.to(self.master.dtype), self.master))
+        """Take over weights that user code replaced: ``parameter.data = ...``, or lowered weights written by hand."""
+        if self.weights is not None:
+            self.weights.recover(self.parameters)
 
     def start_gather(self) -> None:
-        """Send this rank's updated shard to the others, and receive theirs; :meth:`finish_gather` waits."""
+        """Start the all-gather of the updated weights over the ranks that share them out; `finish_gather` waits."""
         if self.weights is None:
             return
-        if self.lowered:
-            assert self.master is not None
-            self.own_weights.copy_(self.master)
+        if self.weights.lowered:
+            self.weights.own.copy_(self.weights.master)
         if self.sharing.shards > 1:
-            self.work = start_flat_gather(self.weights, self.own_weights, self.sharing.shard_group)
+            self.work = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
 
     def finish_gather(self) -> None:
-        """Wait until the weights of all shards are here."""
+        """Wait for the all-gather, after which every weight is the updated one."""
         self._wait()
 
 
@@ -302,12 +289,12 @@ def make_bucket(
 
     Args:
         members: names and parameters of one dtype.
-        sharing: who holds them.
-        shared: whether other stages or tensor-parallel ranks do.
-        lowered: names of parameters that layers use in another dtype than the optimizer's, and that dtype.
-        whole: whether no parameter may be cut.
-        gathers: whether the optimizer updates matrices that are put together from the pieces of several ranks.
-        rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
+        sharing: the ranks that hold them.
+        shared: whether other stages or tensor-parallel ranks hold them too.
+        lowered: by name, the dtype that layers compute with, where the optimizer keeps float32 instead.
+        whole: whether every parameter must lie in one rank's shard.
+        gathers: whether the optimizer updates matrices that are assembled from the pieces of several ranks.
+        rounds: whether gradients of 16-bit weights accumulate in float32 and are cast for the update.
     """
     names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
     first, low = parameters[0], lowered.get(names[0])
@@ -319,39 +306,15 @@ def make_bucket(
     bucket = Bucket(names, parameters, sharing, shared, placement, flat, [flat] * len(parameters))
     bucket.touched = [False] * len(parameters)
     if moves:
-        _take_weights(bucket, low or first.dtype, first.dtype if low is None else main)
-        _cut_pieces(bucket, keep_shapes=whole or sharing.shards == 1)
+        kept = (first.dtype, first.dtype) if low is None else (low, main)
+        bucket.weights = take_weights(parameters, placement, sharing.rank, *kept, gradients=main)
+        _cut_pieces(bucket, bucket.weights.master, keep_shapes=whole or sharing.shards == 1)
     return bucket
 
 
-def _take_weights(bucket: Bucket, dtype: torch.dtype, master: torch.dtype) -> None:
-    """Move the weights of the parameters into the bucket, and this rank's shard of them into the master weights.
-
-    Args:
-        bucket: has no weights yet.
-        dtype: of what layers compute with.
-        master: dtype of what the optimizer updates.
-    """
-    placement, sharing, main = bucket.placement, bucket.sharing, bucket.flat.dtype
-    bucket.weights = torch.zeros(placement.total, dtype=dtype, device=bucket.flat.device)
-    bucket.master = bucket.own_weights if dtype == master else bucket.own_weights.to(master)
-    for part in placement.parts(sharing.rank):
-        source = bucket.parameters[part.member].data.reshape(-1)[part.start : part.stop]
-        part.of(bucket.master).copy_(source)
-    for parameter, offset in zip(bucket.parameters, placement.offsets, strict=True):
-        view = bucket.weights[offset : offset + parameter.numel()].view(parameter.shape)
-        view.copy_(parameter.data)
-        parameter.grad = None
-        parameter.data = view
-        if dtype != main:
-            parameter.grad_dtype = main
-        bucket.weight_views.append(view)
-
-
-def _cut_pieces(bucket: Bucket, *, keep_shapes: bool) -> None:
-    assert bucket.master is not None
+def _cut_pieces(bucket: Bucket, master: Tensor, *, keep_shapes: bool) -> None:
     for part in bucket.placement.parts(bucket.sharing.rank):
-        value, shape = part.of(bucket.master), bucket.parameters[part.member].shape
+        value, shape = part.of(master), bucket.parameters[part.member].shape
         if keep_shapes or not shape:  # a number is never cut, and what optimizers keep for it has its shape
             value = value.view(shape)
         update = nn.Parameter(value)

@@ -121,8 +121,10 @@ class GradientBuckets:
     ) -> None:
         """Prepare for the backward(s) of one batch.
 
-        A parameter's first gradient is copied into its bucket when it arrives (or with its whole bucket, if ``once``
-        and ``reduce``). Then ``.grad`` becomes the view, and autograd accumulates later gradients in place.
+        A parameter's first gradient is copied into its bucket when it arrives; then ``.grad`` becomes the view, and
+        autograd accumulates later gradients in place. Where nothing accumulates (``once``, ``reduce``, and no gradient
+        from before), the copies are made per bucket instead, when its last gradient is there: one fused call, and no
+        memory for buckets that backward has not reached. Only then may a bucket keep no more than its shard.
 
         Args:
             fresh: whether gradients start from zero, or accumulate onto earlier ones; ``None`` decides per parameter by
@@ -141,7 +143,7 @@ class GradientBuckets:
         self._next_launch = 0
         self._divide_by = divide_by * scale
         late = once and reduce
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # all must agree on `late` before any is laid out for it
             bucket.launched = False
             bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
             if fresh:

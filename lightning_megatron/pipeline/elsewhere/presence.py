@@ -94,7 +94,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Presence:
-    """Which of a module's parameters and buffers are on this rank.
+    """Which of a module's parameters and buffers are on this rank: the one place that knows who owns what.
+
+    Invariants: ``entries`` has every name of the whole module's ``state_dict`` on every rank, in the same order, with
+    global shapes; each entry has at least one owner; tied parameters are one entry under several names.
 
     Attributes:
         stage: this rank's stage.

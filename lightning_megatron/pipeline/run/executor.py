@@ -9,13 +9,13 @@ as the only stage of its pipeline: its program is F0 B0 F1 B1 ... without transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
@@ -24,6 +24,7 @@ from lightning_megatron.pipeline.forwards.weight_gradients import Factors, Weigh
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, loss_of
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
@@ -32,72 +33,13 @@ Place = tuple[int, int]
 Program = list[tuple[Callable[[Slot], None], Slot]]
 
 
-class HearsFinal(Protocol):
-    """Where the gradients of a step collect, as far as the executor knows it."""
-
-    def set_final(self, final: Final) -> None:
-        """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
-
-
-class RunsStep(Protocol):
-    """What runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
-
-    stage: int
-
-    def run(
-        self,
-        virtual_stage: int,
-        micro_batch: int,
-        step: Callable[[Any, int], Any],
-        batch: Any,
-        received: Boundary,
-        where: str,
-    ) -> StageRun:
-        """Forward of one micro-batch; ends where this virtual stage does."""
-
-    def resume(self, virtual_stage: int, run: StageRun) -> None:
-        """Prepare for the backward of ``run``, in which layers may be recomputed."""
-
-    def end(self) -> None:
-        """Finish that backward."""
-
-    def may_write(self, virtual_stage: int, where: str) -> bool:
-        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
-
-    def owned_layers(self) -> Iterable[nn.Module]:
-        """Layers here, in which a split backward looks for linears."""
-
-
-@dataclass
-class PipelineStep:
-    """One step to run through the pipeline.
-
-    Attributes:
-        schedule: lowered schedule.
-        call: the user's step, taking a micro-batch and its number.
-        micro_batches: the batch, cut; the same on every stage.
-        name: of the user's step, such as ``"training_step"``.
-        loss_scales: factor of each micro-batch's loss in backward; empty in evaluation, where no backward runs.
-        gradients: told in which backward gradients become final.
-        outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
-    """
-
-    schedule: Schedule
-    call: Callable[[Any, int], Any]
-    micro_batches: Sequence[Any]
-    name: str
-    loss_scales: Sequence[float] = ()
-    gradients: HearsFinal | None = None
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def training(self) -> bool:
-        """Whether backwards run."""
-        return bool(self.loss_scales)
-
-
 class PipelineExecutor:
-    """Executes schedules on one stage.
+    """Executes the instructions of one stage, in the order of its schedule; never decides an order itself.
+
+    Invariants: a place is a pair (chunk, micro-batch). ``runs[place]`` holds a forward's graph from its forward until
+    its backward, so ``len(runs)`` is the number of activations in flight. All ranks of a tensor group hold the same
+    schedule and run the same actions in the same order, because layers contain collectives. When `run` returns or
+    raises, nothing of the step is kept.
 
     Args:
         stage: runs the user's step on this rank.
@@ -124,9 +66,7 @@ class PipelineExecutor:
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._trained = (-1.0, -1.0)
         self._split: frozenset[Place] = frozenset()
-        self._programs: dict[
-            int, tuple[frozenset[Place], Program, Schedule]
-        ] = {}  # by id; the schedule is kept alive with it
+        self._programs: dict[int, tuple[frozenset[Place], Program, Schedule]] = {}  # by the schedule's id
         self._weights: WeightGradients | None = None
         self.runs: dict[Place, StageRun] = {}
         self._slot: Slot | None = None
@@ -185,7 +125,16 @@ class PipelineExecutor:
         return self._weights
 
     def _program(self, schedule: Schedule) -> tuple[frozenset[Place], Program]:
-        """Whose backwards are split, and the actions of this stage; worked out once per schedule."""
+        """Compile the instructions of this stage into a list of calls, once per schedule.
+
+        The schedule says only what is computed when. Here the transfers that follow from it are put in, receives are
+        posted as early as their shapes are known (so that a message never waits for its receiver), and around every
+        backward in which some gradients become final stands an announcement of which: their sums over replicas start
+        then, under the backwards still to come. The table holds the schedule, because its id may be reused otherwise.
+
+        Returns:
+            The (chunk, micro-batch) places whose backward is split into input and weight gradients, and the calls.
+        """
         known = self._programs.get(id(schedule))
         if known is not None:
             return known[:2]
@@ -389,21 +338,6 @@ class _Announcement:
 
     def __call__(self, slot: Slot) -> None:
         self._executor.announce(self._final)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what ``training_step`` returned: the tensor itself, or the entry ``"loss"`` of a mapping.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, Tensor):
-        raise RuntimeError(
-            "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
-            f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
-        )
-    return loss
 
 
 def _shapes(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:

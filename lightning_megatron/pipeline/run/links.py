@@ -90,6 +90,10 @@ class Transfer:
 class StageLinks:
     """Point-to-point transfers of one rank with the other stages of its pipeline.
 
+    Sends never block. Messages between two ranks with the same tag arrive in the order in which they were sent. Where
+    the ranks of a tensor group hold equal boundary tensors, each sends a 1/t part and the receivers gather the parts
+    among themselves (SC21, section 4.1).
+
     Args:
         group: the pipeline's process group.
         ranks: global ranks of the pipeline, first stage first; with a single one there is nobody to send to.

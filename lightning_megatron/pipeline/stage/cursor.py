@@ -302,6 +302,12 @@ class StageCursor:
     def _substitute(
         self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a layer of this stage, with what the stage before sent in the place of the stand-ins.
+
+        The first layer of the stage receives: by identity, a stand-in turns into the received tensor wherever that is
+        possible (`become`), so that user code which kept a reference (``x = layer(x) + x``) sees it too. Where it is
+        not, the pair is noted as an alias, and later layers that are handed the stand-in get the tensor.
+        """
         if self.first == 0 or (index > self.first and not self._aliases):
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0

@@ -29,7 +29,12 @@ _NOTHING = nullcontext()
 
 
 class Stage:
-    """This rank's part of the module: owned layers wrapped, everything else hollow.
+    """This rank's part of a module that was cut at its layers.
+
+    The user's step runs in full on every stage. Layers of this stage compute; layers of others return stand-ins of the
+    right shape, and their parameters are replaced by placeholders of no memory. Invariants: the module keeps its class,
+    its submodules and all parameter names; a parameter has storage on exactly the stages that `presence` names; the cut
+    outlives the run (a later ``fit`` or ``test`` of the same module goes on with it).
 
     Args:
         module: the whole module; cut in place.

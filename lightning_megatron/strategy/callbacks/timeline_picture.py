@@ -68,11 +68,18 @@ class PipelineTimeline(Callback):
         self.predicted = simulate(self.measured.schedule, measured_costs(self.measured))
         rank_zero_info(self.summary())
         if trainer.is_global_zero:
-            self._write(Path(self._directory or trainer.default_root_dir))
+            self._write(Path(self._directory or trainer.default_root_dir), self.measured, self.predicted)
 
     def summary(self) -> str:
-        """The step in one line."""
-        assert self.measured is not None and self.predicted is not None
+        """The step in one line.
+
+        Raises:
+            RuntimeError: the chosen batch has not run yet.
+        """
+        if self.measured is None or self.predicted is None:
+            raise RuntimeError(
+                f"No step has been recorded yet: batch {self._batch} has not run (`PipelineTimeline(batch=)`)."
+            )
         schedule = self.measured.schedule
         return (
             f"batch {self._batch}, {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches: "
@@ -80,11 +87,10 @@ class PipelineTimeline(Callback):
             f"predicted {self.predicted.makespan:.4g} s, {self.predicted.step_bubble_fraction:.1%}"
         )
 
-    def _write(self, directory: Path) -> None:
-        assert self.measured is not None and self.predicted is not None
+    def _write(self, directory: Path, measured: Timeline, predicted: Timeline) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         name = f"timeline-step{self._batch}"
-        (directory / f"{name}.svg").write_text(svg(self.measured))
-        (directory / f"{name}-predicted.svg").write_text(svg(self.predicted))
-        trace = chrome_trace(self.measured, microseconds=1e6)
+        (directory / f"{name}.svg").write_text(svg(measured))
+        (directory / f"{name}-predicted.svg").write_text(svg(predicted))
+        trace = chrome_trace(measured, microseconds=1e6)
         (directory / f"{name}.json").write_text(json.dumps(trace))

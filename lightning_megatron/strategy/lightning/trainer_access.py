@@ -15,6 +15,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
@@ -90,6 +91,45 @@ class _WholeSummary:
                 self._summarize(trainer, pl_module)
         finally:
             pl_module.example_input_array = example
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that a module is attached to; ``module.trainer`` raises where there is none."""
+    return module._trainer
+
+
+def hook_of(module: pl.LightningModule) -> str | None:
+    """The hook that is running now, as ``self.log`` sees it; ``None`` outside of hooks."""
+    return module._current_fx_name
+
+
+def training_data(module: pl.LightningModule) -> Any:
+    """What ``fit`` was given to train on: loaders, a datamodule or the module itself; ``None`` without a Trainer."""
+    trainer = module._trainer
+    source = getattr(trainer.fit_loop, "_data_source", None) if trainer is not None else None
+    return getattr(source, "instance", None)
+
+
+def fetched_loaders(trainer: pl.Trainer) -> tuple[Any, Any]:
+    """The combined training loader of a fit and the fetcher that reads it; ``None`` for each that is not set up."""
+    return trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+
+
+def loading_mode(combined: Any) -> str:
+    """How a combined loader ends: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``."""
+    mode: str = combined._mode
+    return mode
+
+
+def loader_states(combined: Any) -> list[dict[str, Any]]:
+    """The states of the stateful loaders in a combined loader."""
+    states: list[dict[str, Any]] = combined._state_dicts()
+    return states
+
+
+def show_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh`` be the mesh."""
+    module._device_mesh = mesh
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
+from lightning_megatron.strategy.lightning.trainer_access import hook_of, in_hook
 from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE
 
 _NORM = re.compile(r"grad_([0-9.]+|inf)_norm(?!_total)")
@@ -100,7 +101,7 @@ class HookLogs:
 
     def take(self, module: pl.LightningModule, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether this call of ``self.log`` is held back."""
-        hook = module._current_fx_name
+        hook = hook_of(module)
         if self._held is None or hook is None:
             return False
         options = dict(LOG_SIGNATURE.bind(module, *args, **kwargs).arguments)
@@ -128,12 +129,10 @@ class HookLogs:
         if layout.pipeline > 1:
             ranks = self._mesh.pipeline_ranks
             held = self._exchange("pipeline_parallel", [sorted(ranks).index(r) for r in ranks], held, slices=False)
-        outer = module._current_fx_name
         for entry in held:
-            module._current_fx_name = entry.hook
             value = entry.value.to(self._device) if isinstance(entry.value, Tensor) else entry.value
-            log(**entry.options, value=value)
-        module._current_fx_name = outer
+            with in_hook(module, entry.hook):
+                log(**entry.options, value=value)
 
     def _exchange(self, axis: str, order: Sequence[int], held: list[HookLog], *, slices: bool) -> list[HookLog]:
         gathered = [entries or [] for entries in objects.gather(held or None, self._mesh.group(axis))]

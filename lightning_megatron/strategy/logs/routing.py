@@ -21,8 +21,8 @@ import torch
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import watches_gradients
+from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs
-from lightning_megatron.strategy.logs.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.step.engine import StepEngine
 

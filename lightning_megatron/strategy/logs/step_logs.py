@@ -4,7 +4,7 @@ Inside a step only the last stage reaches ``self.log``, once per micro-batch and
 loggers, progress bars and callbacks want one call per key and step on every rank, with one value. So calls made
 inside a step are recorded and aggregated over micro-batches here, over replicas and stages with everything else that
 the step leaves behind (:mod:`~lightning_megatron.strategy.step.step`), and then replayed through the public
-``self.log`` (:mod:`~lightning_megatron.strategy.logs.log_replay`)::
+``self.log`` (:mod:`~lightning_megatron.strategy.lightning.log_replay`)::
 
     last stage   log(loss) × m ──aggregate──▶ all-gather over replicas ──▶ broadcast ──▶ self.log(loss)
     other stages                                                          receive  ──▶ self.log(loss)

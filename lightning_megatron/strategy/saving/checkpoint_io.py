@@ -233,14 +233,16 @@ class MegatronCheckpointIO(CheckpointIO):
         return self._group
 
 
-def megatron_checkpoint_io(plugin: CheckpointIO) -> MegatronCheckpointIO:
-    """The plugin to use where the user gave ``plugin``.
+def megatron_checkpoint_io(plugin: CheckpointIO | None) -> MegatronCheckpointIO:
+    """The plugin to use where the user gave ``plugin``, or none.
 
     Lightning's ``AsyncCheckpointIO`` becomes ``async_save=True``: it would hold collectives in a thread of its own.
 
     Raises:
         MisconfigurationException: any other plugin: a rank holds a part of the state, and it would save that.
     """
+    if plugin is None:
+        return MegatronCheckpointIO()
     if isinstance(plugin, AsyncCheckpointIO):
         inner = plugin.__dict__.get("_checkpoint_io") or MegatronCheckpointIO()
         if isinstance(inner, MegatronCheckpointIO):

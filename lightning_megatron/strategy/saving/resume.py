@@ -25,7 +25,8 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.random_streams import collect_rng_state
 from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoader
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
-from lightning_megatron.strategy.saving.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
+from lightning_megatron.strategy.lightning.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
+from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders, loader_states, loading_mode
 
 _PACKAGES = ("lightning_megatron", "torch", "lightning", "transformers", "numpy")
 
@@ -82,17 +83,17 @@ def gather_all_to_first(value: Any) -> list[Any]:
 def replica_state(trainer: pl.Trainer, loops: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """Random state and loaders of this replica, where the checkpoint holds the state of ``loops``."""
     state: dict[str, Any] = {"random": collect_rng_state(device)}
-    combined = trainer.fit_loop._combined_loader
+    combined, fetcher = fetched_loaders(trainer)
     if combined is not None and loops is not None:
         batches = consumed_batches(loops)[1]
-        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+        ahead = len(getattr(fetcher, "batches", ()))
         loaders = [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)]
         state["loaders"] = [
-            walk_of(loader).state(loader, _of_this_pass(combined._mode, loader, batches), ahead)
+            walk_of(loader).state(loader, _of_this_pass(loading_mode(combined), loader, batches), ahead)
             | {"batch_size": batch_size_of(loader)}
             for loader in loaders
         ]
-        state["stateful"] = combined._state_dicts()
+        state["stateful"] = loader_states(combined)
     return state
 
 
@@ -106,12 +107,12 @@ def _of_this_pass(mode: str, loader: Any, batches: int) -> int:
 
 def note_what_is_read_ahead(trainer: pl.Trainer) -> None:
     """Lightning fetches a batch ahead where it does not know how many there are; let loaders take note of that."""
-    fit = trainer.fit_loop
-    if fit._combined_loader is None or fit._data_fetcher is None:
+    combined, fetcher = fetched_loaders(trainer)
+    if combined is None or fetcher is None:
         return
-    for loader in fit._combined_loader.flattened:
+    for loader in combined.flattened:
         if isinstance(loader, ResumableLoader):
-            walk_of(loader).is_read_ahead = fit._data_fetcher.length is None
+            walk_of(loader).is_read_ahead = fetcher.length is None
 
 
 class Resumption:

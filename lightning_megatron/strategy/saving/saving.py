@@ -34,12 +34,12 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
+from lightning_megatron.strategy.lightning.preemption import Preemption, listen
 from lightning_megatron.strategy.lightning.samplers import Samplers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState, does_not_fit
 from lightning_megatron.strategy.saving.newest import answered
-from lightning_megatron.strategy.saving.preemption import Preemption, listen
 from lightning_megatron.strategy.saving.resume import (
     Resumption,
     about,
@@ -119,7 +119,7 @@ class Saving:
 
     def optimizer_state(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """State of one of the optimizers by parameter name, in pieces where it is split."""
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, candidate in enumerate(optimizers) if candidate is optimizer)
         names = self.optimizer_names[index]
         added = added_groups(optimizer, names, parameter_names(self._module))

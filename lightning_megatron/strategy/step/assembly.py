@@ -29,7 +29,7 @@ from lightning_megatron.pipeline.forwards.low_precision_linears import check_flo
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.hooks import watches_weights
-from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of
 from lightning_megatron.strategy.step.alike import (
     agree_on_base_seed,
     agree_on_random_state,
@@ -205,7 +205,7 @@ class Assembler:
             pipeline_split=self._options.pipeline_split,
             placement=self._options.pipeline_placement,
             stage_speeds=self._options.stage_speeds,
-            hooks_write=module._trainer is not None and watches_weights(module, callbacks_of(module.trainer)),
+            hooks_write=trainer_of(module) is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
         presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, tensor_state.rank)
         return Stage(module, partition, presence, self._device, streams)

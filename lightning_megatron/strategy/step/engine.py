@@ -34,7 +34,10 @@ from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
 class StepEngine:
-    """Runs steps of one module on one rank.
+    """Runs the user's steps on one rank: a training step forward and backward, an evaluation step forward only.
+
+    Whichever way a batch takes (whole, or in micro-batches through the schedule), the outcome is that of one process
+    with the whole batch: loss, logs and outputs are joined, gradients are divided once by the number of replicas.
 
     Args:
         module: the user's module, already cut if there are several stages.

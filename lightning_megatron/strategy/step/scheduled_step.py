@@ -22,7 +22,7 @@ from lightning_megatron.mesh.batches import (
 )
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
-from lightning_megatron.pipeline.run.executor import PipelineStep, loss_of
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording

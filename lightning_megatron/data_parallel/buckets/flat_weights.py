@@ -1,0 +1,80 @@
+"""The weights of a bucket in one buffer, so that one all-gather hands every replica what the others updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.buckets.shards import Placement
+
+
+@dataclass
+class FlatWeights:
+    """Weights that moved into the bucket, because this rank's optimizer updates only a shard of them.
+
+    Attributes:
+        flat: ``[placement.total]``, what the layers compute with.
+        own: this rank's shard of ``flat``, a view.
+        master: ``[placement.shard]``, what the optimizer updates: ``own`` itself, or a float32 copy of it.
+        views: by index of the parameter, its elements in ``flat``; ``parameter.data`` is this view.
+    """
+
+    flat: Tensor
+    own: Tensor
+    master: Tensor
+    views: list[Tensor] = field(default_factory=list)
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the layers compute with a narrower dtype than the optimizer updates."""
+        return self.master.dtype != self.flat.dtype
+
+    def recover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take over weights that user code replaced: ``parameter.data = ...``, or lowered weights written by hand."""
+        for parameter, view in zip(parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+        if self.lowered:
+            changed = self.own != self.master.to(self.own.dtype)
+            self.master.copy_(torch.where(changed, self.own.to(self.master.dtype), self.master))
+
+
+def take_weights(
+    parameters: Sequence[nn.Parameter],
+    placement: Placement,
+    rank: int,
+    dtype: torch.dtype,
+    master: torch.dtype,
+    *,
+    gradients: torch.dtype,
+) -> FlatWeights:
+    """Move the weights of ``parameters`` into one buffer, and this rank's shard of them into the master weights.
+
+    Args:
+        parameters: in the order of ``placement``; afterwards each is a view of the buffer and has no gradient.
+        placement: where each lies in the buffer.
+        rank: this rank's place among those that share the buffer out.
+        dtype: what the layers compute with.
+        master: what the optimizer updates.
+        gradients: of the main gradients; parameters of another dtype accept gradients of this one.
+    """
+    flat = torch.zeros(placement.total, dtype=dtype, device=parameters[0].device)
+    low, high = placement.bounds(rank)
+    own = flat[low:high]
+    weights = FlatWeights(flat, own, own if dtype == master else own.to(master))
+    for part in placement.parts(rank):
+        source = parameters[part.member].data.reshape(-1)[part.start : part.stop]
+        part.of(weights.master).copy_(source)
+    for parameter, offset in zip(parameters, placement.offsets, strict=True):
+        view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.grad = None
+        parameter.data = view
+        if dtype != gradients:
+            parameter.grad_dtype = gradients
+        weights.views.append(view)
+    return weights

@@ -1,0 +1,96 @@
+"""What the executor is asked to run, and what it asks of the two sides that it runs between.
+
+The executor knows neither Lightning nor how a module is cut: the user's step comes as a callable, the module as
+:class:`RunsStep`, the gradients as :class:`HearsFinal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.run.finality import Final
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
+
+
+class HearsFinal(Protocol):
+    """Where the gradients of a step collect, as far as the executor knows it."""
+
+    def set_final(self, final: Final) -> None:
+        """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
+
+
+class RunsStep(Protocol):
+    """What runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
+
+    stage: int
+
+    def run(
+        self,
+        virtual_stage: int,
+        micro_batch: int,
+        step: Callable[[Any, int], Any],
+        batch: Any,
+        received: Boundary,
+        where: str,
+    ) -> StageRun:
+        """Forward of one micro-batch; ends where this virtual stage does."""
+
+    def resume(self, virtual_stage: int, run: StageRun) -> None:
+        """Prepare for the backward of ``run``, in which layers may be recomputed."""
+
+    def end(self) -> None:
+        """Finish that backward."""
+
+    def may_write(self, virtual_stage: int, where: str) -> bool:
+        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
+
+    def owned_layers(self) -> Iterable[nn.Module]:
+        """Layers here, in which a split backward looks for linears."""
+
+
+@dataclass
+class PipelineStep:
+    """One step to run through the pipeline.
+
+    Attributes:
+        schedule: lowered schedule.
+        call: the user's step, taking a micro-batch and its number.
+        micro_batches: the batch, cut; the same on every stage.
+        name: of the user's step, such as ``"training_step"``.
+        loss_scales: factor of each micro-batch's loss in backward; empty in evaluation, where no backward runs.
+        gradients: told in which backward gradients become final.
+        outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
+    """
+
+    schedule: Schedule
+    call: Callable[[Any, int], Any]
+    micro_batches: Sequence[Any]
+    name: str
+    loss_scales: Sequence[float] = ()
+    gradients: HearsFinal | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Whether backwards run."""
+        return bool(self.loss_scales)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned: the tensor itself, or the entry ``"loss"`` of a mapping.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
+            f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
+        )
+    return loss
