@@ -1,1 +1,1 @@
-"""Ranks, groups, messages, which part of a tensor is here, and who has failed."""
+"""The grid of ranks: process groups, messages between ranks, slices of tensors, and failed or hanging ranks."""

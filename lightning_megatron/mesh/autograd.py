@@ -1,4 +1,4 @@
-"""What autograd is doing on this thread: layers and random streams behave differently while a backward runs."""
+"""Tells whether autograd runs a backward: layers and random streams behave differently inside of one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Cutting a batch into micro-batches, and putting step outputs together again.
+"""Splits a batch into micro-batches, and merges the outputs of their steps.
 
 The batch is the user's own object: a tensor, a tuple, a dict, a Hugging Face ``BatchEncoding``, or a nest of them. It
-is cut along dimension 0 of its tensors and rebuilt as the same kind of object, so ``training_step`` cannot tell a
-micro-batch from a small batch.
+is split along dimension 0 of its tensors, and each micro-batch is rebuilt as the same kind of object, so that
+``training_step`` sees a smaller batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples in ``batch``: dimension 0 of the first tensor that has one, depth first, or else the length
-    of its first list of plain values (texts).
+    """Number of samples in ``batch``.
+
+    It is the size of dimension 0 of the first tensor that has one, depth first; without such a tensor it is the length
+    of the first list of plain values (texts).
 
     Raises:
         ValueError: the batch holds neither.
@@ -49,7 +51,7 @@ def _first_size(batch: Any) -> int | None:
 
 
 def _is_ragged(value: Any) -> bool:
-    """Whether ``value`` is a list of samples of different lengths, rather than of tensors of one batch."""
+    """Whether ``value`` is a list with one tensor per sample, of different lengths."""
     if not isinstance(value, (list, tuple)) or len(value) < 2 or not all(isinstance(item, Tensor) for item in value):
         return False
     first = value[0]
@@ -82,8 +84,8 @@ def _children(batch: Any) -> Sequence[Any]:
 def auto_micro_batch_size(batch_size: int, stages: int) -> int:
     """Samples per micro-batch for ``micro_batch_size="auto"``.
 
-    One stage needs no micro-batches. With ``p`` stages about ``4p`` of them keep the bubble ``(p-1)/m`` of a 1F1B step
-    below a quarter (SC21, section 2.2).
+    One stage runs the whole batch at once. With ``p`` stages, about ``m = 4p`` micro-batches keep the bubble
+    ``(p-1)/m`` of a 1F1B step below a quarter (SC21, section 2.2).
     """
     if stages == 1:
         return batch_size
@@ -91,17 +93,17 @@ def auto_micro_batch_size(batch_size: int, stages: int) -> int:
 
 
 def split_batch(batch: Any, micro_batch_size: int) -> list[Any]:
-    """Cut ``batch`` into consecutive micro-batches of ``micro_batch_size`` samples; the last may be smaller.
+    """Split ``batch`` into consecutive micro-batches of ``micro_batch_size`` samples; the last may be smaller.
 
-    Tensors whose dimension 0 is the batch size are cut (as views), and so are lists of that length that hold no tensors
-    (texts, ids). Numbers, strings and tensors of other sizes go to every micro-batch unchanged.
+    Tensors whose dimension 0 is the batch size are split (as views), and so are lists of that length that hold no
+    tensors (texts, ids). Numbers, strings and tensors of other sizes go to every micro-batch unchanged.
 
     Args:
         batch: the user's batch, of ``B`` samples.
         micro_batch_size: samples per micro-batch.
 
     Returns:
-        ``ceil(B / micro_batch_size)`` batches of the same structure; the very same object if that is one.
+        ``ceil(B / micro_batch_size)`` batches of the same structure; ``batch`` itself if that is one.
 
     Raises:
         ValueError: the batch holds an object that is neither a container, a tensor nor a plain value.
@@ -114,19 +116,19 @@ def split_batch(batch: Any, micro_batch_size: int) -> list[Any]:
 
 
 def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
-    """Complain about a batch of which other tensors would be cut than of those before it.
+    """Refuse a batch of which fewer or more tensors would be split than of the first batch.
 
-    Two loaders combined into one batch may run out at different times. Then the tensors of one no longer have the batch
-    size of the other, and would go whole to every micro-batch. Likewise class weights, say, of a length that is the
-    batch size by chance.
+    When two loaders are combined into one batch, one may yield a shorter last batch. Its tensors then no longer have
+    the batch size of the other loader's, and would go unsplit to every micro-batch. The same happens to a tensor such
+    as class weights if its length is the batch size by chance.
 
     Args:
         batch: the user's batch.
         size: its number of samples.
-        known: number of tensors in a batch -> how many of them are not cut; filled here.
+        known: number of tensors in a batch -> number of them that are not split; updated.
 
     Raises:
-        ValueError: with the sizes.
+        ValueError: another number of tensors is split than before; the message lists their sizes.
     """
     lengths: list[int] = []
     _add_lengths(batch, lengths)
@@ -146,7 +148,7 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
 
 
 def _add_lengths(batch: Any, found: list[int]) -> None:
-    """Dimension 0 of every tensor, those of ragged lists too: all that most batches need."""
+    """Append the size of dimension 0 of every tensor, including those in ragged lists; enough for most batches."""
     if isinstance(batch, Tensor):
         if batch.ndim:
             found.append(batch.shape[0])
@@ -188,7 +190,7 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild a nest with ``function`` applied to its tensors; objects it cannot rebuild stay as they are."""
+    """Rebuild a nest with ``function`` applied to its tensors; objects that are no containers stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -203,7 +205,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether ``value`` is a NumPy array with a dimension to cut; NumPy itself need not be installed."""
+    """Whether ``value`` is a NumPy array with at least one dimension; NumPy need not be installed."""
     return type(value).__module__ == "numpy" and bool(getattr(value, "ndim", None))
 
 
@@ -218,9 +220,7 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def signature(value: Any) -> Any:
-    """Hashable description of the shapes, dtypes and plain values in a nest; equal on every rank that holds
-    ``value``.
-    """
+    """Hashable description of the shapes, dtypes and plain values in a nest; equal on all ranks with equal nests."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, _SCALARS):
@@ -233,14 +233,19 @@ def signature(value: Any) -> Any:
 
 
 def shape_signature(batch: Any) -> Any:
-    """Shapes and dtypes of the tensors in ``batch`` alone: the key under which stages remember activation shapes."""
+    """Shapes and dtypes of the tensors in ``batch``: the key under which stages remember activation shapes."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), str(batch.dtype))
     return tuple(shape_signature(child) for child in _children(batch))
 
 
 def checksum(batch: Any, samples: int = 1024) -> float:
-    """Cheap number that differs when two ranks hold different batches: a weighted sum over strided samples."""
+    """Cheap checksum to detect ranks with different batches: a weighted sum over strided elements.
+
+    Args:
+        batch: any nest of tensors.
+        samples: about how many elements of each tensor are summed.
+    """
     total = 0.0
     for index, tensor in enumerate(_tensors(batch)):
         flat = tensor.detach().reshape(-1)
@@ -259,11 +264,11 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], where: str) -> Any:
-    """Put the outputs of a step's micro-batches together as one output of the whole batch.
+    """Merge the outputs of a step's micro-batches into one output of the whole batch.
 
-    Tensors whose dimension 0 is the micro-batch size are concatenated; scalar floating-point tensors and floats become
-    the weighted mean; lists of that length are joined; equal plain values stay. Mappings, sequences and dataclasses
-    merge item by item.
+    Tensors whose dimension 0 is the micro-batch size are concatenated, and so are lists of that length. Other
+    floating-point tensors of one shape, and floats, are averaged by weight. Scalar integer tensors that differ are
+    summed, and equal plain values stay. Mappings, sequences and dataclasses are merged item by item.
 
     Args:
         outputs: one output per micro-batch.
@@ -338,7 +343,7 @@ def _is_batched(item: Any, size: int) -> bool:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """``sum(w * v) / sum(w)`` of equally shaped tensors, in the order given."""
+    """``sum(w * v) / sum(w)`` of tensors of one shape, summed in the order given."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = total + value * weight

@@ -1,6 +1,6 @@
-"""Rank arithmetic of the 3D grid: which process is which tensor, context, data and pipeline coordinate.
+"""Rank arithmetic of the grid: the tensor, context, data and pipeline coordinates of each rank.
 
-Everything else asks this module instead of doing its own division, so the order of the axes is decided once. It is pure
+The order of the axes is decided in this module only; all other code asks it for coordinates and ranks. It is pure
 Python and needs no process group: a layout of 16,384 ranks is four integers.
 """
 
@@ -14,7 +14,7 @@ AXES = ("tensor", "context", "data", "pipeline")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Place of one rank in the grid; ``pipeline`` counts stages in the order a batch meets them, from 0."""
+    """Coordinates of one rank in the grid; ``pipeline`` is the stage, 0 for the one that runs first."""
 
     tensor: int
     context: int
@@ -29,8 +29,8 @@ class Coordinates:
 class Layout:
     """Sizes of the four parallel axes, innermost first (Megatron's order ``tp-cp-dp-pp``).
 
-    Tensor parallel ranks are neighbours, so they share a node; the pipeline crosses nodes. Stages are numbered against
-    the rank order, so that **global rank 0 is on the last stage**, where logits, loss and loggers are.
+    Tensor-parallel ranks are neighbours, so they share a node; the pipeline crosses nodes. Stages run against the rank
+    order, so that **global rank 0 is on the last stage**, which has the logits, the loss and the loggers.
 
     Eight ranks as ``Layout(tensor=2, context=1, data=2, pipeline=2)``::
 
@@ -42,12 +42,12 @@ class Layout:
         data groups:                    [0, 2] [1, 3] [4, 6] [5, 7]
 
     Args:
-        tensor: ranks that share each layer's matrices.
-        context: ranks that share each sequence.
-        data: replicas that share each global batch.
-        pipeline: stages that share the layers.
-        last_stage_first: whether the stage order runs against the rank order. Schedules that put the first and the last
-            virtual stage on one rank (V placements) set it to ``False``, which again gives global rank 0 the loss.
+        tensor: ranks over which each layer's matrices are split.
+        context: ranks over which each sequence is split.
+        data: replicas over which each global batch is split.
+        pipeline: stages over which the layers are split.
+        last_stage_first: whether the stage order runs against the rank order. V schedules, which put the first and the
+            last virtual stage on one rank, set it to ``False``, so that global rank 0 computes the loss there too.
 
     Raises:
         ValueError: a size is below 1.
@@ -89,7 +89,7 @@ class Layout:
         return ((block * self.data + data) * self.context + context) * self.tensor + tensor
 
     def pipeline_ranks(self, rank: int) -> list[int]:
-        """Global ranks of the pipeline ``rank`` belongs to, first stage first."""
+        """Global ranks of the pipeline that ``rank`` belongs to, first stage first."""
         at = self.coordinates(rank)
         return [
             self.rank(tensor=at.tensor, context=at.context, data=at.data, pipeline=stage)
@@ -97,7 +97,7 @@ class Layout:
         ]
 
     def describe(self, rank: int) -> str:
-        """Name a rank the way error messages do, e.g. ``"rank 5 (pipeline 1, data 0, tensor 1)"``."""
+        """Describe a rank for error messages: ``"rank 5 (pipeline 1, data 0, tensor 1)"``."""
         return f"rank {rank} ({self.coordinates(rank)})"
 
     def _flip(self, block_or_stage: int) -> int:
@@ -113,7 +113,15 @@ def resolve_layout(
     pipeline: int = 1,
     last_stage_first: bool = True,
 ) -> Layout:
-    """Turn the user's axis sizes into a layout that fills ``world_size`` ranks.
+    """Turn the user's axis sizes into a layout of ``world_size`` ranks.
+
+    Args:
+        world_size: number of ranks.
+        tensor: size of the tensor axis.
+        context: size of the context axis.
+        data: size of the data axis; ``"auto"`` uses the ranks that the other axes leave.
+        pipeline: size of the pipeline axis.
+        last_stage_first: see :class:`Layout`.
 
     Raises:
         ValueError: the sizes do not multiply to ``world_size``; the message says which device counts would work.

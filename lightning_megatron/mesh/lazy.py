@@ -1,4 +1,4 @@
-"""Imports at the last moment: names of our own packages on first use, and packages that are optional."""
+"""Lazy imports: names of this package on first use, and optional packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _OFFERED: dict[str, str] = {}
 
 
 def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+    """Make the module-level ``__getattr__`` of a package that imports its names on first use.
 
     Args:
-        package: its name.
-        homes: by name, the module of the package that it is imported from.
+        package: its dotted name.
+        homes: name -> module, relative to the package, that defines it.
     """
 
     def find(name: str) -> Any:
@@ -27,17 +27,26 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def offer(name: str, home: str) -> None:
-    """Say which module has ``name``, for rooms on lower floors than it, which ask by :func:`offered`."""
+    """Register the module that defines ``name``, for code on lower floors, which imports it by :func:`offered`.
+
+    Args:
+        name: the name.
+        home: dotted name of the module.
+    """
     _OFFERED[name] = home
 
 
 def offered(name: str) -> Any:
-    """What was offered under a name, imported now."""
+    """Import and return the object that was registered under ``name``.
+
+    Raises:
+        KeyError: nothing was registered under that name.
+    """
     return getattr(importlib.import_module(_OFFERED[name]), name)
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty ``matplotlib.figure.Figure`` of so many inches, drawn without a display.
+    """An empty ``matplotlib.figure.Figure`` of ``width`` × ``height`` inches, which needs no display.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -52,7 +61,12 @@ def figure(width: float, height: float) -> Any:
 
 
 def save_figure(drawn: Any, kind: str) -> bytes:
-    """A figure as a file's bytes; ``kind`` is ``"svg"``, with text as text, or ``"png"``."""
+    """Render a figure to the bytes of a file.
+
+    Args:
+        drawn: a matplotlib figure.
+        kind: ``"svg"``, which keeps text as text, or ``"png"``.
+    """
     import matplotlib as mpl
 
     buffer = io.BytesIO()

@@ -1,8 +1,8 @@
-"""What one run leaves behind on objects of the user's, for the next run to find.
+"""Values that a run attaches to the user's objects, for later runs to find.
 
-A module stays cut and split after a run, a loader knows how far it was read. That has to live as long as the object
-and no longer, and the object may be handed to another Trainer and another strategy, so it is kept with the object: in
-one :class:`Marks`, one value per class.
+A module stays cut and split after a run, and a loader knows how far it was read. This state must live as long as the
+object, which may go to another Trainer and another strategy. It is therefore stored on the object itself: in one
+:class:`Marks`, with one value per class.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _NAME = "_lightning_megatron"
 
 
 class Marks:
-    """What is remembered of one object, by class.
+    """The values attached to one object, at most one per class.
 
-    It is a plain attribute in the object's ``__dict__``: not in a module's ``state_dict``, and copied or pickled with
-    the object, as a deep copy of a module that is cut is cut too.
+    The marks are a plain attribute in the object's ``__dict__``: not part of a module's ``state_dict``, but copied and
+    pickled with the object, as the deep copy of a cut module is cut too.
 
     Args:
-        owner: the object. It gets the attribute with the first value.
+        owner: the object; the attribute is set with the first value.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -29,23 +29,23 @@ class Marks:
 
     @classmethod
     def of(cls, owner: Any) -> Marks:
-        """The marks of ``owner``; none as long as nothing was put."""
+        """The marks of ``owner``; empty ones if nothing is attached."""
         found = owner.__dict__.get(_NAME)
         return found if isinstance(found, Marks) else cls(owner)
 
     def get(self, kind: type[T]) -> T | None:
-        """The value of this class."""
+        """The value of class ``kind``, or ``None``."""
         value: T | None = self._values.get(kind)
         return value
 
     def put(self, value: T) -> T:
-        """Remember ``value``, in place of an earlier one of its class, and return it."""
+        """Attach ``value``, replacing an earlier one of its class, and return it."""
         self._values[type(value)] = value
         self._owner.__dict__[_NAME] = self
         return value
 
     def take(self, kind: type[T]) -> T | None:
-        """Forget the value of this class, and return it; with the last one the attribute goes."""
+        """Detach and return the value of class ``kind``, or ``None``; without values the attribute is removed."""
         value: T | None = self._values.pop(kind, None)
         if not self._values:
             self._owner.__dict__.pop(_NAME, None)

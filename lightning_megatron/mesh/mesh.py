@@ -1,6 +1,6 @@
 """Process groups of a layout, as a torch ``DeviceMesh``.
 
-A mesh is an argument wherever it is needed; nothing in this package keeps a group in a module-level variable.
+Code that needs a mesh takes it as an argument; no module of this package keeps a group in a module-level variable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ MESH_AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_p
 
 
 class Holders(NamedTuple):
-    """Who holds a parameter: the stages (sorted), and whether its tensor-parallel ranks hold partial gradients."""
+    """The ranks that hold a parameter.
+
+    Attributes:
+        stages: the stages that hold it, sorted.
+        over_tensor: whether all its tensor-parallel ranks hold it, each with a partial sum of the gradient.
+    """
 
     stages: tuple[int, ...]
     over_tensor: bool
@@ -35,8 +40,8 @@ class ParallelMesh:
     ranks, so that they share a node (SC21, section 3.1). Every rank is in exactly one group per axis, also along axes
     of size 1.
 
-    ``DeviceMesh`` coordinates along ``"pipeline_parallel"`` run with the global rank, so mesh coordinate 0 is the last
-    stage (see :class:`~lightning_megatron.mesh.layout.Layout`). ``pipeline_ranks`` is in stage order and hides that.
+    ``DeviceMesh`` coordinates along ``"pipeline_parallel"`` grow with the global rank, so mesh coordinate 0 is the last
+    stage (see :class:`~lightning_megatron.mesh.layout.Layout`), while ``pipeline_ranks`` is in stage order.
     """
 
     layout: Layout
@@ -61,27 +66,27 @@ class ParallelMesh:
 
     @property
     def loss_rank(self) -> int:
-        """Global rank of this pipeline that computes the loss (the one in global rank 0's block)."""
+        """Global rank of this pipeline that computes the loss: the one with the lowest global rank."""
         ranks = self.pipeline_ranks
         return ranks[-1] if self.layout.last_stage_first else ranks[0]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
-        if axis not in self._groups:  # DeviceMesh builds a submesh for every question
+        if axis not in self._groups:  # DeviceMesh builds a submesh on every look-up
             self._groups[axis] = self.device_mesh[axis].get_group()
         return self._groups[axis]
 
     def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
-        """Groups over which gradients are summed, besides the plain data-parallel ones.
+        """Groups over which gradients of shared parameters are summed, besides the data-parallel group.
 
-        Every rank must call this with the same holders: creating a group is collective.
+        Collective over the world: every rank must call this with the same holders.
 
         Args:
-            holders: the stages that hold a parameter, and whether tensor-parallel ranks hold partial gradients of it.
+            holders: one entry per set of ranks that hold a parameter.
 
         Returns:
-            The groups that this rank belongs to: all data and context replicas, on those stages, and all tensor
-            ranks or only this one.
+            Holders -> group, for the groups of this rank. A group spans all data and context ranks on those stages, and
+            all tensor ranks if ``over_tensor``, else only this tensor coordinate.
         """
         mine: dict[Holders, dist.ProcessGroup] = {}
         singles = sorted({holder for holder in holders if len(holder.stages) == 1 and holder.over_tensor})
@@ -126,8 +131,9 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 
 def _groups_of(ranks: Tensor) -> list[dist.ProcessGroup]:
-    """This rank's group along each axis of the grid. Axes of size one share a group: every group over gloo has a thread
-    that wakes up a hundred times a second.
+    """This rank's group along each axis of the grid of ``ranks``; collective over the world.
+
+    Axes of size one share a group, as every gloo group has a thread that wakes up a hundred times a second.
     """
     alone: dist.ProcessGroup | None = None
     groups: list[dist.ProcessGroup] = []

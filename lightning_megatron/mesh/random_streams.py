@@ -1,10 +1,10 @@
 """Random streams that do not depend on the pipeline's layout.
 
-One process draws all of a step's random numbers from one stream; stages cannot, because each would have to wait for
-the other. So when a step is cut into micro-batches or stages, every *segment* (what runs before the trunk, each
-layer, what runs after it) of every micro-batch draws from a stream of its own, seeded from the run's seed and the
-step's number. The global stream is left untouched: it stays equal on all stages of a replica, so shuffling and
-augmentation in the main process agree, and draw what they would draw in one process.
+One process draws all random numbers of a step from one stream. Stages cannot, as each would have to wait for the one
+before. When a step is split into micro-batches or stages, every *segment* (the code before the trunk, each layer, the
+code after it) of every micro-batch therefore draws from a stream of its own, seeded from the run's seed and the step's
+number. The global stream stays unchanged, and so equal on all stages of a replica: shuffling and augmentation in the
+main process draw the same numbers as in one process.
 
 ::
 
@@ -40,7 +40,7 @@ def mix(*values: int) -> int:
 
 
 def absorb(state: int, *values: int) -> int:
-    """Go on from a state, so that what many seeds begin with is hashed once."""
+    """Hash more integers into a state; a common prefix of many seeds is thus hashed once."""
     for value in values:
         state = (state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -49,12 +49,12 @@ def absorb(state: int, *values: int) -> int:
 
 
 class SegmentStreams:
-    """Switches the random generators from segment to segment of a step.
+    """Reseeds the random generators for each segment of a step.
 
-    Python's and NumPy's generators are switched per micro-batch, torch's per segment.
+    Python's and NumPy's generators are reseeded per micro-batch, torch's per segment.
 
     Args:
-        device: device whose generator is switched besides the CPU's.
+        device: device whose generator is reseeded besides the CPU's.
         replica: data-parallel coordinate, so that replicas draw different numbers.
         seed: equal on all stages of a replica.
     """
@@ -67,19 +67,20 @@ class SegmentStreams:
         self.step_state = _START
 
     def state_dict(self) -> dict[str, int]:
-        """The seed, and how many steps were run; equal on all ranks."""
+        """The seed, and the number of training and evaluation steps so far; equal on all ranks."""
         return {"seed": self._seed, "training": self._steps[True], "evaluation": self._steps[False]}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the next step of the run that was saved."""
+        """Continue after the last step of the saved run."""
         self._seed = state["seed"]
         self._steps = {True: state["training"], False: state["evaluation"]}
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
-        """Run one step on streams of its own, and put the global ones back as they were.
+        """Run one step on its own streams, and restore the state of the global generators afterwards.
 
-        Training steps are counted by themselves: one stage evaluates without streams, and must draw the same dropout.
+        Training and evaluation steps are counted separately: a run on one stage evaluates without streams, and its
+        training steps must draw the same dropout masks.
         """
         self._steps[training] += 1
         step_seed = mix(self._seed, self._steps[training], training)
@@ -91,25 +92,25 @@ class SegmentStreams:
             restore_rng_state(state, self._device)
 
     def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
-        """Start one of torch's streams.
+        """Reseed torch's generators for a segment.
 
         Args:
-            micro_batch: which micro-batch of the step.
+            micro_batch: index of the micro-batch in the step.
             segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
             call: how often this segment of this micro-batch has been entered before.
         """
         self.enter_known(self._seed_of(absorb(self.step_state, micro_batch), segment, call))
 
     def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = ()) -> dict[int, int]:
-        """Enter segment 0 of a micro-batch, with Python's and NumPy's generators too.
+        """Enter segment 0 of a micro-batch; reseeds Python's and NumPy's generators too.
 
         Args:
-            micro_batch: which micro-batch of the step.
-            segments: those that are going to be entered for the first time.
+            micro_batch: index of the micro-batch in the step.
+            segments: segments whose seeds for the first call are wanted.
 
         Returns:
-            What :meth:`enter_known` takes for each of them; between layers, working a seed out takes three times as
-            long as here, where it is done for all of them in a row.
+            Segment -> seed for :meth:`enter_known`. Hashing all seeds in a row takes a third of the time of hashing
+            them one by one between layers.
         """
         state = absorb(self.step_state, micro_batch)
         seed = self._seed_of(state, 0)
@@ -120,7 +121,7 @@ class SegmentStreams:
         return {segment: self._seed_of(state, segment) for segment in segments}
 
     def enter_known(self, seed: int) -> None:
-        """Start the stream of a seed."""
+        """Reseed torch's generators with a known seed."""
         torch.default_generator.manual_seed(seed)
         if self._on_gpu:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
@@ -130,19 +131,19 @@ class SegmentStreams:
         return absorb(state, (segment << _CALL_BITS) + call) & _MASK
 
     def position(self) -> tuple[Tensor, Tensor | None]:
-        """Where torch's generators are now."""
+        """States of torch's generators: the CPU's, and the GPU's if there is one."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         return torch.get_rng_state(), cuda
 
     def go_to(self, position: tuple[Tensor, Tensor | None]) -> None:
-        """Go back to where :meth:`position` was asked."""
+        """Restore the states that :meth:`position` returned."""
         torch.set_rng_state(position[0])
         if position[1] is not None:
             torch.cuda.set_rng_state(position[1], self._device)
 
 
 class SegmentHooks:
-    """Enters the segment streams of an uncut trunk, so that one process draws the numbers that a pipeline draws.
+    """Enters the segment streams of a trunk that is not cut, so that one process draws the same numbers as a pipeline.
 
     Args:
         layers: the trunk's layers.
@@ -163,13 +164,13 @@ class SegmentHooks:
         self._handles.append(layers[-1].register_forward_hook(functools.partial(self._enter, 1 + self._layers)))
 
     def begin(self, micro_batch: int) -> None:
-        """Start the segment before the trunk."""
+        """Enter the segment before the trunk of a micro-batch."""
         self._micro_batch = micro_batch
         self._calls = {}
         self._streams.enter_micro_batch(micro_batch)
 
     def end(self) -> None:
-        """Leave the generators alone until the next :meth:`begin`."""
+        """Disable the hooks until the next :meth:`begin`."""
         self._micro_batch = None
 
     def remove(self) -> None:
@@ -182,7 +183,7 @@ class SegmentHooks:
         if self._micro_batch is None:
             return
         call = self._calls.get(segment, 0)
-        if in_backward():  # the user's activation checkpointing draws again what it drew
+        if in_backward():  # the user's activation checkpointing recomputes, and must draw the same numbers
             self._streams.enter(self._micro_batch, segment, max(0, call - 1))
             return
         self._calls[segment] = call + 1
@@ -190,15 +191,15 @@ class SegmentHooks:
 
 
 class PartHooks:
-    """Lets each part that runs before the layers draw from a stream of its own.
+    """Makes each part that runs before the layers draw from a stream of its own.
 
-    A stage that lacks the part draws nothing in its place. What the step itself draws after it (a diffusion model's
-    time steps, noise) must be equal on all stages nevertheless.
+    A stage without the part does not run it, and so draws nothing for it. The numbers that the step itself draws after
+    the part (a diffusion model's time steps, noise) must still be equal on all stages.
 
     Args:
-        parts: modules outside the trunk; those that cannot draw random numbers are left alone.
+        parts: modules outside the trunk; those that cannot draw random numbers get no hooks.
         streams: the streams.
-        before_trunk: the present micro-batch, or ``None`` when no step runs or its layers have begun.
+        before_trunk: returns the current micro-batch, or ``None`` if no step runs or its layers have begun.
     """
 
     def __init__(
@@ -241,20 +242,20 @@ class PartHooks:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Whether ``module`` holds a dropout, or code that is not torch's."""
+    """Whether ``module`` may draw random numbers: it contains a dropout, or a module that is not torch's."""
     children = list(module.modules())
     foreign = any(not type(child).__module__.startswith("torch.nn.modules.") for child in children)
     return foreign or any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)
 
 
 def state_digest() -> int:
-    """Number that tells the state of torch's global CPU generator, without drawing from it."""
+    """Hash of the state of torch's global CPU generator, which it leaves unchanged."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK
 
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:
-    """State of Python's, NumPy's (if anyone imported it) and torch's global generators, as plain data."""
+    """States of Python's, NumPy's (if it is imported) and torch's global generators, as plain data."""
     state = _current_rng_state(device)
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]
@@ -272,7 +273,7 @@ def _current_rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Inverse of :func:`collect_rng_state`."""
+    """Restore the states that :func:`collect_rng_state` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

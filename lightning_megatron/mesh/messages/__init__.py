@@ -1,1 +1,1 @@
-"""Collectives, messages between ranks, and Python values sent over them."""
+"""Collectives, point-to-point messages, and Python values sent between ranks."""

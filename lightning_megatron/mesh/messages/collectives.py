@@ -1,8 +1,8 @@
-"""Collectives as forward/backward pairs, so that a sharded layer is ordinary code to autograd.
+"""Collectives as forward/backward pairs, so that autograd differentiates a split layer like any other code.
 
-A tensor that is whole on every rank of the group is *replicated*; a tensor of which a rank holds its block along
-``dim`` is *split*; a tensor whose sum over the ranks is the value meant is *partial*. Each function moves between
-two of these, and its backward moves the gradient the other way:
+A tensor is *replicated* if every rank of the group holds all of it, *split* if every rank holds its block along
+``dim``, and *partial* if its value is the sum over the ranks. Each function converts one of these into another, and its
+backward converts the gradient the other way:
 
 ====================  =========================  ==========================  =======================================
 name                  forward                    backward                    from -> to
@@ -16,8 +16,8 @@ split_to_group        own block along dim        all-gather along dim        rep
 ====================  =========================  ==========================  =======================================
 
 The first two are Megatron's f and g (Shoeybi et al., arXiv 1909.08053); the next two replace them under sequence
-parallelism (Korthikanti et al., arXiv 2205.05198). The group is always an argument: nothing here remembers one.
-A group of one rank costs nothing and communicates nothing.
+parallelism (Korthikanti et al., arXiv 2205.05198). The group is always an argument. With a group of one rank each
+function returns its input.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Started(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """Wait until its result may be read, and its operand changed."""
+        """Wait until the result is valid and the operand may be changed."""
 
 
 def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TENSOR_AXIS) -> dist.ProcessGroup:
-    """Process group of ``axis``, from a mesh that has it, from a mesh of one dimension, or from the group itself.
+    """The process group of ``axis`` of a mesh, of a mesh with one dimension, or the group itself.
 
     Raises:
         ValueError: the mesh has several axes, none of them called ``axis``.
@@ -66,25 +66,25 @@ def resolve_group(mesh_or_group: DeviceMesh | dist.ProcessGroup, axis: str = TEN
 
 
 def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False) -> Tensor:
-    """Sum, or maximum, of ``x`` over the group, outside autograd; ``x`` is left as it was if it is to be kept."""
+    """All-reduce ``x`` outside autograd: sum, or element-wise maximum; ``x`` stays unchanged if ``keep``."""
     total, work = start_all_reduce(x, group, keep=keep, maximum=maximum)
     wait_for(work, "all_reduce", x, group)
     return total
 
 
 def raw_broadcast(x: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    """Overwrite the contiguous ``x`` with that of global rank ``source``, outside autograd; returns when it is here."""
+    """Broadcast the contiguous ``x`` of global rank ``source`` into ``x`` of all ranks, in place, outside autograd."""
     with waits.on(waits.collective, "broadcast", x, group):
         dist.broadcast(x, source, group=group)
 
 
 def wait_for(work: Started | None, name: str, operand: Tensor | None, group: dist.ProcessGroup | None) -> None:
-    """Wait for a collective that was started, if one was.
+    """Wait for a collective under way.
 
     Args:
-        work: the collective.
-        name: what to call it in a report of ranks that hang.
-        operand: its tensor; only its shape and dtype are told.
+        work: the collective; ``None`` returns at once.
+        name: its name in reports of hanging ranks.
+        operand: its tensor; reports give its shape and dtype.
         group: its ranks.
     """
     if work is not None:
@@ -93,7 +93,10 @@ def wait_for(work: Started | None, name: str, operand: Tensor | None, group: dis
 
 
 def world_maximum(x: Tensor) -> Tensor:
-    """Largest of all ranks' values, element by element; ``x`` itself, which may be overwritten, where there is one."""
+    """Element-wise maximum of ``x`` over all ranks; ``x`` may be overwritten. Collective over the world.
+
+    Without a process group it returns ``x``.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     return x if world is None else raw_all_reduce(x, world, keep=False, maximum=True)
 
@@ -101,13 +104,17 @@ def world_maximum(x: Tensor) -> Tensor:
 def start_all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, maximum: bool = False
 ) -> tuple[Tensor, Started | None]:
-    """Start summing ``x`` over the group; the tensor holds the sum once the returned work has been waited for.
+    """Start an all-reduce of ``x``, outside autograd.
 
     Args:
-        x: must not change before.
-        group: its ranks.
-        keep: whether ``x`` is needed afterwards; otherwise it may be overwritten.
-        maximum: take the largest of the ranks' values, element by element, instead of their sum.
+        x: must not change until the work has been waited for.
+        group: the ranks to reduce over.
+        keep: whether ``x`` stays unchanged; otherwise it may be overwritten.
+        maximum: reduce by the element-wise maximum instead of the sum.
+
+    Returns:
+        The tensor that holds the result once the work has been waited for, and the work (``None`` if there is nothing
+        to wait for).
     """
     if group.size() == 1:
         return x, None
@@ -120,7 +127,7 @@ def start_all_reduce(
 
 
 def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Blocks of all ranks joined along ``dim``: [.., n, ..] -> [.., group * n, ..], outside autograd."""
+    """All-gather along ``dim``, outside autograd: [.., n, ..] -> [.., group * n, ..]."""
     size = group.size()
     if size == 1:
         return x
@@ -131,7 +138,11 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Started | None]:
-    """Start a reduce-scatter along ``dim``: [.., group * n, ..] -> [.., n, ..]; valid once the work was waited for.
+    """Start a reduce-scatter along ``dim``, outside autograd: [.., group * n, ..] -> [.., n, ..].
+
+    Returns:
+        The tensor that holds this rank's block of the sum once the work has been waited for, and the work (``None`` if
+        there is nothing to wait for).
 
     Raises:
         ValueError: the size of ``dim`` is not a multiple of the group's size.
@@ -147,14 +158,18 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
 
 
 def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group of which this rank keeps its block along ``dim``, outside autograd."""
+    """Reduce-scatter along ``dim``, outside autograd: [.., group * n, ..] -> [.., n, ..], contiguous.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of the group's size.
+    """
     out, work = start_reduce_scatter(x, dim, group)
     wait_for(work, "reduce_scatter", x, group)
     return out.contiguous()
 
 
 def _moved_back(x: Tensor, dim: int) -> Tensor:
-    """First dim moved to ``dim``, in memory of its own, so that the caller may change it in place."""
+    """Move the first dim to ``dim`` and make the result contiguous, so that callers may change it in place."""
     return x if dim == 0 else x.movedim(0, dim).contiguous()
 
 
@@ -173,7 +188,16 @@ def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_divisible(value: int, size: int, what: str) -> None:
-    """Raise a ``ValueError`` that names what would fit: other tensor-parallel sizes, and the two nearest values."""
+    """Refuse a value that the tensor-parallel size does not divide.
+
+    Args:
+        value: for example the number of features of a dim.
+        size: the tensor-parallel size.
+        what: name of the value in the error.
+
+    Raises:
+        ValueError: ``value`` is not divisible; the message names sizes and values that would be.
+    """
     if value % size:
         below, above = value // size * size, (value // size + 1) * size
         values = f"{below} or {above}" if below else f"{above}"
@@ -185,7 +209,7 @@ def check_divisible(value: int, size: int, what: str) -> None:
 
 
 def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start gathering blocks [n] of all ranks into ``out`` [group * n]; ``x`` may be this rank's block of it."""
+    """Start an all-gather of ``x`` [n] into ``out`` [group * n]; ``x`` may be this rank's block of ``out``."""
     if exchange.exchanges(x, group):
         return exchange.start_gather(out, x, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -193,7 +217,7 @@ def start_flat_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Start
 
 
 def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start summing ``x`` [group * n] over the ranks; each gets its block ``out`` [n], which may be part of ``x``."""
+    """Start a reduce-scatter of ``x`` [group * n] into ``out`` [n]; ``out`` may be this rank's block of ``x``."""
     if exchange.exchanges(x, group):
         return exchange.ScatteredSum(out, x, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
@@ -201,11 +225,10 @@ def start_flat_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Star
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Started:
-    """Start sending the contiguous ``x`` of rank ``source`` of the group into the others' ``x``.
+    """Start a broadcast of the contiguous ``x`` of the group's rank ``source`` into the ``x`` of the others, in place.
 
-    The rank that sends may go on, and wait whenever it likes, but must leave ``x`` as it is until then. Where
-    ``exchanges`` says that this is a message, others may start long before: what goes
-    by another ``tag`` may overtake it.
+    ``x`` must not change until the returned work has been waited for. Over gloo the broadcast may be sent as messages
+    (:func:`~lightning_megatron.mesh.messages.exchange.exchanges`); messages of another ``tag`` may then overtake it.
     """
     if exchange.exchanges(x, group):
         return exchange.Broadcast(x, source, group, tag)
@@ -278,7 +301,7 @@ class _SplitToGroup(torch.autograd.Function):
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
-    """Run an autograd function, outside the graph of a layer that is compiled; torch leaves ``apply`` untyped."""
+    """Run an autograd function, outside the graph of a compiled layer; typed, which torch's ``apply`` is not."""
     return cast(Tensor, _run_eagerly(function, *args) if torch.compiler.is_compiling() else function.apply(*args))
 
 
@@ -290,32 +313,44 @@ _run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """f: ``x`` unchanged; its gradient, partial on every rank, is summed. Any shape -> same shape."""
+    """f: return ``x``; the backward all-reduces the partial gradient. Any shape -> same shape."""
     return x if group.size() == 1 else _apply(_CopyToGroup, x, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """g: partial ``x`` summed over the group; its gradient passes. Any shape -> same shape."""
+    """g: all-reduce the partial ``x``; the backward returns the gradient unchanged. Any shape -> same shape."""
     return x if group.size() == 1 else _apply(_ReduceFromGroup, x, group)
 
 
 def gather_for_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Join blocks along ``dim`` for sharded weights to read: [.., n, ..] -> [.., group * n, ..]."""
+    """All-gather along ``dim`` as input of split weights: [.., n, ..] -> [.., group * n, ..].
+
+    The backward reduce-scatters the partial gradient.
+    """
     return x if group.size() == 1 else _apply(_GatherForShards, x, dim, group)
 
 
 def scatter_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum partial ``x`` and keep this rank's block: [.., group * n, ..] -> [.., n, ..]."""
+    """Reduce-scatter the partial ``x`` along ``dim``: [.., group * n, ..] -> [.., n, ..].
+
+    The backward all-gathers the gradient.
+    """
     return x if group.size() == 1 else _apply(_ScatterPartial, x, dim, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Join blocks along ``dim`` for replicated code to read: [.., n, ..] -> [.., group * n, ..]."""
+    """All-gather along ``dim`` as input of replicated code: [.., n, ..] -> [.., group * n, ..].
+
+    The backward keeps this rank's block of the gradient, which is the same on all ranks.
+    """
     return x if group.size() == 1 else _apply(_GatherFromGroup, x, dim, group)
 
 
 def split_to_group(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Keep this rank's block of a replicated tensor: [.., group * n, ..] -> [.., n, ..]."""
+    """Keep this rank's block of a replicated tensor along ``dim``: [.., group * n, ..] -> [.., n, ..].
+
+    The backward all-gathers the gradient.
+    """
     return x if group.size() == 1 else _apply(_SplitToGroup, x, dim, group)
 
 

@@ -1,16 +1,16 @@
-"""Collectives over gloo as messages between pairs of ranks, which take less time there than gloo's own.
+"""Collectives over gloo, implemented as messages between pairs of ranks, which are faster than gloo's own.
 
-Every rank sends each other rank what it needs, at once, and adds up what it got in the order of ranks, so that all get
-the same bits::
+Every rank sends to each other rank directly, and sums the blocks that it receives in the order of ranks, so that all
+ranks get the same bits::
 
     gather     rank r sends its block to all                                  bytes sent: (n - 1) blocks
-    scatter    rank r sends block q to rank q, and adds up the blocks r       (n - 1) blocks
-    sum        two ranks send each other all of it, and add                   one tensor, as in gloo's two halves
+    scatter    rank r sends block q to rank q, and sums the blocks r          (n - 1) blocks
+    sum        two ranks send each other the whole tensor, and add            one tensor, as in gloo's two halves
     broadcast  one rank sends its tensor to all others                        (n - 1) tensors
 
-A message is handed over by the thread that sends it, where gloo's collectives go through a thread of their own.
-Processor time per rank, two ranks, torch 2.13, gloo's and these: sum of 4 kB 0.27 and 0.07 ms; gather into 6.6 MB 2.5
-and 1.2, scatter of 6.6 MB 4.2 and 1.4.
+The calling thread sends the messages, while gloo runs collectives in a thread of its own. CPU time per rank, two ranks,
+torch 2.13, gloo's and these: sum of 4 kB 0.27 and 0.07 ms; gather into 6.6 MB 2.5 and 1.2 ms, scatter of 6.6 MB 4.2 and
+1.4 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_RANKS = 8
 
 
 def exchanges(x: Tensor, group: dist.ProcessGroup, most: int = MOST_RANKS) -> bool:
-    """Whether tensors like ``x`` had better go through this group as messages: gloo, few ranks, in main memory."""
+    """Whether collectives on ``x`` should be sent as messages: a CPU tensor over gloo, and at most ``most`` ranks."""
     fits = x.device.type == "cpu" and x.numel() > 0 and not x.is_complex()
     return fits and group.size() <= most and dist.get_backend(group) == "gloo"
 
@@ -37,35 +37,35 @@ class Exchange:
     """Messages under way to and from every other rank of a group.
 
     Args:
-        sent: one contiguous tensor for each rank; this rank's own stays.
-        received: the same, to be written to.
-        group: its ranks call this in the same order.
+        sent: one contiguous tensor per rank of the group; this rank's own is not sent.
+        received: one contiguous tensor per rank of the group, overwritten; this rank's own is not.
+        group: all its ranks must make their exchanges in the same order.
     """
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         own, size, transport = group.rank(), group.size(), Transport(group)
         self._group, self._form = group, received[own]
         self._messages: list[Message] = []
-        for distance in range(1, size):  # everyone starts with another rank
+        for distance in range(1, size):  # every rank starts with a different peer
             to, source = (own + distance) % size, (own - distance) % size
             self._messages.append(transport.send(sent[to], to))
             self._messages.append(transport.receive(received[source], source))
 
     def wait(self) -> None:
-        """Wait until all is received, and all that was sent may be changed."""
+        """Wait until all tensors are received, and the sent ones may be changed."""
         with waits.on(self.told):
             for message in self._messages:
                 message.wait()
         self._messages = []
 
     def told(self) -> waits.Waiting:
-        """The wait in words."""
+        """Description of the wait, for reports of hanging ranks."""
         what = f"messages of {waits.numbers(self._form)} among {waits.members(self._group)}"
         return waits.Waiting(what, waits.ranks_of(self._group))
 
 
 def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Start gathering blocks [n] of all ranks into ``out`` [group * n]; ``x`` may be this rank's block of it."""
+    """Start an all-gather of ``x`` [n] into ``out`` [group * n]; ``x`` may be this rank's block of ``out``."""
     blocks = out.view(group.size(), -1)
     own = blocks[group.rank()]
     if own.data_ptr() != x.data_ptr():
@@ -74,9 +74,9 @@ def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
 
 
 class ScatteredSum:
-    """A reduce-scatter under way: ``x`` [group * n] of every rank is summed, and ``out`` [n] gets this rank's block.
+    """A reduce-scatter under way: sums ``x`` [group * n] over the ranks, and writes this rank's block to ``out`` [n].
 
-    ``out`` may be this rank's block of ``x``.
+    ``out`` may be this rank's block of ``x``. The sum runs in the order of ranks.
     """
 
     def __init__(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -89,7 +89,7 @@ class ScatteredSum:
         self._exchange = Exchange(blocks, self._terms, group)
 
     def wait(self) -> None:
-        """Wait for the blocks and add them up."""
+        """Wait for the blocks and sum them into ``out``."""
         self._exchange.wait()
         total, *rest = self._terms
         for index, term in enumerate(rest, 1):
@@ -98,7 +98,10 @@ class ScatteredSum:
 
 
 class PairReduction:
-    """A sum, or maximum, over two ranks under way; ``x`` stays, and ``result`` is right once it was waited for."""
+    """An all-reduce over two ranks under way: sum, or element-wise maximum.
+
+    ``x`` stays unchanged; ``result`` is valid after :meth:`wait`.
+    """
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, maximum: bool = False) -> None:
         self._own, self._combine = x.detach().contiguous(), torch.maximum if maximum else torch.add
@@ -112,15 +115,15 @@ class PairReduction:
 
 
 class Broadcast:
-    """One rank's tensor on its way to all others.
+    """A broadcast under way.
 
-    Unlike with gloo's collective, the rank that sends need not wait until the others come for it.
+    Unlike in gloo's collective, the source may start before the other ranks do.
 
     Args:
-        x: what is sent, or overwritten by what arrives; contiguous.
-        source: the rank, in the group, whose tensor it is.
-        group: its ranks call this in the same order, among messages of one tag.
-        tag: of the messages.
+        x: contiguous; sent by the source, and overwritten on all other ranks.
+        source: rank in the group.
+        group: all its ranks must make their broadcasts of one tag in the same order.
+        tag: tag of the messages.
     """
 
     def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -131,7 +134,7 @@ class Broadcast:
             self._messages = [transport.receive(data, source, tag)]
 
     def wait(self) -> None:
-        """Wait until it has arrived; where it is sent, until all others have it."""
+        """Wait until ``x`` has arrived; on the source, until it may be changed."""
         for message in self._messages:
             message.wait()
         self._messages = []

@@ -1,17 +1,17 @@
-"""Messages between two processes of one host, through memory that both have mapped.
+"""Messages between two processes of one host, through shared memory.
 
-gloo sends through the kernel's network stack, which takes a small message 0.13 ms of the sender's processor time and as
-much of the receiver's, and threads of its own besides. Here a tensor is copied into a block of memory that both
-processes have mapped, and a socket carries the note that it is there, and the answer that the block is free again::
+gloo sends through the kernel's network stack, which costs 0.13 ms of CPU time per small message on both the sender and
+the receiver, besides gloo's own threads. Here the sender copies a tensor into a block of memory that both processes
+have mapped. A socket carries the notification that the block is filled, and the answer that it is free again::
 
     rank 0   copy ──▶ ┌─────────┐ ──▶ copy   rank 1
              note ───▶│ socket  │───▶ wakes
            is free ◀──│         │◀─── answer
                       └─────────┘
 
-Blocks are anonymous files whose descriptors travel over the socket too: they have no name, take none of ``/dev/shm``'s
-quota, and are gone with the processes, however these end. Receives may be posted ahead; the n-th message of a tag goes
-to the n-th receive of that tag, as over gloo.
+Blocks are anonymous files whose descriptors are sent over the socket too. They have no name, do not count against the
+quota of ``/dev/shm``, and are freed when the processes end, however they end. Receives may be posted ahead; the n-th
+message of a tag matches the n-th receive of that tag, as over gloo.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ _CONNECT_S = 10.0
 
 
 class PeerGone(ConnectionError):
-    """The other process has closed the channel, or has been silent for longer than the timeout."""
+    """The other process has closed the channel, or has not sent or read anything within the timeout."""
 
 
 class _Block:
-    """Memory that both processes have mapped.
+    """A block of memory that both processes have mapped.
 
     Attributes:
-        sent: messages that have been put into it.
-        fetched: messages that the other process has copied out of it.
+        capacity: size in bytes.
+        sent: number of messages written to it so far.
+        fetched: number of messages that the other process has copied out of it so far.
+        address: of its first byte in this process.
     """
 
     def __init__(self, descriptor: int, capacity: int) -> None:
@@ -61,13 +63,13 @@ class _Block:
 
 
 class Sent:
-    """A message under way; its tensor may be changed already."""
+    """A message that was sent; its tensor has been copied and may be changed."""
 
     def __init__(self, channel: HostChannel, block: _Block) -> None:
         self._channel, self._block, self._number = channel, block, block.sent
 
     def wait(self) -> None:
-        """Wait until the other process has fetched it."""
+        """Wait until the other process has copied it."""
         while self._block.fetched < self._number:
             self._channel.hear()
 
@@ -84,12 +86,12 @@ class Expected:
 
 
 class HostChannel:
-    """Both directions between this process and another one of the host; for one thread.
+    """Channel in both directions between this process and another one on the same host; not thread-safe.
 
     Args:
-        connection: connected socket that keeps the bounds of messages; taken over.
+        connection: connected ``SOCK_SEQPACKET`` socket; the channel takes it over.
         peer: global rank of the other process.
-        timeout_s: seconds after which silence is an error.
+        timeout_s: seconds without a packet after which waiting fails.
 
     Raises:
         PeerGone: by every method that waits.
@@ -110,7 +112,7 @@ class HostChannel:
         self._messages: dict[tuple[int, int], tuple[int, int]] = {}  # (tag, number) -> (block, bytes)
 
     def send(self, tensor: Tensor, tag: int) -> Sent:
-        """Send a contiguous tensor of this process's memory."""
+        """Copy a contiguous CPU tensor into shared memory, and notify the other process."""
         index = self._free_block(tensor.nbytes)
         block = self._mine[index]
         ctypes.memmove(block.address, tensor.data_ptr(), tensor.nbytes)
@@ -119,13 +121,21 @@ class HostChannel:
         return Sent(self, block)
 
     def receive(self, tensor: Tensor, tag: int) -> Expected:
-        """Post a receive into a contiguous tensor."""
+        """Post a receive into a contiguous CPU tensor."""
         number = self._posted[tag]
         self._posted[tag] += 1
         return Expected(self, tensor, tag, number)
 
     def fetch(self, tensor: Tensor, key: tuple[int, int]) -> None:
-        """Wait for message ``key`` (tag and number), and copy it into a contiguous tensor."""
+        """Wait for a message, and copy it into a contiguous CPU tensor.
+
+        Args:
+            tensor: overwritten.
+            key: tag, and number among the messages of that tag.
+
+        Raises:
+            RuntimeError: the message has another size in bytes than the tensor.
+        """
         while key not in self._messages:
             self.hear()
         index, size = self._messages.pop(key)
@@ -137,7 +147,7 @@ class HostChannel:
         self._tell(_FREE, index, 0, 0)
 
     def hear(self) -> None:
-        """Wait for one packet of the other process, and note what it says."""
+        """Wait for one packet from the other process, and handle it."""
         try:
             packet = os.read(self._socket, _PACKET.size)
         except BlockingIOError as error:
@@ -154,7 +164,7 @@ class HostChannel:
             self._take_block(size)
 
     def _free_block(self, size: int) -> int:
-        """A block with room; sizes are rounded up, so that messages of varying size need few blocks."""
+        """Index of a free block; sizes are rounded up to powers of two, so that varying sizes need few blocks."""
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length() if size else 0)
         for index, block in enumerate(self._mine):
             if block.capacity == capacity and block.fetched == block.sent:
@@ -184,11 +194,13 @@ class HostChannel:
 
 
 def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
-    """Channels to the ranks of a gloo group that run on this host; collective over the group, whose timeout they have.
+    """Open channels to the ranks of a gloo group that run on this host, with the group's timeout.
+
+    Collective over the group.
 
     Returns:
-        By global rank. None where the platform has no such memory, or the processes cannot reach each other
-        (containers of one host, for instance).
+        Global rank -> channel. Empty on platforms without anonymous files; ranks that this process cannot reach (in
+        another container of the host, for instance) are absent.
     """
     own, size = group.rank(), group.size()
     listener = _listen(size)
@@ -208,8 +220,10 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
 
 
 def _listen(backlog: int) -> socket.socket | None:
-    """A socket without a place in the file system, which Linux alone has, as it has anonymous files; None where one of
-    them may not be had.
+    """A listening socket without a path in the file system.
+
+    ``None`` where such sockets or anonymous files are not available: on platforms other than Linux, or if not
+    permitted.
     """
     if sys.platform != "linux":
         return None
@@ -230,14 +244,14 @@ def _listen(backlog: int) -> socket.socket | None:
 
 
 def _host() -> tuple[str, ...]:
-    """What two processes have in common that can reach each other's sockets, and may."""
+    """Identity of the host, namespaces and user: equal for processes that can, and may, reach each other's sockets."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user"), str(os.getuid())
 
 
 def _connect(places: Sequence[Any], own: int) -> dict[int, socket.socket]:
-    """Connections to the ranks before this one that are on its host."""
+    """Connect to the lower ranks that are on this rank's host: rank -> connection."""
     connected = {}
     for rank, place in enumerate(places[:own]):
         if place is None or place[0] != places[own][0]:
@@ -255,7 +269,7 @@ def _connect(places: Sequence[Any], own: int) -> dict[int, socket.socket]:
 
 
 def _accept(listener: socket.socket, expected: set[int]) -> dict[int, socket.socket]:
-    """Connections from ranks that have connected; processes of other users are turned away."""
+    """Accept the connections of ``expected`` ranks, and refuse those of other users' processes: rank -> connection."""
     connected: dict[int, socket.socket] = {}
     while expected - connected.keys():
         connection, _ = listener.accept()

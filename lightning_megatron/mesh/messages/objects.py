@@ -1,15 +1,15 @@
-"""Python values sent between ranks: the one place that knows how a value becomes bytes and how its length is told.
+"""Collectives on Python values, which are pickled.
 
-A value is pickled, its length goes first, and the bytes follow; ``None`` has no bytes, so a round in which nobody has
-anything to say costs one small collective. Ranks 0 to 3 of a group, of which only rank 2 has something::
+The length of the pickled value is sent first, then its bytes. ``None`` has no bytes, so a collective in which all
+values are ``None`` costs one small message. Example: ranks 0 to 3 of a group, where only rank 2 has a value::
 
     lengths   [0, 0, 17, 0]                          gather(value)        -> [None, None, "out of memory", None], on all
     bytes     rank 2's 17, the others padded         gather_to(value, 0)  -> the same list on rank 0, None elsewhere
                                                      broadcast(value, 2)  -> "out of memory", on all
 
-Values come back as copies, in the order of ranks in the group. Tensors inside of them are pickled with their device;
-move them to the CPU first. The bytes travel on a device that the group's backend can reach, which is the current GPU
-for a group over NCCL alone. Only unpickles what ranks of this run have sent.
+Received values are copies, in the order of ranks in the group. Tensors inside of them are pickled with their device;
+move them to the CPU first. The bytes are sent from a device that the group's backend supports: the current GPU for a
+group with NCCL only. Only bytes sent by ranks of this run are unpickled.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NOT_SENT = -1
 
 
 def encode(value: Any) -> Tensor:
-    """The bytes of ``value`` on the CPU, uint8 [length]; of length 0 for ``None``."""
+    """Pickle ``value`` into a CPU tensor, uint8 [length]; length 0 for ``None``."""
     if value is None:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> Any:
-    """The value whose bytes are ``data`` [length], on any device."""
+    """Unpickle the value of ``data``, uint8 [length], on any device."""
     return pickle.loads(data.cpu().numpy().data) if data.numel() else None
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, on every rank of the group (of the world for ``None``), in order of rank; collective."""
+    """All-gather values: every rank gets all values, in order of rank. Collective; ``None`` is the world."""
     if _alone(group):
         return [value]
     data, lengths = _announce(value, group)
@@ -53,7 +53,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_to(value: Any, destination: int, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Every rank's value, on global rank ``destination`` in order of rank, and ``None`` elsewhere; collective."""
+    """Gather values on global rank ``destination``, in order of rank; ``None`` on other ranks. Collective."""
     if _alone(group):
         return [value]
     data, lengths = _announce(value, group)
@@ -68,10 +68,10 @@ def gather_to(value: Any, destination: int, group: dist.ProcessGroup | None = No
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of global rank ``source``, on every rank of the group (of the world for ``None``); collective.
+    """Broadcast the value of global rank ``source`` to every rank of the group (``None`` is the world). Collective.
 
-    ``source`` gets its own object back. What the other ranks give does not matter, except in a process group of which
-    only this rank exists (a rehearsal): all ranks are taken to hold what this one holds, so it gets its own back too.
+    ``source`` gets its own object back. The values of the other ranks are ignored, except in a rehearsal, whose process
+    group has only this rank: there every rank gets its own value back.
     """
     if _alone(group):
         return value
@@ -97,7 +97,7 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors that ``group`` sends may lie: the CPU if its backends reach it, otherwise the current GPU."""
+    """Device of tensors that ``group`` can send: the CPU if one of its backends supports it, else the current GPU."""
     group = group or dist.group.WORLD
     kinds = [torch.device(kind).type for kind in getattr(group, "_device_types", ())]
     if not kinds or "cpu" in kinds:
@@ -106,7 +106,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _announce(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """This rank's bytes, and how many each rank has."""
+    """Pickle ``value``, and all-gather the lengths: this rank's bytes, and the number of bytes of each rank."""
     data = encode(value).to(_device(group))
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=data.device)
     own = torch.tensor([data.numel()], device=data.device)

@@ -1,13 +1,13 @@
-"""The one seam between messages and what carries them: memory of this host, or the process group's backend.
+"""Point-to-point messages, over shared memory of a host or over the process group's backend.
 
-Everything above sends and receives tensors by the rank in a group and a tag, and waits for a :class:`Message`. Where
-CPU processes of one host have connected (:mod:`~lightning_megatron.mesh.messages.host_channel`), a message is copied
-through memory that both have mapped; all others go through the backend (gloo, NCCL)::
+Callers send and receive tensors by rank in the group and by tag, and wait for a :class:`Message`. Between CPU processes
+of one host that have connected (:mod:`~lightning_megatron.mesh.messages.host_channel`), messages go through shared
+memory; all others go through the backend (gloo, NCCL)::
 
     group of ranks 0, 1 on host a and 2, 3 on host b, seen from rank 0
 
-        send(x, 1)   host channel: copied at once, ``x`` may be changed right away
-        send(x, 2)   gloo: ``x`` is kept alive, and must stay as it is, until the message has been waited for
+        send(x, 1)   host channel: ``x`` is copied at once, and may be changed right away
+        send(x, 2)   gloo: ``x`` is kept alive, and must not change until the message has been waited for
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_megatron.mesh.watch import waits
 
 
 class Message:
-    """A tensor on its way to or from another rank.
+    """A send or receive under way.
 
     Args:
-        work: what to wait for.
+        work: to wait for.
         peer: the other rank, in the group.
         group: the group.
-        tensor: kept alive until then; ``None`` where what is sent has been copied.
+        tensor: kept alive until the wait is over; ``None`` if the sent tensor has been copied.
         arrives: whether this rank receives it.
     """
 
@@ -40,30 +40,31 @@ class Message:
         self._tensor, self._arrives = tensor, arrives
 
     def wait(self) -> None:
-        """Wait until it has arrived, or was fetched (on a GPU: make the current stream wait)."""
+        """Wait until the tensor has arrived, or the peer has fetched it (on a GPU: make the current stream wait)."""
         if self._work is not None:
             with waits.on(self.told):
                 self._work.wait()
         self._work = self._tensor = None
 
     def told(self) -> waits.Waiting | None:
-        """The wait in words."""
+        """Description of the wait, for reports of hanging ranks; ``None`` if it is over."""
         if not self._arrives:
             return _fetching(self._group, self._peer)
         rank, tensor = dist.get_global_rank(self._group, self._peer), self._tensor
-        if tensor is None:  # it has just arrived
+        if tensor is None:  # the wait ended after the report began
             return None
         return waits.Waiting(f"message of {waits.numbers(tensor)} from rank {rank}", (rank,))
 
 
 class Transport:
-    """Messages between this rank and the others of a group.
+    """Sends and receives messages between this rank and the others of a group.
 
-    The n-th message of a tag goes to the n-th receive of that tag (NCCL: in the order of calls, whatever the tag).
+    The n-th message of a tag matches the n-th receive of that tag. NCCL ignores tags, and matches in the order of
+    calls.
 
     Args:
-        group: its ranks.
-        channels: by rank in the group, connections to processes of this host.
+        group: the process group.
+        channels: rank in the group -> channel to that process, for processes of this host.
     """
 
     __slots__ = ("_channels", "group")
@@ -74,17 +75,17 @@ class Transport:
 
     @classmethod
     def through_memory(cls, group: dist.ProcessGroup) -> Transport:
-        """A transport that uses memory to all ranks of this host; collective over the group, which must be gloo's."""
+        """A transport with shared-memory channels to all ranks of this host; collective over the gloo group."""
         channels = open_channels(group)
         return cls(group, {dist.get_group_rank(group, rank): channel for rank, channel in channels.items()})
 
     @property
     def posts_ahead(self) -> bool:
-        """Whether a receive may be posted before its turn; NCCL matches by order alone."""
+        """Whether receives may be posted in another order than they are sent; NCCL matches by order alone."""
         return bool(dist.get_backend(self.group) != "nccl")
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
-        """Start sending a contiguous tensor to rank ``to`` of the group."""
+        """Start sending a contiguous tensor to rank ``to`` of the group; it must not change until it is waited for."""
         channel = self._channels.get(to)
         with waits.on(_fetching, self.group, to):
             if channel is not None:
@@ -101,7 +102,7 @@ class Transport:
         return Message(work, source, self.group, tensor, True)
 
     def close(self) -> None:
-        """Close the connections to processes of this host; those that wait for this one learn it."""
+        """Close the channels to processes of this host; processes that wait for this one get a ``PeerGone`` error."""
         for channel in self._channels.values():
             channel.close()
         self._channels = {}

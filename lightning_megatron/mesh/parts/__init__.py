@@ -1,1 +1,1 @@
-"""Which part of which logical tensor this rank holds."""
+"""Describes the parts of logical tensors that a rank holds, and the parts of a module by name."""

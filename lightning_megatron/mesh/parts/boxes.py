@@ -1,11 +1,11 @@
-"""Which part of which logical tensor is here: one description for every kind of piece.
+"""One description of the part of a logical tensor that a rank holds: a list of boxes.
 
-A tensor-parallel slice, a packed query/key/value slice, a padded vocabulary and a flat optimizer shard that starts
-in the middle of a row are all the same thing: a list of boxes of the logical (global, unsharded) tensor, each with
-the place in the local memory where its elements lie. Checkpoints, export and optimizer shards read these lists and
-need to know nothing about how a layer was split.
+A tensor-parallel slice, a packed query/key/value slice, a padded vocabulary and a flat optimizer shard that starts in
+the middle of a row are all described alike: by boxes of the logical (global, unsplit) tensor, each with the offset and
+strides of its elements in local memory. Checkpoints, export and optimizer shards use these boxes, and do not depend on
+how a layer is split.
 
-Example, ranks 0 and 1 of two, a fused query/key/value weight [12, 4] whose three segments are split one by one::
+Example, ranks 0 and 1 of two, a fused query/key/value weight [12, 4] whose three segments are each split::
 
     global rows   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11
                   q0    q1    k0    k1    v0    v1
@@ -30,7 +30,7 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a logical tensor and where it lies in local memory.
+    """A rectangular part of a logical tensor, and its location in local memory.
 
     Attributes:
         offset: first index along every dim of the logical tensor.
@@ -50,11 +50,11 @@ class Box:
         return math.prod(self.shape)
 
     def of_full(self, full: Tensor) -> Tensor:
-        """View of the box in the logical tensor."""
+        """View of the box in the logical tensor: ``global_shape`` -> ``shape``."""
         return full[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
 
     def of_local(self, local: Tensor) -> Tensor:
-        """View of the box in the local tensor, which must be contiguous."""
+        """View of the box in the local tensor, which must be contiguous: ``local_shape`` -> ``shape``."""
         return local.reshape(-1).as_strided(self.shape, self.local_strides, local.storage_offset() + self.local_offset)
 
 
@@ -80,13 +80,13 @@ class ShardSpec:
 
     @classmethod
     def along(cls, shape: Sequence[int], dim: int, ranges: Sequence[Range], local_size: int | None = None) -> ShardSpec:
-        """Ranges of indices along ``dim``, laid one after the other in the local tensor.
+        """The specification of ranges of indices along ``dim``, concatenated in the local tensor.
 
         Args:
             shape: logical shape.
             dim: the dim that is split.
             ranges: half-open ranges of logical indices; indices at or past the logical size are padding.
-            local_size: size of the local dim when it is larger than the ranges (padding at its end).
+            local_size: size of the local dim if it is larger than the sum of the ranges; the rest is padding.
         """
         shape, dim = tuple(shape), dim % len(shape)
         length = sum(stop - start for start, stop in ranges) if local_size is None else local_size
@@ -113,7 +113,7 @@ class ShardSpec:
         return sum(box.numel for box in self.boxes)
 
     def slice_full(self, full: Tensor) -> Tensor:
-        """Local tensor cut from the logical one; padding is zero. Shape ``global_shape`` -> ``local_shape``.
+        """Copy the local tensor out of the logical one; padding is zero. ``global_shape`` -> ``local_shape``.
 
         Raises:
             ValueError: ``full`` has another shape than ``global_shape``.
@@ -138,9 +138,9 @@ class ShardSpec:
             box.of_full(full).copy_(box.of_local(local))
 
     def flat_range(self, start: int, stop: int) -> ShardSpec:
-        """The part in elements [start, stop) of the flattened local tensor, as a flat local tensor.
+        """The specification of elements [start, stop) of the flattened local tensor, as a flat local tensor.
 
-        A range that starts or ends in the middle of a row gives several boxes.
+        A range that starts or ends in the middle of a row gives several boxes per box.
         """
         boxes: list[Box] = []
         for box in self.boxes:
@@ -159,10 +159,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def assemble(specs: Sequence[ShardSpec], locals_: Sequence[Tensor]) -> Tensor:
-    """The logical tensor from the pieces of all ranks.
+    """Assemble the logical tensor from the local tensors of all ranks.
+
+    Args:
+        specs: specification of each rank.
+        locals_: local tensor of each rank.
 
     Raises:
-        ValueError: the pieces leave a part of the logical tensor uncovered.
+        ValueError: the boxes do not cover the logical tensor.
     """
     shape = specs[0].global_shape
     full, covered = locals_[0].new_zeros(shape), torch.zeros(shape, dtype=torch.bool)
@@ -200,17 +204,17 @@ def padded_vocabulary(size: int, parts: int, multiple: int = VOCABULARY_MULTIPLE
 
 
 def key_value_heads(heads: int, key_value: int, parts: int, index: int) -> tuple[int, ...]:
-    """Key/value heads that one rank's query heads read, one entry per group of query heads.
+    """Key/value heads that the query heads of one rank attend to, one entry per group of query heads.
 
     Args:
         heads: number of query heads, divisible by ``parts``.
-        key_value: number of key/value heads; query head i reads key/value head ``i // (heads // key_value)``.
+        key_value: number of key/value heads; query head i uses key/value head ``i // (heads // key_value)``.
         parts: size of the tensor group.
         index: rank in it.
 
     Returns:
-        Heads in order. With fewer heads than ranks, several ranks return the same head (it is replicated). Where the
-        grouping does not fall on rank borders, one entry per query head is returned, with repetitions.
+        Heads in order. With fewer heads than ranks, several ranks return the same head, which is replicated. If the
+        query heads of this rank do not form groups of equal size, one entry per query head, with repetitions.
     """
     start, stop = block_range(heads, parts, index)
     group = heads // key_value
@@ -223,7 +227,7 @@ def key_value_heads(heads: int, key_value: int, parts: int, index: int) -> tuple
 
 
 def _contiguous_parts(box: Box) -> list[Box]:
-    """The box cut into boxes whose elements are adjacent in local memory."""
+    """Cut a box into boxes whose elements are contiguous in local memory."""
     if box.local_strides == contiguous_strides(box.shape) or box.numel == 0:
         return [box]
     if _rows_adjacent(box):
@@ -250,7 +254,7 @@ def _rows_adjacent(box: Box) -> bool:
 
 
 def _clip(box: Box, start: int, stop: int) -> list[Box]:
-    """The part of a locally contiguous box inside [start, stop), with offsets counted from ``start``."""
+    """Clip a locally contiguous box to local elements [start, stop); its local offsets count from ``start``."""
     first, last = box.local_offset, box.local_offset + box.numel
     low, high = max(first, start), min(last, stop)
     if low >= high:

@@ -1,8 +1,8 @@
-"""A tensor of which this rank holds some rectangles: what checkpoints write and read.
+"""Logical tensors of which this rank holds some boxes: what checkpoints write and read.
 
-A tensor-parallel slice, a rank's flat shard of an optimizer's moments and a whole tensor all become one thing here,
-so that the checkpoint needs to know neither how layers are split nor how optimizer state is shared out. The tensor
-is spoken of by its logical shape; only the rectangles that lie here have memory here.
+A tensor-parallel slice, a flat shard of an optimizer's moments and an unsplit tensor are all a :class:`PiecedTensor`,
+so checkpoints depend neither on how layers are split nor on how optimizer state is sharded. Its shape is the logical
+one, but only the boxes that this rank holds have memory.
 
 Example, a weight [3, 4] over two ranks, cut in the middle of its second row::
 
@@ -26,15 +26,15 @@ from lightning_megatron.mesh.parts.boxes import Box, ShardSpec
 class PiecedTensor:
     """A logical tensor of which this rank holds the boxes of ``spec``.
 
-    Not a tensor: nothing can be computed with it. Several ranks may hold the same elements, in equal or different
-    boxes; a checkpoint writes each element once and gives it back to all.
+    It is not a ``Tensor`` and does not support computations. Several ranks may hold the same elements, in equal or
+    different boxes; a checkpoint writes each element once, and loads it on all of these ranks.
 
     Attributes:
-        spec: the logical shape and the boxes held here.
+        spec: the logical shape, and the boxes on this rank.
         local: memory of the boxes, contiguous, shape ``spec.local_shape``.
 
     Raises:
-        ValueError: ``local`` has another shape than the specification, or is not contiguous.
+        ValueError: ``local`` has another shape than ``spec.local_shape``, or is not contiguous.
     """
 
     spec: ShardSpec
@@ -55,7 +55,7 @@ class PiecedTensor:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> PiecedTensor:
-        """A tensor that is wholly here."""
+        """An unsplit tensor, as a single box."""
         return cls(ShardSpec.whole(tensor.shape), tensor.detach().contiguous())
 
     @property
@@ -65,14 +65,14 @@ class PiecedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
+        """Dtype of the elements."""
         return self.local.dtype
 
     def part(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """View of the rectangle ``offset`` + ``shape`` of the logical tensor, shape ``shape``.
+        """View of the rectangle of shape ``shape`` at ``offset`` in the logical tensor.
 
         Raises:
-            KeyError: no single box held here contains the rectangle.
+            KeyError: no single box on this rank contains the rectangle.
         """
         for box in self.spec.boxes:
             if _contains(box, offset, shape):
@@ -80,23 +80,23 @@ class PiecedTensor:
         raise KeyError(f"offset {tuple(offset)}, shape {tuple(shape)} is in none of the boxes {self.spec.boxes}")
 
     def part_of(self, box: Box, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The same view through one given box, for elements that lie here several times (repeated heads)."""
+        """The same view through the given box, for elements that this rank holds several times (repeated heads)."""
         start = [o - b for o, b in zip(offset, box.offset, strict=True)]
         view = box.of_local(self.local.detach())
         return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
     def empty_like(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> PiecedTensor:
-        """The same pieces with memory of their own, for a checkpoint to fill; padding is zero."""
+        """A piece of the same specification with new memory, filled with zeros, for a checkpoint to load into."""
         local = torch.zeros(self.spec.local_shape, dtype=dtype or self.dtype, device=device or self.local.device)
         return PiecedTensor(self.spec, local)
 
     def on_host(self) -> PiecedTensor:
-        """A copy in the CPU's memory that later steps do not change."""
+        """A copy in CPU memory, which later steps do not change."""
         return PiecedTensor(self.spec, self.local.detach().to("cpu", copy=True))
 
 
 def as_pieces(value: Tensor | PiecedTensor) -> PiecedTensor:
-    """``value`` itself, or a plain tensor as one piece."""
+    """``value`` itself, or a plain tensor as one unsplit piece."""
     return value if isinstance(value, PiecedTensor) else PiecedTensor.whole(value)
 
 
