@@ -1,4 +1,4 @@
-"""Drop-in layers that know how to be split."""
+"""Drop-in replacements for torch layers that can be split over the tensor ranks."""
 
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding

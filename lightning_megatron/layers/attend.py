@@ -1,9 +1,9 @@
-"""The attention of some heads: what a whole `torch.nn.MultiheadAttention` and one that is split over heads compute.
+"""The attention of this rank's heads, for a whole `torch.nn.MultiheadAttention` and for one split over heads.
 
     inputs ──projections──▶ local heads ──scores, dropout, values──▶ output projection ──sum over the group──▶ output
 
-The projections are linears in all but name, so a split backward may put their weights' gradients off, part by part of
-the packed weight.
+The projections are linears without a module of their own, so a split backward may compute their weight gradients later,
+separately for each part of the packed weight.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lightning_megatron.mesh.messages.collectives import gather_from_group, redu
 from lightning_megatron.mesh.parts.boxes import Range
 
 PutOffProjection = Callable[[str, Range | None, Tensor, Tensor], None]
-"""Takes a projection's name (``in_proj``, ``q_proj``, .., ``out_proj``), which rows of its packed weight and bias it is
-(None: all), and the factors ``(grad, x)`` of its weight's gradient, which a split backward multiplies later."""
+"""Takes the name of a projection (``in_proj``, ``q_proj``, .., ``out_proj``), its rows of the packed weight and bias
+(None: all rows), and the factors ``(grad, x)`` of its weight gradient; a split backward multiplies them later."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSharding:
-    """How a sharded attention runs.
+    """How a split attention runs.
 
     Attributes:
         group: the tensor group.
         heads: this rank's query heads.
-        key_value: key/value heads that they read, in order.
-        rows: rows of each projection computed here where the parameter itself stays whole, else None.
+        key_value: the key/value heads that these query heads read, in order.
+        rows: rows of the packed projection that this rank computes where the parameter itself stays whole, else None.
         sequence_dim: dim along which inputs and output are split (sequence parallelism), or None.
         stream: dropout stream of the local heads.
     """
@@ -74,10 +74,22 @@ def attend_heads(
     need_weights: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of the local heads (all heads without a mesh), from whole inputs to a whole output.
+    """Attention of the local heads (of all heads if the layer is not split), from whole inputs to a whole output.
 
-    As in torch, ``is_causal`` without weights or padding takes the place of the mask that it describes. Any
-    `torch.nn.MultiheadAttention` will do.
+    As in torch, ``is_causal`` replaces the mask that it describes if neither weights nor padding are given.
+
+    Args:
+        layer: any `torch.nn.MultiheadAttention`.
+        inputs: query, key and value, [batch, seq, embed_dim] with ``batch_first``.
+        masks: ``key_padding_mask``, ``attn_mask`` and ``is_causal``.
+        need_weights: whether to return the attention weights.
+        average: whether to average the weights over the heads.
+
+    Returns:
+        Output of the shape of the query, and the weights of all heads or None.
+
+    Raises:
+        ValueError: ``is_causal`` without ``attn_mask``.
     """
     sharding = _sharding_of(layer)
     unbatched = inputs[0].dim() == 2
@@ -114,7 +126,7 @@ def _sharding_of(layer: nn.MultiheadAttention) -> AttentionSharding | None:
 
 
 def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Query, key and value of the local heads: [.., heads * head_dim] each; inputs that are one tensor enter once."""
+    """Query, key and value of the local heads, [.., heads * head_dim] each; inputs that are one tensor are shared."""
     query, key, value = inputs
     whole = _sharding_of(layer) is None
     if whole and layer._qkv_same_embed_dim and query is key and key is value:
@@ -143,7 +155,7 @@ def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Ten
 
 
 def _packed_projection(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """Query, key and value of one tensor by one product. x: [.., embed_dim] -> [.., heads and key/value heads]."""
+    """Query, key and value of one tensor in one product. x: [.., embed_dim] -> [.., features of all three]."""
     weight, bias = layer.in_proj_weight, layer.in_proj_bias
     taker = _taker(layer, "in_proj", None, x)
     if taker is not None:
@@ -152,7 +164,7 @@ def _packed_projection(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, taker: PutOff | None) -> Tensor:
-    """A linear of the whole layer; with ``taker``, weight and bias come detached."""
+    """A linear of a layer that is not split; with ``taker``, weight and bias are detached."""
     if taker is None:
         return F.linear(x, weight, bias)
     bias = None if bias is None else autocast_input(bias)
@@ -160,7 +172,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, taker: PutOff | None
 
 
 def _takers(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[PutOff | None]:
-    """For query, key and value: where the factors of the weight's gradient go, if they may be put off."""
+    """For query, key and value: the function that takes the factors of the weight gradient, or None for autograd."""
     sharding = _sharding_of(layer)
     if sharding is not None and sharding.rows is not None:
         return [None] * 3
@@ -188,9 +200,9 @@ def _projection_sizes(layer: nn.MultiheadAttention) -> list[int]:
 
 
 def _projections(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Operand]]:
-    """Parameters that hold the weights of query, key and value, and which rows of a packed one belong to local heads.
+    """Parameters with the weights of query, key and value, and the rows of the local heads in a packed one.
 
-    The rows of a packed bias are the same, also where each weight is a parameter of its own.
+    The rows of the packed bias are the same, also where each weight is a separate parameter.
     """
     sharding, sizes = _sharding_of(layer), _projection_sizes(layer)
     rows = None if sharding is None else sharding.rows
@@ -201,7 +213,7 @@ def _projections(layer: nn.MultiheadAttention) -> tuple[list[Tensor], list[Opera
 
 
 def _split_ranges(ranges: Sequence[Range], sizes: Sequence[int]) -> list[tuple[Range, ...]]:
-    """Cut what ``ranges`` pick, one after the other, into parts of ``sizes``."""
+    """Divide the concatenated ``ranges`` into consecutive parts of ``sizes``."""
     left, parts = list(ranges), []
     for size in sizes:
         part: list[Range] = []
@@ -217,7 +229,11 @@ def _split_ranges(ranges: Sequence[Range], sizes: Sequence[int]) -> list[tuple[R
 
 
 def _extra_positions(layer: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
-    """``add_bias_kv`` and ``add_zero_attn`` append a position each. key: [batch, heads, seq, head_dim]."""
+    """Append one position each for ``add_bias_kv`` and ``add_zero_attn``. key: [batch, heads, seq, head_dim].
+
+    Returns:
+        Key, value and the number of positions appended.
+    """
     extra = 0
     shape = (key.shape[0], key.shape[1], 1, layer.head_dim)
     if layer.bias_k is not None and layer.bias_v is not None:

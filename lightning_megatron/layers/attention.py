@@ -1,9 +1,9 @@
 """Multi-head attention with its heads split over the tensor group.
 
 `torch.nn.MultiheadAttention` holds query, key and value in one parameter and reads its sizes from attributes, so it
-cannot be split by replacing linears inside it. This class has its constructor, its parameters and their names, is
-it without a mesh, and afterwards runs the local heads between one shared input (backward all-reduce) and one
-row-parallel output (forward all-reduce).
+cannot be split by replacing linears inside it. This class has the same constructor and parameter names, and computes
+the same until `shard_` is called. After that, it runs the local heads between one shared input (all-reduce in the
+backward) and one row-parallel output (all-reduce in the forward).
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range, k
 
 
 class ParallelMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, grouped queries too, whose heads are split once `shard_` was called.
+    """`torch.nn.MultiheadAttention`, with grouped queries too, whose heads are split once `shard_` has been called.
 
     query: [batch, seq, embed_dim] (``batch_first=True``) -> [batch, seq, embed_dim].
 
     Args:
         embed_dim: size of input and output.
-        num_heads: number of query heads; divisible by the tensor group's size.
-        num_key_value_heads: number of key/value heads, a divisor of ``num_heads``; ``num_heads`` by default. Fewer
-            heads than ranks are kept whole on every rank.
+        num_heads: number of query heads; divisible by the size of the tensor group.
+        num_key_value_heads: number of key/value heads, a divisor of ``num_heads``; ``num_heads`` by default. If it is
+            not divisible by the size of the tensor group, every rank keeps all key/value projections.
 
     The other arguments are those of `torch.nn.MultiheadAttention`.
+
+    Raises:
+        ValueError: ``num_heads`` is not a multiple of ``num_key_value_heads``, or grouped queries are combined with
+            ``kdim``, ``vdim`` or ``add_bias_kv``.
     """
 
     _sharding: AttentionSharding | None = None
@@ -64,7 +68,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             self._group_queries(bias, device, dtype)
 
     def _group_queries(self, bias: bool, device: Any, dtype: Any) -> None:
-        """Smaller key and value projections: in_proj_weight [embed_dim + 2 * kv_heads * head_dim, embed_dim]."""
+        """Shrink the key and value projections: in_proj_weight [embed_dim + 2 * kv_heads * head_dim, embed_dim]."""
         if self.num_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_heads={self.num_heads}` is not a multiple of `num_key_value_heads={self.num_key_value_heads}`."
@@ -98,7 +102,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return run(self, (query, key, value), masks, need_weights, average_attn_weights)
 
     def shard_(self, mesh: Mesh, *, sequence_dim: int | None = None, name: str = "attention") -> ShardTable:
-        """Keep this rank's heads, in place.
+        """Reduce the parameters to this rank's heads, in place.
 
         Args:
             mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
@@ -109,7 +113,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             Sharding of every parameter, keyed by name.
 
         Raises:
-            ValueError: the heads cannot be divided over the group.
+            ValueError: ``num_heads`` is not divisible by the size of the group.
         """
         group = resolve_group(mesh)
         size, rank = group.size(), group.rank()
@@ -137,7 +141,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return tuple(ranges)
 
     def _table(self, size: int, rank: int, rows: tuple[Range, ...] | None) -> ShardTable:
-        """Sharding of the parameters that this module itself holds."""
+        """Sharding of the parameters that belong to this module itself, not to ``out_proj``."""
         table: ShardTable = {}
         narrow = key_value_total(self) * self.head_dim
         packed = (self.embed_dim, narrow, narrow)
@@ -158,7 +162,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
 
 def _no_fused_encoder(module: nn.Module, args: Any) -> None:
-    """Nothing; a hook keeps torch's encoder layer from its fused kernel, which would take local weights for whole."""
+    """Do nothing. Any hook keeps torch's encoder layer from its fused kernel, which needs the whole weights."""
 
 
 def _blocks(shape: Sequence[int], dim: int, size: int, rank: int) -> ShardSpec:

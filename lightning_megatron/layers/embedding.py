@@ -1,7 +1,7 @@
 """Token embedding split over the vocabulary.
 
-Every rank looks up the tokens it holds, contributes zeros for the others, and one all-reduce adds the
-contributions. The vocabulary is padded inside to a multiple of 128 per rank; nobody outside sees the padding.
+Every rank looks up the tokens of its slice of the vocabulary and contributes zeros for the others; one all-reduce sums
+the contributions. The vocabulary is padded internally to a multiple of 128 per rank; the padding is never visible.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class EmbeddingSharding:
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` whose entries are split over the tensor group once `shard_` was called.
+    """`torch.nn.Embedding` whose entries are split over the tensor group once `shard_` has been called.
 
-    tokens: [..] -> [.., embedding_dim], whole on every rank. Same constructor; ``max_norm`` and ``sparse`` need the
-    whole table and are refused by `shard_`.
+    tokens: [..] -> [.., embedding_dim], whole on every rank. The constructor is the same. `shard_` refuses ``max_norm``
+    and ``sparse``, because they need the whole table.
     """
 
     _sharding: EmbeddingSharding | None = None
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return look_up(self, sharding, input)
 
     def shard_(self, mesh: DeviceMesh | dist.ProcessGroup) -> ShardTable:
-        """Keep this rank's entries, in place.
+        """Reduce the weight to this rank's entries, in place.
 
         Args:
             mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
@@ -86,7 +86,7 @@ def _lookup(layer: VocabParallelEmbedding, sharding: EmbeddingSharding, tokens: 
             )
     index = tokens - sharding.start
     here = (index >= 0) & (index < sharding.held)
-    if layer.scale_grad_by_freq:  # foreign tokens must not count as uses of any entry
+    if layer.scale_grad_by_freq:  # tokens of other ranks must not count as uses of an entry
         found = F.embedding(index[here], layer.weight, scale_grad_by_freq=True)
         rows = found.new_zeros((*tokens.shape, layer.embedding_dim)).masked_scatter(here.unsqueeze(-1), found)
     else:

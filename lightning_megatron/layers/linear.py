@@ -1,11 +1,12 @@
 """Linear layers split by output (column) or by input (row) over the tensor group.
 
-With Y = f(X A) B, splitting A by columns and B by rows lets every rank compute its part of f(X A) and its term of
-the sum over the inner dim, so that one all-reduce per pair is all the communication forward, and one backward
-(Shoeybi et al., arXiv 1909.08053). Names are the mathematical ones: torch stores a linear's weight as [out, in], so
-a column-parallel layer holds rows of ``weight``.
+For Y = f(X A) B, A is split by columns and B by rows. Every rank then computes its columns of f(X A) and its term of
+the sum over the inner dim, so a pair needs one all-reduce in the forward and one in the backward (Shoeybi et al., arXiv
+1909.08053). The names follow the mathematics: torch stores the weight of a linear as [out, in], so a column-parallel
+layer holds rows of ``weight``.
 
-Without a mesh both are `torch.nn.Linear`, bit for bit; `shard_` turns them into their local part, in place.
+Before `shard_` is called, both compute what `torch.nn.Linear` computes, bit for bit; `shard_` reduces them to this
+rank's part in place.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ Mesh = DeviceMesh | dist.ProcessGroup
 
 @dataclass(frozen=True, eq=False)
 class ColumnSharding:
-    """How a column-parallel layer runs.
+    """How a split column-parallel layer runs.
 
     Attributes:
-        entry: where its input comes in.
-        rows: ranges of output features computed here, where the parameter itself stays whole (replicated heads).
+        entry: the input that it shares with the other layers that read the same tensor.
+        rows: ranges of output features to compute where the parameter itself stays whole (replicated heads), else None.
         output: ``"split"``; ``"gather"`` for code that reads the whole output; ``"logits"`` for a vocabulary.
-        vocabulary: number of real output features of ``"logits"``.
+        vocabulary: number of output features without padding, for ``"logits"``.
     """
 
     entry: ColumnEntry
@@ -59,13 +60,14 @@ class ColumnSharding:
 
 @dataclass(frozen=True, eq=False)
 class RowSharding:
-    """How a row-parallel layer runs.
+    """How a split row-parallel layer runs.
 
     Attributes:
         group: the tensor group.
-        split_input: whether the input arrives whole and has to be split here.
+        split_input: whether the input arrives whole and must be split by this layer.
         scatter_dim: dim along which the output is split (sequence parallelism), or None for a whole output.
-        stream: the stream that ends here.
+        stream: dropout stream of the region, which this layer closes.
+        entries: shared inputs of the region, whose references this layer drops.
     """
 
     group: dist.ProcessGroup
@@ -80,7 +82,7 @@ class RowSharding:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """`torch.nn.Linear` whose output features are split over the tensor group once `shard_` was called.
+    """`torch.nn.Linear` whose output features are split over the tensor group once `shard_` has been called.
 
     x: [.., in] -> [.., out / group] (``gather_output=False``) or [.., out].
 
@@ -88,7 +90,7 @@ class ColumnParallelLinear(nn.Linear):
         in_features: size of each input.
         out_features: logical size of each output.
         bias: whether there is a bias.
-        gather_output: whether the whole output is wanted on every rank.
+        gather_output: whether every rank gathers the whole output.
     """
 
     gather_output = False
@@ -111,7 +113,7 @@ class ColumnParallelLinear(nn.Linear):
         self.gather_output = gather_output
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [.., in] -> [.., out / group], or [.., out] where the output is gathered or nothing is sharded."""
+        """input: [.., in] -> [.., out / group], or [.., out] where the output is gathered or the layer is not split."""
         sharding = self._sharding
         if sharding is None:
             return super().forward(input)
@@ -120,7 +122,7 @@ class ColumnParallelLinear(nn.Linear):
         return _column_forward(self, sharding, input)
 
     def local_weight(self) -> Tensor:
-        """Weight of the output features computed here: [out / group, in]; in autocast's dtype, where that is on."""
+        """Weight of this rank's output features: [out / group, in], in autocast's dtype where autocast is on."""
         return operand_of(self).of(self.weight)
 
     def shard_(
@@ -132,14 +134,14 @@ class ColumnParallelLinear(nn.Linear):
         rows: Sequence[Range] | None = None,
         output: str | None = None,
     ) -> ShardTable:
-        """Keep this rank's part, in place.
+        """Reduce the parameters to this rank's slices, in place.
 
         Args:
             mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
-            entry: shared with the other layers that read the same tensor; its own by default.
-            segments: sizes of the packed parts of the output, each split by itself; one part by default.
-            rows: ranges of output features to compute here while the parameter stays whole; they may overlap
-                between ranks, and the gradient is then to be summed over the group.
+            entry: input shared with the other layers that read the same tensor; a new one by default.
+            segments: sizes of the packed parts of the output, each split separately; one part by default.
+            rows: ranges of output features that this rank computes while the parameter stays whole; the ranges of
+                ranks may overlap, and the gradient must be summed over the group.
             output: ``"split"``, ``"gather"`` or ``"logits"``; from ``gather_output`` by default.
 
         Returns:
@@ -182,7 +184,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """`torch.nn.Linear` whose input features are split over the tensor group once `shard_` was called.
+    """`torch.nn.Linear` whose input features are split over the tensor group once `shard_` has been called.
 
     x: [.., in / group] (``input_is_parallel=True``) or [.., in] -> [.., out].
 
@@ -231,15 +233,15 @@ class RowParallelLinear(nn.Linear):
         stream: RankStream | None = None,
         entries: Sequence[ColumnEntry] = (),
     ) -> ShardTable:
-        """Keep this rank's part, in place.
+        """Reduce the weight to this rank's slice, in place; the bias stays whole.
 
         Args:
             mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
-            segments: sizes of the packed parts of the input, as the column-parallel layer before it splits them.
-            split_input: whether the input arrives whole; from ``input_is_parallel`` by default.
-            scatter_dim: dim along which the output is split (sequence parallelism).
-            stream: dropout stream of the region that ends here.
-            entries: the inputs of the region that ends here, to be let go of.
+            segments: sizes of the packed parts of the input, as the preceding column-parallel layer splits them.
+            split_input: whether the input arrives whole; the negation of ``input_is_parallel`` by default.
+            scatter_dim: dim along which the output is split (sequence parallelism), or None.
+            stream: dropout stream of the region, which this layer closes.
+            entries: shared inputs of the region, whose references this layer drops.
 
         Returns:
             Sharding of ``weight`` and ``bias``.

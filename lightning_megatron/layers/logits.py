@@ -1,9 +1,9 @@
-"""Logits that stay split over the vocabulary until someone needs them whole.
+"""Logits that stay split over the vocabulary until an operation needs them whole.
 
-A vocabulary-parallel head returns `VocabParallelLogits`: a tensor of the global shape that holds this rank's classes.
+A vocabulary-parallel head returns `VocabParallelLogits`: a tensor of the global shape that stores this rank's classes.
 Pointwise arithmetic, views of tokens, ``softmax``, sums, products and ``torch.nn.functional.cross_entropy`` run on the
-classes that are here; everything else (argmax, sampling, metrics, indexing by class) first gathers the whole logits,
-gradients included. See `lightning_megatron.layers.whole`.
+local classes. All other functions (argmax, sampling, metrics, indexing by class) first gather the whole logits, and
+are differentiable through the gather. See `lightning_megatron.layers.whole`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 
 
 class VocabParallelLogits(WholeTensor):
-    """A tensor of global shape [.., vocabulary, ..] of which this rank holds its part of the classes."""
+    """A tensor of global shape [.., vocabulary, ..] that stores this rank's part of the classes."""
 
     rules = RULES
 

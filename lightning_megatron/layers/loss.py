@@ -1,14 +1,14 @@
 """Cross-entropy over a vocabulary that is split over the tensor group.
 
-No rank ever holds [tokens, vocabulary]: the largest logit, the sum of exponentials and the target's logit are per
-token, and only they travel. With z the logits of one token, y its target, w class weights, e the label smoothing
-and C classes::
+No rank ever holds [tokens, vocabulary]. Ranks all-reduce only one number per token each for the largest logit, the sum
+of exponentials and the logit of the target. With z the logits of one token, y its target, w the class weights, e the
+label smoothing and C the number of classes::
 
     log Z = log sum_c exp z_c
     loss  = (1 - e) w_y (log Z - z_y)  +  e/C sum_c w_c (log Z - z_c)
 
-which is `torch.nn.functional.cross_entropy`, option by option. Forward costs one all-reduce of a maximum and one of
-a sum; backward costs none.
+These are the numbers of `torch.nn.functional.cross_entropy`, for all its options. The forward costs one all-reduce of a
+maximum and one of a sum; the backward costs none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_megatron.mesh.parts.boxes import padded_vocabulary
 
 
 def local_vocabulary(vocabulary: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """First vocabulary entry of this rank and how many real ones it holds (padding not counted)."""
+    """First vocabulary entry of this rank, and the number of its entries without padding."""
     if group.size() == 1:
         return 0, vocabulary
     length = padded_vocabulary(vocabulary, group.size()) // group.size()
@@ -107,27 +107,27 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits whose classes are split over the group.
 
-    Without a group it is `torch.nn.functional.cross_entropy`, which a split head's logits reach as well.
+    Without a group it calls `torch.nn.functional.cross_entropy`, which also accepts the logits of a split head.
 
     Args:
         logits: [.., vocab / group], this rank's classes; entries past the real vocabulary are ignored. Half-precision
             logits are reduced in float32.
         target: [..], class indices in the whole vocabulary, the same on every rank.
         weight: [vocabulary], factor of each class, the same on every rank.
-        ignore_index: target whose tokens count for nothing.
+        ignore_index: target of tokens that are left out.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: share of the target given evenly to all classes, in [0, 1].
+        label_smoothing: share of the target distributed evenly over all classes, in [0, 1].
         group: the tensor group.
-        vocabulary: number of classes; needed with a group.
-        span: first class of this rank and how many it holds; by default those of the padded vocabulary.
+        vocabulary: number of classes; required with a group.
+        span: first class of this rank and number of its classes; by default those of the padded vocabulary.
 
     Returns:
-        A scalar, or [..] for ``"none"``, in the dtype of ``logits``; under autocast, float32 for 16-bit ones, as in
+        A scalar, or [..] for ``"none"``, in the dtype of ``logits``; under autocast, float32 for 16-bit logits, as in
         torch.
 
     Raises:
-        ValueError: an unknown reduction, or shapes that do not belong together.
-        IndexError: a target that is neither a class nor ``ignore_index``.
+        ValueError: an unknown reduction, shapes that do not match, or a group without ``vocabulary``.
+        IndexError: on the CPU, a target that is neither a class nor ``ignore_index``.
     """
     if group is None:
         return F.cross_entropy(

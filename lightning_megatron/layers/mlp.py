@@ -16,7 +16,7 @@ from lightning_megatron.mesh.messages.collectives import resolve_group
 
 
 class ParallelMLP(nn.Module):
-    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` when gated; inner features split.
+    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` when gated; `shard_` splits inner features.
 
     x: [.., hidden] -> [.., hidden].
 
@@ -54,7 +54,7 @@ class ParallelMLP(nn.Module):
         return self.down_proj(self.dropout(inner))
 
     def shard_(self, mesh: Mesh, *, sequence_dim: int | None = None, name: str = "mlp") -> ShardTable:
-        """Keep this rank's inner features, in place.
+        """Reduce the parameters to this rank's inner features, in place.
 
         Args:
             mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
@@ -63,6 +63,9 @@ class ParallelMLP(nn.Module):
 
         Returns:
             Sharding of every parameter, keyed by name.
+
+        Raises:
+            ValueError: ``intermediate_size`` is not divisible by the size of the group.
         """
         group = resolve_group(mesh)
         stream = RankStream(name, group.rank())

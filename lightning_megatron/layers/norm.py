@@ -1,7 +1,7 @@
 """Norms of sequence-sharded activations.
 
-A norm acts on one token at a time, so it runs on a sequence shard as it is; only the gradients of its weights, which
-every rank then sees for its own tokens, are partial sums. These classes say so in the table that `shard_` returns.
+A norm acts on one token at a time, so it runs unchanged on a sequence shard. The gradients of its weights, however, are
+partial sums over the tokens of the rank. The table that `shard_` returns says so.
 """
 
 from __future__ import annotations

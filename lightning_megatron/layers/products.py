@@ -1,18 +1,18 @@
-"""The matrix products of a sharded linear, with the weight's gradient as a separate product.
+"""The matrix products of a split linear, with the weight gradient as a separate product.
 
-Autograd computes both gradients of a linear in one node. Sharded layers need them apart: the gradient of the input
-has to be summed over the tensor group, and the product for the weight's gradient is the work that hides that sum.
-Column-parallel layers that read one tensor (query, key and value; gate and up) share its gradient's all-reduce as
-well:
+Autograd computes both gradients of a linear in one node. Split layers compute them separately: the gradient of the
+input is all-reduced over the tensor group, and the all-reduce overlaps with the product for the weight gradient.
+Column-parallel layers that read the same tensor (query, key and value; gate and up) share the all-reduce of its
+gradient:
 
     forward    x --SharedInput--> x' --linear--> q, k, v
     backward   dq, dk, dv --linear: only dq Wq + dk Wk + dv Wv--> dx' --SharedInput: start all-reduce(dx'),
                compute dWq, dWk, dWv, wait--> dx
 
-`SharedInput` passes the weights through as well, so that the gradients it computes late reach them through autograd
-in the ordinary way, hooks included. Until then the linear's node stands in for them with a zero-stride tensor.
+`SharedInput` also passes the weights through, so that autograd delivers the weight gradients that it computes late, and
+calls their hooks. Until then the node of the linear returns a zero-stride tensor in place of each weight gradient.
 
-Gradients of parameters come in the dtype in which they add up, whatever that of the factors.
+Gradients of parameters have the dtype in which they are accumulated, whatever the dtype of the factors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _AddedBias(torch.autograd.Function):
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """``x + bias``, where the bias gets its gradient in the dtype in which that adds up. x: [.., out], bias: [out]."""
+    """``x + bias``; the gradient of the bias has its accumulation dtype. x: [.., out], bias: [out] -> [.., out]."""
     if bias is None:
         return x
     if gradient_dtype(bias) == x.dtype or not bias.requires_grad:
@@ -79,7 +79,13 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """How a linear multiplies: its output, and the gradients of its input and (in a dtype of choice) its weight."""
+    """The three products of a linear: its output, the gradient of its input, and the gradient of its weight.
+
+    Attributes:
+        product: x [.., in], weight [out, in], bias [out] or None -> [.., out].
+        input_gradient: gradient [.., out], weight [out, in] -> [.., in].
+        weight_gradient: gradient [.., out], x [.., in], dtype -> [out, in] in that dtype.
+    """
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Tensor, Tensor], Tensor]
@@ -87,32 +93,37 @@ class Products:
 
 
 SIXTEEN_BIT = Products(product, input_gradient, weight_gradient)
-"""Of the factors as they are, 16-bit in mixed precision; see `lightning_megatron.layers.float8` for less."""
+"""Products of the unchanged factors, 16-bit in mixed precision; for 8-bit ones see `lightning_megatron.layers.float8`.
+"""
 
 
 def of_its_own(output: Tensor) -> Tensor:
-    """What a custom function may return: nobody can write into a view from it, as ``nn.ReLU(inplace=True)`` does, and
-    ``F.linear`` gives views.
+    """``output`` detached if it is a view, as those of ``F.linear`` may be.
+
+    Autograd forbids writing in place into a view that a custom function returns; ``nn.ReLU(inplace=True)`` does so.
     """
     return output.detach() if output._is_view() else output
 
 
 PutOff = Callable[[Tensor, Tensor], None]
-"""Takes the factors ``(grad, x)`` of a weight's gradient that a split backward multiplies later."""
+"""Takes the factors ``(grad, x)`` of a weight gradient; a split backward multiplies them later."""
 
 
 class PendingProducts:
-    """Factors of the weight gradients that a shared input's backward will multiply, by position of the weight."""
+    """Factors of weight gradients that the backward of the shared input will multiply, by position of the weight."""
 
     def __init__(self, weights: int) -> None:
         self._factors: list[tuple[Products, Tensor, Tensor] | None] = [None] * weights
 
     def put(self, index: int, products: Products, grad: Tensor, x: Tensor) -> None:
-        """Keep the factors of one weight's gradient."""
+        """Keep the factors of the gradient of weight ``index``: grad [.., out], x [.., in]."""
         self._factors[index] = (products, grad, x)
 
     def take(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """The product for one weight, or None if its linear took no part in the backward."""
+        """Gradient [out, in] of weight ``index`` in ``dtype``, or None if its linear took no part in the backward.
+
+        Frees the factors.
+        """
         factors, self._factors[index] = self._factors[index], None
         if factors is None:
             return None
@@ -123,7 +134,7 @@ class PendingProducts:
 class _SharedInput(torch.autograd.Function):
     """x, parameters -> x', weights; forward identity or all-gather, backward all-reduce or reduce-scatter.
 
-    ``uses`` tells for every weight which parameter it is an operand of.
+    ``uses`` gives, for every weight, the index of its parameter and the operand that it is of it.
     """
 
     @staticmethod
@@ -163,7 +174,7 @@ class _SharedInput(torch.autograd.Function):
 
 
 class _ShardedProduct(torch.autograd.Function):
-    """x', weight, bias' parameter -> x' weight^T + bias; the weight's gradient is left to `SharedInput`."""
+    """x', weight, parameter of the bias -> x' weight^T + bias; `SharedInput` computes the weight gradient."""
 
     @staticmethod
     def forward(
@@ -272,17 +283,20 @@ def share_input(
     group: dist.ProcessGroup | None,
     dim: int | None,
 ) -> tuple[Tensor, ...]:
-    """Bring ``x`` to column-sharded weights.
+    """Prepare ``x`` for the column-parallel weights that read it.
+
+    With ``dim``, the forward is an all-gather over the group. The backward is an all-reduce, or with ``dim`` a
+    reduce-scatter, of the gradient of ``x``.
 
     Args:
         x: [.., in], replicated; with ``dim``, split along it over the group.
-        weights: parameters, and which part of them is a local weight [out / group, in] that reads ``x``.
-        pending: where the products of their gradients wait.
-        group: the tensor group, or None where the gradient is summed further up.
+        weights: parameters, each with the operand that is its local weight [out / group, in].
+        pending: keeps the factors of the weight gradients until the backward of ``x``.
+        group: the tensor group, or None where an earlier layer sums the gradient of ``x``.
         dim: the dim along which ``x`` is split (sequence parallelism), or None.
 
     Returns:
-        ``x`` whole on every rank, then the weights, in order.
+        The whole ``x``, then the local weights, in order.
     """
     parameters = {id(parameter): parameter for parameter, _ in weights}
     places = {key: index for index, key in enumerate(parameters)}
@@ -302,8 +316,8 @@ def sharded_product(
 ) -> Tensor:
     """``x`` times a weight, both from `share_input`. x: [.., in], weight: [out / group, in] -> [.., out / group].
 
-    ``bias`` is the parameter; ``part`` tells which elements of it are added. With ``put_off``, weight and bias come
-    detached, and the factors of their gradients go there.
+    ``bias`` is the parameter, and ``part`` selects the elements that are added. With ``put_off``, weight and bias are
+    detached, and the backward passes the factors of their gradients to ``put_off``.
     """
     return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, part, x, weight, bias))
 
@@ -317,9 +331,10 @@ def row_product(
     products: Products = SIXTEEN_BIT,
     operand: Operand = WHOLE,
 ) -> Tensor:
-    """Sum of the ranks' products. x: [.., in / group], operand: [out, in / group] -> [.., out], split along ``dim``.
+    """Sum over the group of the ranks' products. x: [.., in / group], operand: [out, in / group] -> [.., out].
 
-    With ``put_off``, the parameter comes detached, and the factors of its gradient go there.
+    The forward is an all-reduce; with ``dim`` it is a reduce-scatter, and the output is split along ``dim``. With
+    ``put_off``, the parameter is detached, and the backward passes the factors of its gradient to ``put_off``.
     """
     return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, operand, x, parameter))
 
@@ -327,5 +342,5 @@ def row_product(
 def whole_product(
     x: Tensor, parameter: Tensor, bias: Tensor | None, products: Products, operand: Operand = WHOLE
 ) -> Tensor:
-    """Output of a linear that no other rank has a part of. x: [.., in], operand: [out, in] -> [.., out]."""
+    """Output of a linear that is not split. x: [.., in], operand: [out, in] -> [.., out]; no communication."""
     return cast(Tensor, _WholeProduct.apply(products, operand, x, parameter, bias))

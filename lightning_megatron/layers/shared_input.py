@@ -1,4 +1,4 @@
-"""Where a tensor enters the column-parallel layers that read it, once for all of them."""
+"""Shares the input of column-parallel layers that read the same tensor: one collective for all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.mesh.messages.collectives import raw_all_gather
 
 
 class Splitting(Protocol):
-    """A layer whose weight gradient may be put off."""
+    """A layer whose weight gradient a split backward may compute later."""
 
     put_off: Any
     weight: Any
@@ -26,7 +26,7 @@ class Splitting(Protocol):
 
 
 class Member(Splitting, Protocol):
-    """What an entry needs of a column-parallel layer."""
+    """The attributes of a column-parallel layer that `ColumnEntry` reads."""
 
     bias: Any
     training: bool
@@ -34,7 +34,7 @@ class Member(Splitting, Protocol):
 
 
 def operand_of(layer: Splitting) -> Operand:
-    """Which part of its weight a layer multiplies by."""
+    """The part of its weight that a layer multiplies by."""
     rows = getattr(layer._sharding, "rows", None)
     if rows is None:
         return TRANSPOSED if layer.transposed else WHOLE
@@ -42,8 +42,10 @@ def operand_of(layer: Splitting) -> Operand:
 
 
 def may_put_off(layer: Splitting, x: Tensor) -> bool:
-    """Whether a split backward may compute the gradient of a layer's weight later: the whole parameter takes part, and
-    autograd comes by for the gradient of the input.
+    """Whether a split backward may compute the gradient of a layer's weight later.
+
+    That needs a layer that uses all rows of its parameter, a weight without hooks that requires a gradient, and an
+    input ``x`` that requires one, so that autograd runs the node of the layer at all.
     """
     whole = getattr(layer._sharding, "rows", None) is None
     weight = layer.weight
@@ -53,17 +55,17 @@ def may_put_off(layer: Splitting, x: Tensor) -> bool:
 
 
 class ColumnEntry:
-    """Where one tensor enters the sharded weights that read it (query, key and value; gate and up).
+    """The shared input of the column-parallel layers that read one tensor (query, key and value; gate and up).
 
-    The first member that is called with a tensor brings it in for all of them: one all-gather forward under sequence
-    parallelism, one all-reduce or reduce-scatter backward. Nothing is kept once every member has been called, or when
-    `forget` ends the region.
+    The first member that is called with a tensor prepares it for all members: one all-gather in the forward under
+    sequence parallelism, one all-reduce or reduce-scatter in the backward. The entry drops its references once every
+    member has been called, or when the row-parallel layer at the end of the region calls `forget`.
 
     Args:
         group: the tensor group.
         gather_dim: dim along which the input is split (sequence parallelism), or None when it is replicated.
-        stream: stream for dropout between here and the row-parallel layer, if any.
-        reduces: whether gathering and summing happen here; False where both are done further up.
+        stream: stream for dropout from here to the row-parallel layer, if any.
+        reduces: whether this entry gathers the input and sums its gradient; False where an earlier layer does both.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ColumnEntry:
         return copied
 
     def product(self, member: Member, x: Tensor) -> Tensor:
-        """Local output of ``member``. x: [.., in] -> [.., out / group]."""
+        """Local output of ``member``. x: [.., in] -> [.., out / group]; a collective under sequence parallelism."""
         index, bias = self.members.index(member), member.bias
         weight_part = operand_of(member)
         part = WHOLE if weight_part.rows is None else Operand(weight_part.rows)
@@ -111,11 +113,11 @@ class ColumnEntry:
         return sharded_product(shared, weight, bias, pending, index, put_off, member.products, part)
 
     def forget(self) -> None:
-        """Let go of the tensor brought in."""
+        """Drop the references to the shared input."""
         self._source, self._shared, self._waiting = None, (), set()
 
     def _dim(self, x: Tensor) -> int | None:
-        """Gather dim of ``x``; tokens that were flattened to [tokens, hidden] are gathered along the first."""
+        """Gather dim of ``x``; tokens that were flattened to [tokens, hidden] are gathered along dim 0."""
         return self.gather_dim if self.gather_dim is None or x.dim() > 2 else 0
 
     def _gathered(self, x: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
-"""Random numbers inside sharded regions: one stream per tensor rank, replayed exactly by recomputation.
+"""Random numbers inside split regions: one stream per tensor rank, replayed exactly by recomputation.
 
-Dropout on a replicated activation must draw the same mask on all ranks of the tensor group; dropout on a sharded
-one (attention probabilities of the local heads) must draw a different one on each. The second stream is derived
-from the first: on entering a region the device's generator is seeded from a digest of its own state, the region's
-name and the tensor rank; on leaving, the shared stream is put back, advanced by one draw if the region drew
-anything.
+Dropout on a replicated activation must draw the same mask on all ranks of the tensor group; dropout on a split
+activation (attention probabilities of the local heads) must draw a different mask on each. The rank's stream is derived
+from the shared one: on entering a region, the generator of the device is seeded from a digest of its state, the name of
+the region and the tensor rank. On leaving, the shared state is restored, and advanced by one draw if the region drew
+any numbers.
 
     shared stream   --- s0 ---------------- s1 -------
                          \\ digest, rank    /  one draw, only if the region drew
     rank stream           r0 --- masks ---
 
-Nothing is remembered between regions, so activation checkpointing, which restores the shared stream before it
-recomputes, replays the regions as well, and a region without dropout leaves no trace in the shared stream.
+No state is kept between regions. Activation checkpointing, which restores the shared stream before it recomputes,
+therefore replays the regions as well, and a region without dropout does not change the shared stream.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 
 
 class RankStream:
-    """Switches a device's default generator to a stream of this tensor rank's own, and back.
+    """Switches the default generator of a device to a stream of this tensor rank, and back.
 
     Args:
-        name: the region's name; two regions that start from the same shared state get different streams.
+        name: the name of the region; regions with different names get different streams from the same shared state.
         rank: rank in the tensor group.
     """
 
@@ -44,22 +44,22 @@ class RankStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the rank's own stream is in use."""
+        """Whether the rank's stream is in use."""
         return self._shared is not None
 
     def open(self, device: torch.device) -> None:
-        """Leave the shared stream of ``device``; nothing happens when it was left already."""
+        """Switch the generator of ``device`` to the rank's stream; does nothing if it is open already."""
         if torch.compiler.is_compiling():
             return _eagerly(self.open, device)
         if self.is_open or device.type == "meta" or type(torch.empty(0)) is not Tensor:
-            return  # the last: in a run on fake tensors, which asks for shapes only, there is no state to read
+            return  # the last condition: on fake tensors, which have shapes only, there is no state to read
         shared = _state(device)
         digest = hashlib.blake2b(shared.numpy().tobytes(), digest_size=8, key=f"{self.rank}/{self.name}".encode()[-64:])
         _seed(device, int.from_bytes(digest.digest(), "little") >> 1)
         self._device, self._shared, self._start = device, shared, _state(device)
 
     def close(self) -> None:
-        """Return to the shared stream."""
+        """Return to the shared stream; does nothing if the rank's stream is not open."""
         if torch.compiler.is_compiling():
             return _eagerly(self.close)
         if self._device is None or self._shared is None or self._start is None:
@@ -71,13 +71,13 @@ class RankStream:
         self._device = self._shared = self._start = None
 
     def forget(self) -> None:
-        """Drop an open region without touching the generator (its forward was cut short and restored elsewhere)."""
+        """Close without changing the generator, after a forward that was aborted and whose state others restored."""
         self._device = self._shared = self._start = None
 
 
 @torch.compiler.disable
 def _eagerly(function: Callable[..., None], *args: Any) -> None:
-    """Outside the graph of a layer that is compiled."""
+    """Call ``function`` outside the graph of a compiled layer."""
     function(*args)
 
 

@@ -1,7 +1,7 @@
-"""What became of each parameter when its module was sharded, as a table keyed by parameter name.
+"""How each parameter of a split module is held, as a table keyed by parameter name.
 
-Gradient buckets, the global norm, checkpoints and export all need to know which part of a parameter is here and
-whether its gradient is complete. They read this table; nothing is attached to the parameters themselves.
+Gradient buckets, the global norm, checkpoints and export all need to know which part of a parameter this rank holds and
+whether its gradient is complete. They read this table; no attributes are attached to the parameters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ParameterSharding:
     """How one rank of the tensor group holds a parameter.
 
     Attributes:
-        spec: the part of the logical parameter that is here.
-        sums_gradient: whether the gradient that autograd leaves is a partial sum, to be summed over the tensor group
-            once before it is used (norms and row-parallel biases under sequence parallelism, norms on local heads,
+        spec: the part of the logical parameter that this rank holds.
+        sums_gradient: whether autograd's gradient is a partial sum, which must be summed over the tensor group once
+            before it is used (norms and row-parallel biases under sequence parallelism, norms on local heads,
             replicated key/value heads).
     """
 
@@ -42,7 +42,7 @@ class ParameterSharding:
 
 
 ShardTable = dict[str, ParameterSharding]
-"""Parameter name, relative to the module that was sharded -> its sharding."""
+"""Parameter name, relative to the split module -> its sharding."""
 
 
 def replicated_table(module: nn.Module, sums_gradient: bool = False) -> ShardTable:
@@ -54,10 +54,18 @@ def replicated_table(module: nn.Module, sums_gradient: bool = False) -> ShardTab
 
 
 def apply_specs(module: nn.Module, table: Mapping[str, ParameterSharding]) -> ShardTable:
-    """Cut the module's own parameters down to their local part, in place.
+    """Reduce the parameters in ``table`` to their local slices, in place.
 
-    The parameter objects stay, so that tied modules, optimizers and lists of parameters go on referring to them. A
-    parameter that is already local, because a tied module was sharded before, is left as it is.
+    The parameter objects stay the same, so tied modules, optimizers and lists of parameters still refer to them. A
+    parameter that is already local, because a tied module was split before, is not changed. Gradients of parameters
+    that are sliced are dropped.
+
+    Args:
+        module: the module whose parameters ``table`` names.
+        table: sharding of each parameter.
+
+    Returns:
+        A copy of ``table``.
 
     Raises:
         ValueError: a parameter has neither its logical nor its local shape.

@@ -1,8 +1,9 @@
-"""What a linear multiplies by, and in which dtype the product for its gradient is wanted.
+"""The weight that a linear multiplies by, as a view of a parameter, and the dtype of the parameter's gradient.
 
-Of a parameter alone, not of a tensor cut or cast from it, autograd takes a gradient with more digits than the weight
-has. So that the product of two 16-bit factors can be added to a float32 main gradient without being rounded first,
-the functions of `lightning_megatron.layers.products` take parameters as they are and apply an `Operand` inside::
+Autograd accepts a gradient in a wider dtype than that of the weight only for a parameter itself, not for a tensor that
+was sliced or cast from it. The product of two 16-bit factors should be added to a float32 main gradient without being
+rounded first. The functions of `lightning_megatron.layers.products` therefore take whole parameters and apply an
+`Operand` inside::
 
     forward    parameter ─rows, transposition, autocast─▶ weight [out, in], 16 bits
     backward   gradᵀ x, float32 ─rows, transposition─▶ gradient of the parameter, float32
@@ -19,7 +20,7 @@ from lightning_megatron.mesh.parts.boxes import Range
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """The tensor in autocast's dtype where autocast is on for its device, as ``F.linear`` would take it."""
+    """``x`` cast to autocast's dtype where autocast is on for its device, as ``F.linear`` would cast it."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x
@@ -27,12 +28,12 @@ def autocast_input(x: Tensor) -> Tensor:
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """In which gradients of a tensor add up; with main gradients in float32, that is not the dtype of a parameter."""
+    """Dtype in which gradients of a tensor are accumulated: float32 for 16-bit parameters with main gradients."""
     return (tensor.grad_dtype if tensor.is_leaf else None) or tensor.dtype
 
 
 def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Product in ``dtype``, not rounded to that of the factors on the way. left: [m, k], right: [k, n] -> [m, n]."""
+    """Product in ``dtype``, not rounded to the factors' dtype first. left: [m, k], right: [k, n] -> [m, n]."""
     if left.dtype == dtype:
         return left @ right
     with torch.autocast(left.device.type, enabled=False):  # it would round the factors again
@@ -44,25 +45,25 @@ def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _leaves_sum_wide(factor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies these 16-bit numbers and leaves the float32 sum as it is: on CUDA only."""
+    """Whether torch can multiply these 16-bit factors and return the float32 sum unrounded: on CUDA only."""
     sixteen = factor.dtype in (torch.bfloat16, torch.float16)
     return factor.is_cuda and torch.version.hip is None and sixteen and dtype == torch.float32
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The matrix or vector that a linear makes of a parameter: all of it, or some rows.
+    """The matrix or vector that a linear takes from a parameter: all of it, or some rows.
 
     Attributes:
         rows: ranges along the output features, or None for all of them.
-        transposed: whether the parameter is held as [in, out].
+        transposed: whether the parameter is stored as [in, out].
     """
 
     rows: tuple[Range, ...] | None = None
     transposed: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The operand, in autocast's dtype where autocast is on: [out, in], or [out] of a bias."""
+        """The operand, in autocast's dtype where autocast is on: [out, in], or [out] for a bias."""
         whole = parameter.t() if self.transposed else parameter
         if self.rows is not None:
             parts = [whole[start:stop] for start, stop in self.rows]
@@ -70,7 +71,16 @@ class Operand:
         return autocast_input(whole)
 
     def add_to(self, whole: Tensor | None, part: Tensor, shape: torch.Size) -> Tensor:
-        """Gradient of the parameter, of this ``shape``: what other operands of it found, and this one's ``part``."""
+        """Add the gradient of this operand to the gradient of its parameter.
+
+        Args:
+            whole: gradient of the parameter from its other operands, changed in place; None if there is none yet.
+            part: gradient of this operand, [out, in] or [out].
+            shape: shape of the parameter.
+
+        Returns:
+            The gradient of the parameter, of that shape.
+        """
         if whole is None and self.rows is None:
             return part.t() if self.transposed else part
         whole = part.new_zeros(shape) if whole is None else whole
