@@ -1,6 +1,6 @@
-"""A reference decoder built from the drop-in layers, for runs that start without a model of their own.
+"""A reference decoder built from the drop-in layers, for users without a model of their own.
 
-Nothing in the strategy knows it: it is trained, split and cut as anybody's module is.
+The strategy has no special case for it: it is trained, split and cut like any other module.
 """
 
 from lightning_megatron.models.config import DecoderConfig

@@ -1,4 +1,4 @@
-"""Dimensions and choices of a decoder, with the arithmetic that follows from them."""
+"""Configuration of the reference decoder, with its parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class DecoderConfig:
     """A decoder-only transformer.
 
     Attributes:
-        vocabulary: tokens it knows.
+        vocabulary: number of tokens.
         hidden: features per token.
         layers: transformer layers.
         heads: query heads.
         key_value_heads: key and value heads (grouped queries; arXiv 2305.13245); ``None`` for ``heads``.
         head_size: features per head; ``None`` for ``hidden / heads``.
         intermediate: inner features of the feed-forward block; ``None`` for four times ``hidden``.
-        sequence: longest sequence.
+        sequence: longest sequence, in tokens.
         positions: ``"rotary"`` (arXiv 2104.09864) or ``"learned"``.
         rotary_base: base of the rotary frequencies.
         norm: ``"rms"`` or ``"layer"``.
@@ -29,13 +29,13 @@ class DecoderConfig:
         activation: one of ``ACTIVATIONS``; ``"gelu_tanh"`` is GPT-2's approximation.
         bias: whether linears have biases.
         tied: whether the output head is the embedding.
-        parallel_block: attention and feed-forward side by side from one norm, as in PaLM (arXiv 2204.02311).
-        dropout: on the embedding, on what each branch adds, and on attention probabilities.
-        initial_deviation: of the normal distribution that weights are drawn from; what writes to the residual stream
-            gets it divided by the root of twice the layers.
+        parallel_block: attention and feed-forward in parallel on the output of one norm, as in PaLM (arXiv 2204.02311).
+        dropout: probability of dropout on the embedding, on each branch's output, and on attention probabilities.
+        initial_deviation: standard deviation of the normal distribution of initial weights; for projections that write
+            to the residual stream it is divided by ``sqrt(2 * layers)``.
 
     Raises:
-        ValueError: sizes or choices that do not fit.
+        ValueError: a choice is unknown, or sizes do not divide.
     """
 
     vocabulary: int
@@ -86,25 +86,26 @@ class DecoderConfig:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that every token is multiplied with: linears and the output head, not the embeddings."""
+        """Number of weights used in matrix products per token: linears and the output head, without embeddings."""
         attention = self.hidden * self.per_head * (2 * self.heads + 2 * self.kv_heads)
         feed_forward = (3 if self.gated else 2) * self.hidden * self.inner
         return self.layers * (attention + feed_forward) + self.vocabulary * self.hidden
 
     def flops_per_token(self, sequence: int) -> float:
-        """Model FLOPs of forward and backward per token of a sequence.
+        """Model FLOPs of forward and backward per token, for sequences of ``sequence`` tokens.
 
-        Six per matrix weight, and for attention ``12 · layers · heads · head size · sequence``: the whole score matrix,
-        as in SC21 and PaLM's appendix B, although a causal kernel computes only half of it. Recomputation not counted.
+        Six per matrix weight, and ``12 · layers · heads · head size · sequence`` for attention. This counts the full
+        score matrix, as SC21 and PaLM's appendix B do, although a causal kernel computes only half of it. Recomputation
+        is not counted.
         """
         return 6.0 * self.matrix_parameters + 12.0 * self.layers * self.heads * self.per_head * sequence
 
     @classmethod
     def llama(cls, size: str = "8b", **changes: Any) -> DecoderConfig:
-        """Llama-3.1-8B's dimensions (``"8b"``), Llama-3.2's ``"3b"`` and ``"1b"`` (source: their model cards).
+        """Configuration of Llama-3.1-8B (``"8b"``) or Llama-3.2 (``"3b"``, ``"1b"``), from their model cards.
 
         Args:
-            size: which.
+            size: ``"8b"``, ``"3b"`` or ``"1b"``.
             changes: attributes to change.
 
         Raises:
@@ -121,7 +122,11 @@ class DecoderConfig:
 
     @classmethod
     def gpt2(cls, **changes: Any) -> DecoderConfig:
-        """GPT-2's small model, 124 million parameters; ``changes`` replace attributes."""
+        """Configuration of GPT-2's small model, 124 million parameters.
+
+        Args:
+            changes: attributes to change.
+        """
         own: dict[str, Any] = {
             "vocabulary": 50_257,
             "hidden": 768,

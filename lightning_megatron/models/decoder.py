@@ -1,4 +1,4 @@
-"""The decoder: embedding, a list of layers, a norm and a head, as anybody would write it.
+"""The decoder: embedding, a list of layers, a norm and a head, without any code for pipelines.
 
 ::
 
@@ -38,13 +38,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rotary_tables(length: int, size: int, base: float, like: Tensor) -> Tables:
-    """Cosine and sine of every position's angles (arXiv 2104.09864), computed in float32 whatever the model's type.
+    """Cosine and sine of the rotary angles of every position (arXiv 2104.09864), computed in float32.
 
     Args:
-        length: positions.
+        length: number of positions.
         size: features per head.
-        base: angle i turns with frequency ``base ** (-2 i / size)``.
-        like: dtype and device of the result.
+        base: the angle of feature pair i grows by ``base ** (-2 i / size)`` per position.
+        like: tensor with the dtype and device of the result.
 
     Returns:
         Two tensors [length, size]; feature i and i + size/2 form a pair.
@@ -57,7 +57,7 @@ def rotary_tables(length: int, size: int, base: float, like: Tensor) -> Tables:
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Turn each pair of features by its position's angle. x: [batch, heads, seq, size] -> same."""
+    """Rotate each pair of features by the angle of its position. x: [batch, heads, seq, size] -> same."""
     cosine, sine = tables
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
 
     def forward(self, x: Tensor, tables: Tables | None) -> Tensor:
-        """x: [batch, seq, hidden] -> same; ``tables`` turn queries and keys."""
+        """x: [batch, seq, hidden] -> same; with ``tables``, queries and keys are rotated."""
         query, key, value = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if tables is not None:
             query, key = rotate(query, tables), rotate(key, tables)
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer. x: [batch, seq, hidden] -> same."""
+    """One transformer layer. x: [batch, seq, hidden] -> same."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
     """Tokens [batch, seq] to logits [batch, seq, vocabulary].
 
     Args:
-        config: dimensions and choices.
+        config: the configuration.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's Llama and GPT-2 in this package's decoder."""
+"""Converts Hugging Face's Llama and GPT-2 models to this package's decoder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PACKED = re.compile(r"transformer\.h\.(\d+)\.attn\.c_attn\.(weight|bias)")
 
 
 def from_huggingface(model: Any) -> Decoder:
-    """A decoder with the dimensions and weights of a ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
+    """Make a decoder with the configuration and weights of a ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
 
     Args:
         model: the Hugging Face model.
@@ -45,7 +45,7 @@ def from_huggingface(model: Any) -> Decoder:
         A decoder in the model's dtype that computes the same logits.
 
     Raises:
-        ValueError: another architecture, or an option of it that this decoder does not have.
+        ValueError: the model has another architecture, or an option that this decoder does not support.
     """
     kind = model.config.model_type
     if kind == "llama":
@@ -115,7 +115,7 @@ def _renamed(weights: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[st
 
 
 def _gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2 keeps linears as [in, out], and query, key and value in one."""
+    """Convert GPT-2's weights, which stores linears as [in, out], and query, key and value in one matrix."""
     found = _renamed(weights, _GPT2)
     for name, tensor in found.items():
         if name.endswith("proj.weight"):

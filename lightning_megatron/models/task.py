@@ -1,4 +1,4 @@
-"""The decoder as a LightningModule that trains on token rows."""
+"""The decoder as a LightningModule that trains on rows of tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from lightning_megatron.models.decoder import Decoder
 
 
 class CausalLanguageModel(pl.LightningModule):
-    """Predicts the next token; a batch is a tensor of token rows [batch, seq + 1], or a pair (inputs, targets).
+    """Trains the decoder to predict the next token.
+
+    A batch is a tensor of token rows [batch, seq + 1], or a pair (inputs, targets) of [batch, seq] each.
 
     Args:
-        config: the decoder's.
+        config: of the decoder.
         lr: peak learning rate of AdamW.
-        weight_decay: on matrices; vectors (norms, biases) have none.
-        betas: AdamW's.
-        warm_up: steps until the learning rate is reached.
+        weight_decay: of matrices; vectors (norms, biases) have none.
+        betas: of AdamW.
+        warm_up: optimizer steps over which the learning rate rises linearly to ``lr``; 0 for none.
     """
 
     def __init__(
@@ -37,24 +39,24 @@ class CausalLanguageModel(pl.LightningModule):
         self.decoder: Any = None
 
     def configure_model(self) -> None:
-        """Build the decoder, under the meta device if the strategy says so."""
+        """Build the decoder; the strategy may call this under the meta device."""
         if self.decoder is None:
             self.decoder = Decoder(self.config)
 
     def loss(self, batch: Any) -> Tensor:
-        """Mean cross-entropy of the next token."""
+        """Mean cross-entropy of the next token: a scalar."""
         tokens, targets = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
         logits = self.decoder(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Loss of one (micro-)batch."""
+        """Loss of one (micro-)batch, logged as ``train_loss``."""
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Logs ``val_loss``."""
+        """Log the loss as ``val_loss``."""
         self.log("val_loss", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> Any:

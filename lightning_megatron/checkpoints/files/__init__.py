@@ -1,1 +1,1 @@
-"""Checkpoint directories: which files hold what, and when a directory is complete."""
+"""Reads and writes checkpoint directories, and converts Lightning files and safetensors."""

@@ -1,7 +1,7 @@
-"""Plans of ``torch.distributed.checkpoint`` made of boxes: which rank writes what, and what each reads back.
+"""Planners for ``torch.distributed.checkpoint`` (DCP): the boxes that each rank writes and reads.
 
-DCP brings the ranks together, hands their plans to one of them and reports failures to all; these planners decide
-what is in the plans.
+DCP synchronizes the ranks, gathers their plans on the coordinator and reports failures to all of them. These planners
+decide what is in the plans.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 
 
 class PieceSavePlanner(SavePlanner):
-    """Every rank offers the boxes it holds; the first rank decides who writes which, each element once."""
+    """Plans a save: every rank offers the boxes it holds, and the coordinator assigns each element to one rank."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the tensors to save, by name."""
+        """Set the tensors to save: name -> tensor or piece."""
         self._tensors = {name: as_pieces(value) for name, value in state_dict.items()}
 
     def create_local_plan(self) -> SavePlan:
-        """All boxes held here."""
+        """Offer all boxes of this rank."""
         items = [
             _write_item(name, value.shape, value.dtype, (box.offset, box.shape))
             for name, value in self._tensors.items()
@@ -56,10 +56,10 @@ class PieceSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=shapes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Share the boxes out.
+        """Assign every element to one rank; runs on the coordinator.
 
         Raises:
-            ValueError: ranks disagree about a tensor's shape or type, or part of a tensor is on no rank.
+            ValueError: ranks disagree about a tensor's shape or dtype, or part of a tensor is on no rank.
         """
         kinds = _agree_on_kinds(all_plans)
         held: dict[str, list[tuple[int, Rectangle]]] = {name: [] for name in kinds}
@@ -85,7 +85,7 @@ class PieceSavePlanner(SavePlanner):
         return [SavePlan(each) for each in items], Metadata(metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Accept what the first rank decided."""
+        """Accept the coordinator's plan."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -95,22 +95,22 @@ class PieceSavePlanner(SavePlanner):
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Fills this rank's boxes from whatever boxes were saved.
+    """Plans a load: fills this rank's boxes from the saved boxes that overlap them.
 
     Args:
-        stored: key of a tensor to fill -> the name it is stored under, where that is another.
+        stored: key of a tensor to fill -> its stored name, if that differs.
     """
 
     def __init__(self, stored: Mapping[str, str] | None = None) -> None:
         self._stored = dict(stored or {})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the tensors to fill, by name, and the description of what was saved."""
+        """Set the tensors to fill, by key, and the metadata of the checkpoint."""
         self._tensors: dict[str, PiecedTensor] = {name: as_pieces(value) for name, value in state_dict.items()}
         self._saved = {} if metadata is None else metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What of which saved box goes where.
+        """Plan a read for every overlap of a saved box with a box of this rank.
 
         Raises:
             KeyError: a tensor is not in the checkpoint.
@@ -119,25 +119,29 @@ class PieceLoadPlanner(LoadPlanner):
         return LoadPlan([item for name, value in self._tensors.items() for item in self._read_items(name, value)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """Return the plans unchanged: every rank reads for itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to change."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Refuse: checkpoints hold tensors here, and everything else in another file."""
+        """Refuse: these files hold tensors only.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(f"`{read_item.dest_index.fqn}` is not a tensor.")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the elements of a read go, as a view of this rank's memory."""
+        """Target of a read, as a view of this rank's memory."""
         name, offset, number = _place_of(read_item.dest_index)
         piece = self._tensors[name]
         return piece.part_of(piece.spec.boxes[number], offset, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The view was filled in place."""
+        """Do nothing: the view was filled in place."""
 
     def _read_items(self, key: str, value: PiecedTensor) -> list[ReadItem]:
         name = self._stored.get(key, key)
@@ -158,7 +162,7 @@ class PieceLoadPlanner(LoadPlanner):
 
 
 def saved_kinds(metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-    """Logical shape and type of every tensor in a checkpoint."""
+    """Name -> logical shape and dtype, for every tensor in a checkpoint."""
     return {
         name: (entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -199,7 +203,7 @@ def _place_of(index: MetadataIndex) -> tuple[str, Sequence[int], int]:
 
 
 def _read_item(place: MetadataIndex, common: Rectangle, saved: MetadataIndex, start: Sequence[int]) -> ReadItem:
-    """Read rectangle ``common`` out of the ``saved`` box into the ``place``, whose number is that of a box here."""
+    """Plan to read rectangle ``common`` of the ``saved`` box into ``place``, whose index is that of this rank's box."""
     within = torch.Size(o - s for o, s in zip(common[0], start, strict=True))
     zeros = torch.Size([0] * len(common[0]))
     return ReadItem(LoadItemType.TENSOR, place, zeros, saved, within, torch.Size(common[1]))

@@ -1,18 +1,18 @@
-"""When a checkpoint directory is whole, and how it becomes so in one step.
+"""Layout of a checkpoint directory, and how a new one is published atomically.
 
 ::
 
     epoch=1-step=40.ckpt/
         rank-00000.bin ...   elements of tensors, one file per rank that wrote any
-        index.json           where every box of every tensor lies
+        index.json           location of every box of every tensor
         meta.pt              loops, callbacks, schedulers, hyperparameters, optimizer groups
-        about.json           step, layout, versions: what a human asks for first
+        about.json           step, layout, versions, for people
         manifest.json        size and checksum of every file above
         COMPLETE             written last: checksum of the manifest
 
-On a mounted file system all of this is written under a temporary name beside the final one and renamed, so a directory
-of the final name is whole. Object stores cannot rename: there the files lie in a subfolder of their own, and the
-marker, a single object, is what makes that subfolder the checkpoint's content.
+On a mounted file system the directory is written under a temporary name beside the final one and then renamed, so a
+directory with the final name is complete. Object stores cannot rename atomically: there the files lie in a subfolder,
+and the marker, a single object, names the subfolder that is the checkpoint's content.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _BLOCK = 16 * 1024 * 1024
 
 
 class IncompleteCheckpointError(RuntimeError):
-    """A checkpoint directory was not written to its end, or has lost files since."""
+    """A checkpoint directory was not completely written, or has lost files since."""
 
 
 class DamagedCheckpointError(IncompleteCheckpointError):
-    """A file of a checkpoint directory does not hold what was written."""
+    """The content of a file of a checkpoint directory differs from what was written."""
 
 
 class CheckpointFolder(Folder):
-    """The files of a complete checkpoint: those that its manifest lists, and no others.
+    """The files of a complete checkpoint; only files that its manifest lists can be read.
 
     Args:
-        folder: where the files lie.
-        files: size and checksum of each.
+        folder: holds the files.
+        files: name -> size and checksum.
     """
 
     def __init__(self, folder: Folder, files: Mapping[str, FileSum]) -> None:
@@ -62,7 +62,7 @@ class CheckpointFolder(Folder):
         """Open one of the files.
 
         Raises:
-            DamagedCheckpointError: the manifest does not list it, so that nobody could say whether it is whole.
+            DamagedCheckpointError: the manifest does not list it, so it has no checksum.
         """
         if name not in self.files:
             raise DamagedCheckpointError(
@@ -72,10 +72,10 @@ class CheckpointFolder(Folder):
         return super().open(name, mode)
 
     def read(self, name: str) -> bytes:
-        """A whole small file.
+        """Read a small file in full, and compare its checksum.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: the checksum differs.
         """
         content, total = super().read(name), self.files[name]
         check_kind(total.checksum)
@@ -84,14 +84,14 @@ class CheckpointFolder(Folder):
         return content
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Read files with elements of tensors once, and compare their checksums.
+        """Read the ``.bin`` files and compare their checksums; with several shares, every ``shares``-th file.
 
         Args:
-            share: which of the files: those of rank ``share`` where as many ranks load as have saved.
-            shares: into which they are dealt; together they are all files.
+            share: index of the share to verify, 0 to ``shares - 1``.
+            shares: number of shares, for instance of ranks that load.
 
         Raises:
-            DamagedCheckpointError: one is not what was written.
+            DamagedCheckpointError: a file is missing, or its size or checksum differs.
         """
         for number, name in enumerate(sorted(name for name in self.files if name.endswith(".bin"))):
             damage = _damage(self, name, self.files[name]) if number % shares == share else None
@@ -108,13 +108,13 @@ def _damaged(folder: Folder, name: str, damage: str) -> DamagedCheckpointError:
 
 @dataclass(frozen=True)
 class Marker:
-    """Content of the marker.
+    """Content of the marker file.
 
     Attributes:
         data: subfolder that holds the files; empty on mounted file systems.
-        manifest_checksum: of the manifest.
-        step: optimizer steps taken.
-        time: seconds since 1970 when the checkpoint was finished.
+        manifest_checksum: checksum of the manifest.
+        step: number of optimizer steps taken.
+        time: when the checkpoint was finished, in seconds since 1970.
     """
 
     data: str
@@ -124,17 +124,25 @@ class Marker:
 
 
 def new_token() -> str:
-    """A fresh name for a temporary or subfolder; agree on it over ranks."""
+    """A random name for a temporary folder or subfolder; broadcast it, so that all ranks use the same."""
     return uuid.uuid4().hex[:8]
 
 
 def data_folder(target: Folder, token: str) -> Folder:
-    """Where the files of a new checkpoint are written before it is whole."""
+    """Folder into which the files of a new checkpoint are written before it is published."""
     return target.sibling(f".{target.name}.{token}.incomplete") if target.is_local else target.child(token)
 
 
 def publish(target: Folder, data: Folder, files: dict[str, FileSum], step: int, time: float) -> None:
-    """Make ``data`` the checkpoint ``target``; what was there before is deleted once the new one is whole."""
+    """Publish ``data`` as the checkpoint ``target``; an earlier checkpoint there is deleted afterwards.
+
+    Args:
+        target: the checkpoint.
+        data: from :func:`data_folder`; holds all files except manifest and marker.
+        files: name -> size and checksum of every file.
+        step: number of optimizer steps taken.
+        time: in seconds since 1970.
+    """
     manifest = json.dumps({"format": 1, "files": {name: asdict(total) for name, total in files.items()}}).encode()
     data.write(MANIFEST, manifest)
     marker = Marker("" if target.is_local else data.name, checksum(manifest), step, time)
@@ -160,7 +168,7 @@ def publish(target: Folder, data: Folder, files: dict[str, FileSum], step: int, 
 
 
 def _remove_leftovers(target: Folder) -> None:
-    """Delete what interrupted saves have left: those of the same name, and any that nobody has touched for an hour."""
+    """Delete temporary folders of interrupted saves: those of the same checkpoint, and others older than an hour."""
     for folder in target.parent.folders():
         match = _TEMPORARY.match(folder.name)
         if match is not None and (match["name"] == target.name or folder.age() > _FORGOTTEN_S):
@@ -168,11 +176,12 @@ def _remove_leftovers(target: Folder) -> None:
 
 
 def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) -> CheckpointFolder:
-    """The folder with a checkpoint's files, after a look at its marker and at the sizes of all files.
+    """Open a checkpoint, after checking its marker, its manifest and the sizes of all files.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        IncompleteCheckpointError: no marker, or a file is missing or too short.
+        IncompleteCheckpointError: there is no marker, the manifest does not match it, or a file is missing or has
+            another size.
     """
     target = Folder(path, storage_options)
     if not target.exists():
@@ -196,10 +205,10 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
 
 
 def read_marker(target: Folder) -> Marker:
-    """The marker of a checkpoint.
+    """Read the marker of a checkpoint.
 
     Raises:
-        IncompleteCheckpointError: there is none.
+        IncompleteCheckpointError: there is no valid marker.
     """
     marker = _marker_or_none(target)
     if marker is None:
@@ -217,15 +226,16 @@ def _marker_or_none(target: Folder) -> Marker | None:
 
 
 def _is_plain(name: str, *, empty: bool = False) -> bool:
-    """Whether ``name`` is that of something in the folder itself."""
+    """Whether ``name`` is a plain file name, which cannot point outside of the folder."""
     return (empty or bool(name)) and "/" not in name and "\\" not in name and name not in (".", "..")
 
 
 def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
-    """Size and checksum of every file.
+    """Read the manifest: name -> size and checksum of every file.
 
     Raises:
-        IncompleteCheckpointError: the manifest is not the one that the marker speaks of.
+        IncompleteCheckpointError: the manifest is missing, or its checksum is not the marker's.
+        DamagedCheckpointError: it is no list of files, or lists files outside of the checkpoint.
     """
     try:
         content = data.read(MANIFEST)
@@ -245,10 +255,10 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
 
 
 def damaged_files(path: Any, storage_options: dict[str, Any] | None = None) -> Iterator[tuple[str, str | None]]:
-    """Yield every file of a checkpoint with what is wrong with it, or ``None``; reads everything.
+    """Yield every file of a checkpoint with a description of its damage, or ``None``; reads all files in full.
 
     Raises:
-        IncompleteCheckpointError: there is no marker, or not the manifest it speaks of.
+        IncompleteCheckpointError: there is no marker, or the manifest does not match it.
     """
     target = Folder(path, storage_options)
     marker = read_marker(target)
@@ -273,7 +283,7 @@ def _damage(data: Folder, name: str, total: FileSum) -> str | None:
 
 
 def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) -> None:
-    """Delete a checkpoint; the marker goes first, so a half-deleted one is not taken for whole."""
+    """Delete a checkpoint; the marker is deleted first, so that a partly deleted checkpoint counts as incomplete."""
     target = Folder(path, storage_options)
     if not target.is_link() and not target.is_file():
         target.remove_file(MARKER)
@@ -281,16 +291,24 @@ def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) 
 
 
 def newest_of(paths: Iterable[str | None]) -> str | None:
-    """The newest of complete checkpoints, by steps taken, then by time."""
+    """The newest of some complete checkpoints, by optimizer steps, then by time; ``None`` without any."""
     marked = [(marker.step, marker.time, path) for path in paths if path for marker in [read_marker(Folder(path))]]
     return max(marked)[2] if marked else None
 
 
 def newest_complete(folder: Any, suffix: str = ".ckpt", prefix: str = "") -> str | None:
-    """Path of the newest complete checkpoint in a folder, by steps taken, then by time; warns about incomplete ones.
+    """Path of the newest complete checkpoint in a folder, by optimizer steps, then by time; warns of incomplete ones.
 
-    Symbolic links (``last.ckpt``) count as what they point to. A run that was killed between the two renames that
-    replace a checkpoint leaves both the old and the new one whole under temporary names: they count too.
+    Symbolic links (``last.ckpt``) are followed. A run that is killed between the two renames that replace a checkpoint
+    leaves the old and the new one complete under temporary names; these count too.
+
+    Args:
+        folder: to search.
+        suffix: of the names of checkpoints.
+        prefix: of the names of checkpoints.
+
+    Returns:
+        The path, or ``None`` if there is no complete checkpoint.
     """
     found: list[str] = []
     parent = Folder(folder)

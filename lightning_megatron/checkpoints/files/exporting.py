@@ -1,7 +1,7 @@
-"""Checkpoints as others want them: one Lightning file, or Hugging Face safetensors. One tensor in memory at a time.
+"""Exports a checkpoint to one Lightning file or to Hugging Face safetensors, with one tensor in memory at a time.
 
-For a Lightning file, ``torch.save`` lays everything out without writing any element, and the elements are then written
-to the places it reserved.
+For a Lightning file, ``torch.save`` writes fake tensors, which reserves space for their elements. The elements are then
+written into this space tensor by tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_megatron.checkpoints.files.storage import bytes_of
 from lightning_megatron.checkpoints.state.stored import optimizer_names
 
 RUN_STATE = ("replicas", "streams")
-"""What of this package's part of a checkpoint an exported file keeps: random numbers and dataloaders."""
+"""Entries of ``lightning_megatron`` in a checkpoint that an exported file keeps: random numbers and dataloaders."""
 _OWN = ("lightning_megatron", "optimizer_groups", "optimizer_values", "state_dict_extra")
 
 
@@ -30,11 +30,12 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
 
     Args:
         source: an opened checkpoint.
-        path: file to write; it appears once it is whole.
-        optimizer: whether to write the optimizers' state too.
+        path: file to write; it gets this name once it is complete.
+        optimizer: whether to write the optimizers' state too; without it, callbacks and schedulers are left out as
+            well.
 
     Raises:
-        RuntimeError: tensors are hidden in objects of a kind that cannot be laid out so.
+        RuntimeError: objects of callbacks or hyperparameters hold tensors that this export cannot find.
     """
     optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
     with FakeTensorMode():
@@ -64,12 +65,12 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
 
 
 def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Optimizers' states with parameters by number, as torch keeps them."""
+    """The optimizers' state dicts with parameters by number, as torch stores them."""
     states: list[dict[str, Any]] = []
     for index, groups in enumerate(source.meta["optimizer_groups"]):
         members = [name for group in groups for name in group["params"]]
         numbers = {name: number for number, name in enumerate(members)}
-        numbers |= {f"#{number}": number for number in range(len(members))}  # imported: nobody knows the names
+        numbers |= {f"#{number}": number for number in range(len(members))}  # imported: parameters have no names
         values: dict[str, Any] = next(iter(source.meta.get("optimizer_values", [])[index:]), {})
         state: dict[int, dict[str, Any]] = {numbers[name]: dict(own) for name, own in values.items() if name in numbers}
         for stored, number, parameter, key in optimizer_names(source.kinds):
@@ -81,9 +82,13 @@ def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any
 
 
 def _fill(path: Path, content: Any, names: Mapping[int, str], source: Source) -> None:
-    """Write every tensor's elements where ``torch.save`` has left room for them."""
+    """Write every tensor's elements into the space that ``torch.save`` has reserved.
+
+    Raises:
+        RuntimeError: the file holds tensors that are not in ``content``; it is deleted.
+    """
     with FakeTensorMode():
-        laid_out = torch.load(path, map_location="cpu", weights_only=False)  # our own file, written a moment ago
+        laid_out = torch.load(path, map_location="cpu", weights_only=False)  # trusted: written just before
     done: set[int] = set()
     with path.open("r+b") as file:
         for original, placed in zip(_tensors(content), _tensors(laid_out), strict=True):
@@ -133,18 +138,19 @@ def export_safetensors(
 
     Args:
         source: an opened checkpoint.
-        folder: to write into.
-        prefix: start of the names that belong to the model, taken off; by default that of the only Hugging Face model
-            in the module.
-        dtype: type of floating-point tensors; by default as stored.
-        config: by default the one stored with the checkpoint.
+        folder: to write into; created if it does not exist.
+        prefix: only tensors whose names start with it are written, without it; by default that of the only Hugging Face
+            model in the module.
+        dtype: dtype of floating-point tensors; by default as stored.
+        config: content of ``config.json``; by default the one stored with the checkpoint.
         shard_bytes: largest size of one file, unless a single tensor is larger.
 
     Returns:
         The names of the tensors written.
 
     Raises:
-        ValueError: the module held no Hugging Face model, or several, and no ``prefix`` tells which.
+        ValueError: no ``prefix`` is given and the module had no Hugging Face model or several, no name starts with the
+            prefix, or safetensors does not have a dtype.
     """
     found: dict[str, Any] = source.about.get("huggingface", {})
     if prefix is None:

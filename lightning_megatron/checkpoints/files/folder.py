@@ -1,7 +1,7 @@
-"""One folder on a mounted file system, or anywhere fsspec reaches.
+"""A folder on a mounted file system, or on any file system of fsspec.
 
-What differs between the two is only how a file becomes durable and whether a folder can be renamed in one step;
-everything above this module asks for those by name.
+The two differ in how a file becomes durable, and in whether a folder can be renamed atomically. This module hides the
+first, and callers ask :attr:`Folder.is_local` for the second.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ class Folder:
     Args:
         path: ``/runs/a``, ``file:///runs/a``, ``memory://a``, ``s3://bucket/a``, ...
         storage_options: options of the fsspec file system.
+
+    Attributes:
+        fs: the fsspec file system.
+        path: path in it, without the protocol.
+        is_local: whether it is a mounted file system.
     """
 
     def __init__(self, path: Any, storage_options: dict[str, Any] | None = None) -> None:
@@ -39,16 +44,16 @@ class Folder:
         return self.path.rpartition("/")[2]
 
     def child(self, name: str) -> Folder:
-        """A folder inside."""
+        """The folder ``name`` inside of this one; the folder itself for an empty name."""
         return self._at(f"{self.path}/{name}" if name else self.path)
 
     @property
     def parent(self) -> Folder:
-        """The folder that this one is in."""
+        """The folder that contains this one."""
         return self._at(self.path.rpartition("/")[0])
 
     def sibling(self, name: str) -> Folder:
-        """A folder beside this one."""
+        """The folder ``name`` in the same parent."""
         return self.parent.child(name)
 
     def _at(self, path: str) -> Folder:
@@ -62,24 +67,24 @@ class Folder:
         return open(where, mode) if self.is_local else self.fs.open(where, mode)
 
     def read(self, name: str) -> bytes:
-        """A whole small file."""
+        """Read a small file in full."""
         with self.open(name, "rb") as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """A whole small file, flushed to the disk."""
+        """Write a small file and flush it to the disk."""
         with self.open(name, "wb") as file:
             file.write(data)
             self.flush(file)
 
     def flush(self, file: IO[bytes]) -> None:
-        """Bring an open file's bytes to the disk; remote ones are durable once closed."""
+        """Flush an open file to the disk (fsync); remote files are durable once closed."""
         file.flush()
         if self.is_local:
             os.fsync(file.fileno())
 
     def flush_names(self) -> None:
-        """Bring the folder's own entries to the disk."""
+        """Flush the folder's own entries to the disk (fsync); does nothing on remote file systems."""
         if not self.is_local:
             return
         handle = os.open(self.path, os.O_RDONLY)
@@ -89,14 +94,14 @@ class Folder:
             os.close(handle)
 
     def size(self, name: str) -> int | None:
-        """Size of a file in bytes; ``None`` if there is none."""
+        """Size of a file in bytes; ``None`` if it does not exist."""
         try:
             return int(self.fs.size(f"{self.path}/{name}"))
         except FileNotFoundError:
             return None
 
     def has(self, name: str) -> bool:
-        """Whether a file or folder of that name is inside."""
+        """Whether the folder contains a file or folder of that name."""
         return bool(self.fs.exists(f"{self.path}/{name}"))
 
     def exists(self) -> bool:
@@ -112,15 +117,15 @@ class Folder:
         return self.is_local and Path(self.path).is_symlink()
 
     def age(self) -> float:
-        """Seconds since anything was added to the folder or removed from it (local folders only)."""
+        """Seconds since an entry was last added to the folder or removed from it (local folders only)."""
         return time.time() - Path(self.path).stat().st_mtime
 
     def make(self) -> None:
-        """Create the folder and its parents, if they are not there."""
+        """Create the folder and its parents, if they do not exist."""
         self.fs.makedirs(self.path, exist_ok=True)
 
     def folders(self) -> list[Folder]:
-        """The folders inside, by name."""
+        """The folders inside, sorted by name; empty if this one does not exist."""
         self.fs.invalidate_cache(self.path)
         if not self.fs.isdir(self.path):
             return []
@@ -128,17 +133,17 @@ class Folder:
         return [self._at(name) for name in names if self.fs.isdir(name)]
 
     def rename_to(self, other: Folder) -> None:
-        """Give the folder another name on the same (local) file system, in one step."""
+        """Rename the folder atomically, on the same local file system."""
         Path(self.path).rename(other.path)
         other.parent.flush_names()
 
     def remove_file(self, name: str) -> None:
-        """Delete a file inside; nothing happens if there is none."""
+        """Delete a file inside, if it exists."""
         if self.has(name):
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove(self) -> None:
-        """Delete the folder and everything in it, the link if it is one, or the file; nothing if nothing is there."""
+        """Delete the folder with its content, the symbolic link, or the file at this path, if there is one."""
         if self.is_local:
             path = Path(self.path)
             if path.is_symlink() or path.is_file():

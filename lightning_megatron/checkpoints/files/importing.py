@@ -1,4 +1,4 @@
-"""Checkpoint directories from what others wrote: a Lightning file, or Hugging Face safetensors; tensor by tensor."""
+"""Imports a Lightning ``.ckpt`` or Hugging Face safetensors into a checkpoint directory, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def import_checkpoint(source: Source, path: Any, *, prefix: str = "") -> list[st
     Args:
         source: an opened Lightning file or Hugging Face model.
         path: directory to create.
-        prefix: put before the names of a Hugging Face model, as the module that holds it does: ``model.``
+        prefix: prepended to the names of a Hugging Face model: ``model.`` if the module holds it as ``self.model``.
 
     Returns:
         The names of the tensors written.

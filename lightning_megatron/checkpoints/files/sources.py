@@ -1,7 +1,7 @@
-"""Tensors on disk, whoever wrote them: named, shaped, and readable part by part.
+"""One interface to the tensors in checkpoint directories, Lightning ``.ckpt`` files and Hugging Face safetensors.
 
-A checkpoint directory, a Lightning ``.ckpt`` and Hugging Face safetensors all keep raw elements at known places in
-files. Read so, a rank's slice or a single tensor comes to memory without the rest of the model.
+All three formats store raw elements at known positions in files. A rank's slice, or a single tensor, is therefore read
+without the rest of the model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _NAMES_OF_TYPES = {dtype: name for name, dtype in _SAFETENSORS_TYPES.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name, and what was stored beside them.
+    """An opened checkpoint: its tensors by name, and the other data stored with them.
 
     Attributes:
         kind: ``"directory"``, ``"lightning"`` or ``"safetensors"``.
         folder: holds the files.
-        metadata: shapes, types and boxes; the places of the boxes are its ``storage_data``.
-        meta: everything that is not a tensor of the module or of its optimizers.
+        metadata: shapes, dtypes and boxes; ``storage_data`` holds the locations of the boxes.
+        meta: everything except the tensors of the module and of its optimizers.
         about: step, layout, versions.
     """
 
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def kinds(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Logical shape and type of every tensor, by name."""
+        """Name -> logical shape and dtype, for every tensor."""
         return saved_kinds(self.metadata)
 
     @property
@@ -76,10 +76,10 @@ class Source:
         return own.get("aliases", {})
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor.
+        """Read one tensor in full, on the CPU.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no tensor of that name.
         """
         if name not in self.kinds:
             raise KeyError(f"no tensor `{name}` in {self.folder}")
@@ -89,15 +89,22 @@ class Source:
         return piece.local
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare checksums where there are any; see :meth:`CheckpointFolder.verify`."""
+        """Compare the checksums of a checkpoint directory's files; see :meth:`CheckpointFolder.verify`.
+
+        Other kinds have no checksums.
+        """
         if isinstance(self.folder, CheckpointFolder):
             self.folder.verify(share, shares)
 
     def fill(self, into: Mapping[str, tuple[str, PiecedTensor]]) -> None:
-        """Fill pieces, in place, reading only their boxes.
+        """Load pieces in place, reading only their boxes.
 
         Args:
-            into: for each piece, under any key, the name it is stored under and the piece.
+            into: any key -> stored name of the tensor, and the piece to fill.
+
+        Raises:
+            KeyError: a tensor is not in the checkpoint.
+            ValueError: a tensor has another shape there.
         """
         reader = BoxReader(self.folder)
         planner = PieceLoadPlanner({key: stored for key, (stored, _) in into.items()})
@@ -107,14 +114,14 @@ class Source:
 
 
 def open_source(path: Any, *, trust: bool = False) -> Source:
-    """Open whatever is at ``path``.
+    """Open a checkpoint of any of the three formats.
 
     Args:
-        path: a checkpoint directory, a ``.ckpt`` file, a ``.safetensors`` file, or a folder with some.
+        path: a checkpoint directory, a ``.ckpt`` file, a ``.safetensors`` file, or a folder with safetensors.
         trust: whether pickled objects other than plain data may be loaded, which runs code from the file.
 
     Raises:
-        FileNotFoundError: nothing is there, or a folder holds neither.
+        FileNotFoundError: there is nothing at ``path``.
         RuntimeError: the checkpoint is incomplete, or holds more than plain data.
     """
     where = Folder(path)
@@ -131,7 +138,14 @@ def open_source(path: Any, *, trust: bool = False) -> Source:
 
 
 def load_whole(path: Any, *, trust: bool = False) -> dict[str, Any]:
-    """A checkpoint directory as plain Lightning has it in memory, without the optimizers' state."""
+    """Load a checkpoint directory, after verifying it, as the dictionary that plain Lightning uses.
+
+    The optimizers' state is left out.
+
+    Args:
+        path: the directory.
+        trust: as for :func:`open_source`.
+    """
     source = open_source(path, trust=trust)
     source.verify()
     optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
@@ -148,10 +162,15 @@ def _open_directory(path: Any, trust: bool) -> Source:
 
 
 def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
-    """Unpickle plain data; with ``trust``, anything.
+    """Unpickle a dictionary.
+
+    Args:
+        content: the pickle.
+        what: name of the file, for the error.
+        trust: whether objects other than plain data may be loaded, which runs code from the file.
 
     Raises:
-        RuntimeError: there is more than plain data, and no ``trust``.
+        RuntimeError: it holds other objects, and ``trust`` is false.
     """
     with _safe_types():
         try:
@@ -164,7 +183,7 @@ def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
 
 
 def _safe_types() -> AbstractContextManager[None]:
-    """Within, ``torch.load(weights_only=True)`` takes the types that files may hold."""
+    """Context in which ``torch.load(weights_only=True)`` accepts ``_SAFE_TYPES`` too."""
     return torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in _SAFE_TYPES])
 
 
@@ -185,7 +204,7 @@ def _open_safetensors(folder: Folder, files: Mapping[str, Any]) -> Source:
 
 
 def _open_lightning(where: Folder, trust: bool) -> Source:
-    """A ``.ckpt`` file: its tensors stay on disk, only their places are learnt."""
+    """Open a ``.ckpt`` file and find the positions of its tensors, without reading their elements."""
     path = Path(where.path)
     if not where.is_local:
         raise RuntimeError(f"{where} must be on a mounted file system; copy it there first.")
@@ -243,7 +262,7 @@ def _start_of(name: str, tensor: Tensor) -> int:
 
 
 def _make_real(value: Any, path: Path) -> Any:
-    """Read the small tensors of callbacks and hyperparameters, in place of their fakes."""
+    """Replace the fake tensors of callbacks and hyperparameters by real ones, read from the file."""
     if isinstance(value, Tensor):
         start = _start_of("a tensor beside the model", value)
         with path.open("rb") as file:
@@ -266,10 +285,10 @@ def _one_box(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadat
 
 
 def safetensors_type(dtype: torch.dtype) -> str:
-    """The name that safetensors gives a type.
+    """Name of a dtype in the safetensors format.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the format does not have it.
     """
     if dtype not in _NAMES_OF_TYPES:
         raise ValueError(f"safetensors cannot hold {dtype}; choose another with `--dtype`.")

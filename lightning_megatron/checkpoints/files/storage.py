@@ -1,11 +1,11 @@
-"""Files of a checkpoint: raw elements, one file per rank, and an index that says where every box lies.
+"""Files of a checkpoint: raw elements, one file per rank, and an index with the location of every box.
 
 ::
 
-    index.json      every tensor's logical shape and type, and for each box: offset, shape, file, place in the file
+    index.json      every tensor's logical shape and dtype, and for each box: offset, shape, file, byte in the file
     rank-00000.bin  the boxes that rank 0 wrote, one after the other, each starting at a multiple of 64 bytes
 
-Nothing here is a pickle, so reading cannot run code, and a part of a box is read without reading the rest.
+No file is a pickle, so reading cannot run code. A part of a box is read without reading the rest of the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ _NOTHING = memoryview(bytes(_ALIGNMENT))
 
 @dataclass(frozen=True)
 class Place:
-    """Where a box lies: file and first byte in it."""
+    """Location of a box.
+
+    Attributes:
+        file: name of the file.
+        start: index of its first byte in the file.
+    """
 
     file: str
     start: int
@@ -49,19 +54,19 @@ class Place:
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file's size in bytes and checksum, see :mod:`~lightning_megatron.checkpoints.files.checksums`."""
+    """Size of a file in bytes, and its checksum (:mod:`~lightning_megatron.checkpoints.files.checksums`)."""
 
     bytes: int
     checksum: str
 
 
 class SummedFile:
-    """An open file that adds up its own checksum, in a thread of its own while the disk is busy.
+    """Writes tensors to an open file and computes its checksum, in a thread that overlaps with writing.
 
     Args:
         file: open for writing.
-        lags: the sum may fall behind by any number of tensors that the caller keeps alive; otherwise, and where a copy
-            was made, by one.
+        lags: whether the checksum may fall behind by any number of tensors, which the caller must keep alive;
+            otherwise, and for tensors that had to be copied, it falls behind by at most one.
     """
 
     def __init__(self, file: IO[bytes], *, lags: bool = False) -> None:
@@ -73,7 +78,7 @@ class SummedFile:
         self.position = 0
 
     def write(self, tensor: Tensor) -> int:
-        """Append a tensor's elements; returns the byte they start at."""
+        """Append a tensor's elements, aligned to 64 bytes; returns the index of their first byte."""
         padding = -self.position % _ALIGNMENT
         if padding:
             self._append(_NOTHING[:padding])
@@ -95,17 +100,24 @@ class SummedFile:
             self._sum.result()
 
     def close(self) -> FileSum:
-        """End the sum; the file stays open, and is best flushed before, as the sum goes on meanwhile."""
+        """Finish the checksum and return it with the size; the file stays open.
+
+        Flush the file before: the checksum is computed meanwhile.
+        """
         self._settle()
         self._pool.shutdown()
         return FileSum(self.position, str(self._total))
 
 
 class BoxWriter(StorageWriter):
-    """Writes this rank's boxes into one file; the first rank adds the index.
+    """Writes this rank's boxes into one file; the coordinator adds the index.
 
     Args:
-        folder: made by the first rank, if it is not there.
+        folder: to write into; the coordinator creates it.
+
+    Attributes:
+        files: name -> size and checksum of every file of the checkpoint; complete on the coordinator after
+            :meth:`finish`.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -114,22 +126,22 @@ class BoxWriter(StorageWriter):
         self._rank = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one save to the next: a writer serves one."""
+        """Do nothing: a writer is used for one save only."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the files, and make the folder before any rank writes into it."""
+        """Create the folder, and give each rank's plan its file number; runs on the coordinator before any write."""
         self.folder.make()
         return [SavePlan(plan.items, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes of the plan; a rank without any writes no file."""
+        """Write the boxes of the plan into this rank's file; without boxes no file is written."""
         results: list[WriteResult] = []
         if plan.items:
             name = f"rank-{plan.storage_data:05}.bin"
@@ -147,7 +159,7 @@ class BoxWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; on the first rank, once every rank has written its file."""
+        """Write the index; runs on the coordinator after all ranks have written their files."""
         places: dict[MetadataIndex, Place] = {}
         for result in (each for rank in results for each in rank):
             if isinstance(result.storage_data, Place):
@@ -159,13 +171,13 @@ class BoxWriter(StorageWriter):
         self.add_file(INDEX, index)
 
     def add_file(self, name: str, data: bytes) -> None:
-        """Write a small file beside the boxes, counted in :attr:`files`."""
+        """Write a small file beside the boxes, and add it to :attr:`files`."""
         self.folder.write(name, data)
         self.files[name] = FileSum(len(data), checksum(data))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A writer is made for its folder; identifiers are not used."""
+        """Always true: a writer has its folder, and ignores identifiers."""
         return True
 
 
@@ -177,15 +189,15 @@ class BoxReader(StorageReader):
         self._places: dict[tuple[str, int], tuple[Place, tuple[int, ...], torch.dtype]] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one load to the next: a reader serves one."""
+        """Do nothing: a reader is used for one load only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Shapes, types and boxes of everything that was saved."""
+        """Read the index: shapes, dtypes and boxes of all saved tensors."""
         metadata, _ = decode_index(json.loads(self.folder.read(INDEX)))
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn where every box lies."""
+        """Take the location of every box from the metadata."""
         places: dict[str, list[Place]] = metadata.storage_data
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
@@ -194,15 +206,19 @@ class BoxReader(StorageReader):
                 self._places[key] = (place, tuple(chunk.sizes), entry.properties.dtype)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read in the order of the files."""
+        """Sort the reads by file and position."""
         return LoadPlan(sorted(plan.items, key=self._order))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """Return the plans unchanged: every rank reads for itself."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every part of the plan to its place."""
+        """Read every item of the plan into its target tensor, in place.
+
+        Raises:
+            EOFError: a file ends before a box does.
+        """
         opened: tuple[str, IO[bytes]] | None = None
         try:
             for item in plan.items:
@@ -236,12 +252,12 @@ class BoxReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A reader is made for its folder; identifiers are not used."""
+        """Always true: a reader has its folder, and ignores identifiers."""
         return True
 
 
 def _is_run(target: Tensor, dtype: torch.dtype, shape: tuple[int, ...], extent: tuple[int, ...]) -> bool:
-    """Whether whole rows of a stored box go to memory that takes them as they are."""
+    """Whether a read covers full rows of a stored box, and its target is contiguous CPU memory of the same dtype."""
     fits = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
     return fits and extent[1:] == shape[1:] and target.numel() > 0
 
@@ -254,9 +270,20 @@ def read_part(
     offset: tuple[int, ...],
     extent: tuple[int, ...],
 ) -> Tensor:
-    """Rectangle ``offset`` + ``extent`` of a stored box of ``shape``.
+    """Read a rectangle of a stored box.
 
-    Rows (first dim) are read whole, unless only a part of them is wanted and that part is worth a read of its own.
+    Rows (first dim) are read in full, unless a contiguous part of at least 4 KiB of each is wanted.
+
+    Args:
+        file: open for reading.
+        place: of the box.
+        shape: of the box.
+        dtype: of the box.
+        offset: of the rectangle in the box.
+        extent: shape of the rectangle.
+
+    Returns:
+        A CPU tensor of shape ``extent``.
 
     Raises:
         EOFError: the file ends before the box does.
@@ -293,13 +320,13 @@ def _read_into(file: IO[bytes], start: int, view: memoryview) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as bytes."""
+    """View the memory of a contiguous CPU tensor as bytes."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def encode_index(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """The index as plain data."""
+    """Turn metadata and the locations of boxes into the content of ``index.json``."""
     tensors: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -313,10 +340,10 @@ def encode_index(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict
 
 
 def decode_index(index: dict[str, Any]) -> tuple[Metadata, dict[str, list[Place]]]:
-    """Inverse of :func:`encode_index`; the places are in the metadata's ``storage_data`` too.
+    """Inverse of :func:`encode_index`; the metadata's ``storage_data`` holds the locations too.
 
     Raises:
-        ValueError: the index names a type that torch does not have.
+        ValueError: the index names a dtype that torch does not have.
     """
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}

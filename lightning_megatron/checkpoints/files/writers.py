@@ -1,9 +1,9 @@
-"""Who writes which part of a tensor that several ranks hold.
+"""Assigns each part of a tensor to one of the ranks that hold it, so that every element is written once.
 
-Replicas hold the same boxes, tensor ranks that share a key/value head or a whole parameter hold overlapping ones, and
-flat shards of such parameters overlap at other borders on every rank. All of these are settled here, once, by
-geometry: equal boxes go to the holder with the least to write, and of overlapping ones the later is cut down to what
-the earlier leaves.
+Replicas hold the same boxes. Tensor ranks that share a key/value head or a replicated parameter hold overlapping boxes,
+and flat shards of such parameters overlap at different borders on every rank. The assignment works on rectangles only:
+equal boxes go to the holder with the least to write, and of overlapping boxes the later one is cut to the part that the
+earlier ones leave.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Shares:
-    """How many bytes each rank writes so far; ties go to the lowest rank.
+    """Number of bytes assigned to each rank so far.
 
     Attributes:
         load: bytes by rank.
@@ -27,14 +27,14 @@ class Shares:
     load: list[int] = field(default_factory=list)
 
     def assign(self, holders: Sequence[int], nbytes: int) -> int:
-        """The holder with the least to write; its load grows by ``nbytes``."""
+        """Assign ``nbytes`` to the holder with the least to write, the lowest rank in a tie; returns its rank."""
         rank = min(holders, key=lambda holder: (self.load[holder], holder))
         self.load[rank] += nbytes
         return rank
 
 
 def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
-    """The common part of two rectangles, or ``None``. Scalars (no dims) always meet."""
+    """The common part of two rectangles, or ``None``. Rectangles without dims (scalars) are equal."""
     offset, shape = [], []
     for (a, n), (b, m) in zip(zip(*one, strict=True), zip(*other, strict=True), strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -66,13 +66,13 @@ def subtract(rectangle: Rectangle, hole: Rectangle) -> list[Rectangle]:
 def share_out(
     held: Sequence[tuple[int, Rectangle]], shape: Sequence[int], itemsize: int, shares: Shares
 ) -> Iterator[tuple[int, Rectangle]]:
-    """Yield (rank, rectangle) such that every held element is written once.
+    """Yield (rank, rectangle) such that every element of a tensor is written once.
 
     Args:
-        held: rank and rectangle of every box of one tensor; empty rectangles are skipped.
+        held: rank and rectangle of every box of the tensor; empty rectangles are skipped.
         shape: the tensor's logical shape.
         itemsize: bytes per element.
-        shares: what the ranks write already; updated.
+        shares: bytes assigned so far; updated.
 
     Raises:
         ValueError: some elements of the tensor are on no rank.
