@@ -1,4 +1,4 @@
-"""The public door to schedules: build one by name, look at its instructions, lower it to sends and receives."""
+"""Public names for schedules: build one by name, read its instructions, add sends and receives (lowering)."""
 
 from lightning_megatron.pipeline.schedules.by_name import SCHEDULES, ScheduleShape, make_schedule, schedule_shape
 from lightning_megatron.pipeline.schedules.custom import UserSchedule

@@ -1,4 +1,4 @@
-"""The public door to timelines: check a schedule, simulate it with costs, and draw what comes out."""
+"""Public names for timelines: check a schedule, simulate it with costs, and draw the result."""
 
 from lightning_megatron.pipeline.pictures.drawing import chrome_trace, svg, text_grid, title
 from lightning_megatron.pipeline.pictures.image import png

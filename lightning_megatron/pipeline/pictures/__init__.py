@@ -1,1 +1,1 @@
-"""Timelines drawn: text, SVG, PNG, and traces for a browser."""
+"""Drawings of timelines: text, SVG, PNG, and traces for a browser."""

@@ -1,6 +1,6 @@
 """Pictures of schedules: a text grid, an SVG, and a trace for chrome://tracing or Perfetto.
 
-The text grid is the one in which schedules are discussed and tested, a row per stage and a column per unit of time::
+Docs and tests show schedules as text grids, with one row per stage and one column per unit of time::
 
     stage 0  F0 F1 .. .. B0 B1
     stage 1  .. F0 B0 F1 B1 ..
@@ -16,7 +16,7 @@ from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.schedules.text import CONTINUED, IDLE, label, table
 
-# Colours by kind, one per chunk from dark to light; further chunks repeat.
+# Colours by kind, one per chunk from dark to light; with more chunks they repeat.
 _COLOURS = {
     Kind.FORWARD: ("#2f6db5", "#6fa3dc", "#a9cbee", "#d3e4f7"),
     Kind.BACKWARD: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
@@ -31,11 +31,11 @@ _LEGEND = (
 
 
 def text_grid(timeline: Timeline, unit: float | None = None) -> str:
-    """Draw a timeline as text: ``..`` is idle, ``--`` continues the instruction on its left.
+    """Draw a timeline as text: ``..`` is idle time, ``--`` continues the instruction on its left.
 
     Args:
-        timeline: What happened when.
-        unit: Time per column; the shortest instruction's when not given. Times are rounded to columns.
+        timeline: The timeline to draw.
+        unit: Time per column; by default that of the shortest instruction. Times are rounded to columns.
 
     Returns:
         One line per stage.
@@ -54,10 +54,10 @@ def text_grid(timeline: Timeline, unit: float | None = None) -> str:
 
 
 def svg(timeline: Timeline) -> str:
-    """Draw a timeline as an SVG picture with a time axis; instructions carry their times as tooltips.
+    """Draw a timeline as an SVG picture with a time axis; tooltips show the times of instructions.
 
     Args:
-        timeline: What happened when.
+        timeline: The timeline to draw.
 
     Returns:
         The SVG document.
@@ -91,8 +91,8 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000.0) -> dict[str, 
     """A timeline in the trace-event format that chrome://tracing and Perfetto read.
 
     Args:
-        timeline: What happened when.
-        microseconds: Length of one unit of the timeline's time; with 1000, a unit is shown as a millisecond.
+        timeline: The timeline to draw.
+        microseconds: Length of one unit of time of the timeline; with 1000, a unit is shown as a millisecond.
 
     Returns:
         A dictionary to write as JSON: one complete event per instruction, one thread per stage.
@@ -132,7 +132,7 @@ def _rows(timeline: Timeline) -> Iterator[tuple[tuple[float, ...], tuple[float, 
 
 
 def _bars(timeline: Timeline) -> Iterator[tuple[int, Instruction, float, float]]:
-    """Rank, instruction, start and end of everything."""
+    """Rank, instruction, start and end of every computation."""
     for rank, steps in enumerate(timeline.schedule.instructions):
         for step, start, end in zip(steps, timeline.starts[rank], timeline.ends[rank], strict=True):
             yield rank, step, start, end
@@ -150,7 +150,7 @@ def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: in
 
 
 KINDS = tuple((name, _COLOURS[kind][0]) for kind, name in _LEGEND)
-"""What the colours mean: name and first colour of each kind of instruction."""
+"""For legends: name and first colour of each kind of instruction."""
 
 
 def colours_of(step: Instruction) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A timeline as a PNG picture, for places that show no SVG. Needs matplotlib, the extra ``plots``."""
+"""A timeline as a PNG picture, for programs that cannot show SVG. Needs matplotlib, the extra ``plots``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _INCHES_PER_LETTER = 0.09
 
 
 def png(timeline: Timeline) -> bytes:
-    """Draw a timeline as a PNG picture: a row per stage and a bar per instruction over an axis of time.
+    """Draw a timeline as a PNG picture: one row per stage and one bar per instruction over a time axis.
 
     Args:
-        timeline: What happened when.
+        timeline: The timeline to draw.
 
     Returns:
-        The file's bytes.
+        The bytes of the file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -29,7 +29,7 @@ def png(timeline: Timeline) -> bytes:
 
 
 def draw(timeline: Timeline) -> Any:
-    """The ``matplotlib.figure.Figure`` that :func:`png` writes; bars whose label does not fit carry none."""
+    """The ``matplotlib.figure.Figure`` that :func:`png` writes; bars that are too short for their label have none."""
     schedule = timeline.schedule
     bars = [
         (rank, step, start - timeline.start, end - start)

@@ -1,1 +1,1 @@
-"""Schedules as data: one file per family, what they are built of, and what checks and simulates them."""
+"""Schedules as data: one file per family, their instructions, the checker and the simulator."""

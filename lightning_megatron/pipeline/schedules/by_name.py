@@ -1,8 +1,8 @@
 """Pipeline schedules by name.
 
-Schedules are data (see ``pipeline.schedules.instructions``). ``make_schedule`` returns what every stage
-computes, in order; ``lower`` adds the sends and receives; the executor runs the lists and knows no schedule by name.
-Pure Python, without torch.
+Schedules are data (see ``pipeline.schedules.instructions``). ``make_schedule`` returns the computations of every stage,
+in order; ``lower`` adds the sends and receives; the executor runs the lists and does not depend on the name. Pure
+Python, without torch.
 
 ========== ====== ========= ==================== =============================== ==============================
 name       chunks placement idle time per rank   activations in flight           options
@@ -29,14 +29,14 @@ from lightning_megatron.pipeline.schedules.instructions import Instruction, Plac
 
 
 class ScheduleShape(NamedTuple):
-    """How a schedule cuts the model: chunks per stage rank and where they lie."""
+    """How a schedule cuts the model: chunks per stage rank, and which virtual stages they are."""
 
     chunks: int
     placement: Placement
 
 
 class _Named(NamedTuple):
-    """One named schedule: its builder and its shape; ``fixed`` schedules take no other number of chunks."""
+    """One named schedule: its builder and its shape; the number of chunks of a ``fixed`` schedule cannot be changed."""
 
     build: Callable[..., list[list[Instruction]]]
     shape: ScheduleShape
@@ -55,7 +55,7 @@ _TABLE: dict[str, _Named] = {
     "dualpipe-v": _Named(vee.dual_pipe_v, _VEE),
 }
 SCHEDULES: Sequence[str] = tuple(_TABLE)
-"""Names that ``make_schedule`` knows."""
+"""Names that ``make_schedule`` accepts."""
 
 
 def schedule_shape(
@@ -65,8 +65,8 @@ def schedule_shape(
 
     Args:
         schedule: A name of :data:`SCHEDULES` or a user's function.
-        chunks: Chunks asked for (``virtual_pipeline_parallel_size``); ``None`` takes the schedule's own number.
-        placement: For a user's function: where the chunks lie, ``"loop"`` when not given.
+        chunks: Requested number of chunks (``virtual_pipeline_parallel_size``); ``None`` takes the schedule's default.
+        placement: For a user's function: placement of the chunks, ``"loop"`` by default.
 
     Raises:
         ValueError: If the name is unknown or the schedule does not take these numbers.
@@ -108,21 +108,21 @@ def make_schedule(
     """Build a schedule of computations.
 
     Args:
-        schedule: A name of :data:`SCHEDULES`, or a function ``(stages, chunks, micro_batches)`` that returns per stage
-            rank its instructions (or their names, ``"F0"`` or ``"F0.1"``), which is checked.
+        schedule: A name of :data:`SCHEDULES`, or a function ``(stages, chunks, micro_batches)`` that returns, per stage
+            rank, instructions or their names (``"F0"`` or ``"F0.1"``). The result of a function is checked.
         stages: Number of stage ranks, p.
         micro_batches: Micro-batches per step, m; any number from 1.
-        chunks: Model chunks per stage rank, v; ``None`` takes the schedule's own number.
-        placement: For a user's function: where the chunks lie.
+        chunks: Model chunks per stage rank, v; ``None`` takes the schedule's default.
+        placement: For a user's function: placement of the chunks, ``"loop"`` by default.
         forward_only: Only forwards, for evaluation, with the chunks and placement of the schedule.
         options: Parameters of the named schedule, see the table above.
 
     Returns:
-        What every stage rank computes, in order, without transfers (see :func:`lower`).
+        The computations of every stage rank, in order, without transfers (see :func:`lower`).
 
     Raises:
-        ScheduleError: If a user's schedule could hang or leaves something out.
-        ValueError: If the name is unknown or a number does not suit the schedule.
+        ScheduleError: If a user's schedule could hang or lacks an instruction.
+        ValueError: If the name or an option is unknown, or a number is not valid for the schedule.
 
     Example:
         >>> [str(step) for step in make_schedule("1f1b", stages=2, micro_batches=2).instructions[0]]

@@ -1,17 +1,17 @@
-"""Refuse a schedule that would hang, compute nonsense or hold too much, before a single process depends on it.
+"""Refuse a schedule that would hang, compute wrong results or hold too many activations, before any rank runs it.
 
-A wrong schedule fails in the worst way: all ranks wait for each other without a word. So everything that can be known
-from the lists alone is checked here, from the plainest fault to the subtlest:
+A wrong schedule is hard to debug, because all ranks wait for each other without a message. So everything that follows
+from the lists alone is checked here, from the simplest fault to the subtlest:
 
 1. every entry is an instruction for a chunk, micro-batch and peer that exist;
 2. each rank does everything once and in order: forward before backward, input half before weight half, a result before
    its send, a receive before the computation that needs it;
-3. the computations can all finish: no rank waits for another that waits for it;
+3. all computations can finish: no ranks wait for each other in a circle;
 4. each pair of ranks lists its messages in one order (NCCL has no tags);
-5. the lists finish even if each send waits for its receive (and so with asynchronous sends too);
-6. no rank holds more activations than it was allowed.
+5. the lists finish even if each send waits for its receive (and therefore also with asynchronous sends);
+6. no rank holds more activations than the limit.
 
-The first fault found is shown in the schedule's grid.
+The error shows the first fault in the grid of the schedule.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Fault:
 
     Args:
         message: What is wrong, with the values.
-        marks: ``(rank, position in its list)`` of the instructions to mark; a position behind the end of the list
-            stands for something missing.
+        marks: ``(rank, position in its list)`` of the instructions to mark; a position past the end of the list
+            stands for a missing instruction.
     """
 
     message: str
@@ -41,10 +41,10 @@ class Fault:
 
 
 class ScheduleError(ValueError):
-    """A schedule was refused; the message ends with its grid, the fault marked by ``!``.
+    """A schedule was refused; the message ends with its grid, in which ``!`` marks the fault.
 
     Args:
-        schedule: The refused schedule, as it is drawn.
+        schedule: The refused schedule, with or without transfers, as in the grid.
         fault: What is wrong with it.
     """
 
@@ -60,11 +60,11 @@ def check(schedule: Schedule, *, activation_limit: int | None = None) -> None:
     """Raise if a schedule can hang, leaves something out, or holds too many activations.
 
     Args:
-        schedule: With or without transfers; without, those that ``lower`` adds are checked.
-        activation_limit: Most forwards (chunks x micro-batches) whose backward is still to come, on any rank.
+        schedule: With or without transfers; without, the transfers that ``lower`` adds are checked.
+        activation_limit: The most forwards (chunks x micro-batches) without a finished backward allowed on a rank.
 
     Raises:
-        ScheduleError: With the first fault and the grid that shows it.
+        ScheduleError: The schedule has a fault; the message has the first one and the grid.
     """
     with without_collector():
         _refuse(schedule, _malformed(schedule) or find_disorder(schedule))
@@ -81,9 +81,9 @@ def check(schedule: Schedule, *, activation_limit: int | None = None) -> None:
 
 
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most forwards whose backward (or weight half) is still to come, in chunks.
+    """Per rank, the peak number of forwards whose backward (or weight half) has not run yet, in chunks.
 
-    A forward-only schedule holds nothing for a backward: 0 everywhere.
+    A forward-only schedule keeps no activations: 0 on every rank.
     """
     if schedule.forward_only:
         return (0,) * schedule.stages
@@ -91,7 +91,7 @@ def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peak(steps: tuple[Instruction, ...]) -> tuple[int, int]:
-    """The most activations held at once, and the position of the forward that first reaches it."""
+    """The peak number of activations held, and the position of the forward that first reaches it."""
     forward, released = Kind.FORWARD, (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     held = most = position = 0
     for at, step in enumerate(steps):

@@ -1,8 +1,8 @@
-"""Take a schedule from a user's own function.
+"""Build a schedule from a user's function.
 
-The function returns, per stage rank, what to compute, either as :class:`Instruction` or in the notation of the grids:
-``"F0"``, ``"B3"``, with more than one chunk ``"F0.1"``. It is checked before anything runs, so that a slip is a message
-with a picture and not a hang.
+The function returns, per stage rank, the computations, either as :class:`Instruction` or in the notation of the grids:
+``"F0"``, ``"B3"``, with more than one chunk ``"F0.1"``. The schedule is checked before anything runs, so that a mistake
+gives an error with a grid and not a hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
 def from_function(
     function: UserSchedule, stages: int, chunks: int, micro_batches: int, placement: Placement
 ) -> Schedule:
-    """Call a user's function and check what it returns.
+    """Call a user's function and check the schedule that it returns.
 
     Args:
         function: ``(stages, chunks, micro_batches) -> per-rank instructions``.
@@ -33,11 +33,11 @@ def from_function(
         placement: Which virtual stage each chunk is.
 
     Returns:
-        The schedule, named like the function.
+        The schedule, with the name of the function.
 
     Raises:
-        ScheduleError: If the schedule could hang or leaves something out; the message shows its grid.
-        ValueError: If what is returned is no list of instructions.
+        ScheduleError: If the schedule could hang or lacks an instruction; the message shows its grid.
+        ValueError: If the function does not return lists of instructions.
     """
     name = getattr(function, "__name__", type(function).__name__)
     lists = function(stages, chunks, micro_batches)
@@ -51,10 +51,10 @@ def from_function(
 
 
 def parse(step: Any) -> Instruction:
-    """An instruction from its name in a grid.
+    """An instruction from its name in a grid; an :class:`Instruction` is returned unchanged.
 
     Raises:
-        ValueError: If it is neither an instruction nor such a name.
+        ValueError: If ``step`` is neither an instruction nor such a name.
 
     Example:
         >>> parse("F0"), str(parse("W3.1"))

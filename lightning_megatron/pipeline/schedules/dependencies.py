@@ -1,8 +1,8 @@
-"""When can each instruction start? The one place that knows what a computation waits for.
+"""Computes when each instruction can start. The only file that defines what a computation waits for.
 
 A forward waits for the forward of the previous virtual stage; a backward for the backward of the next one, or on the
-last virtual stage for its own forward; a weight half for its input half. Lowering, checking and simulating all ask this
-question, so they share one sweep: every rank runs its list in order, each instruction as early as its inputs allow.
+last virtual stage for its own forward; a weight half for its input half. Lowering, checking and simulation share one
+sweep: every rank runs its list in order, each instruction as early as its inputs allow.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ _ABSENT = -1.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of computations and transfers, in any one unit of time.
+    """Times of computations and transfers, all in the same unit of time.
 
     Args:
         forward: Time of a forward, per virtual stage.
         backward_input: Time of the input half of a backward, per virtual stage.
         backward_weight: Time of the weight half, per virtual stage.
-        backward: Time of a backward that is not split; the sum of its halves when not given.
+        backward: Time of a backward that is not split; by default the sum of its halves.
         latency: Time between a message leaving its link and its arrival.
         message_size: Size of one boundary activation (and of its gradient), in any unit.
-        bandwidth: Size per unit of time over one link; a link carries one message at a time, in each direction.
+        bandwidth: Size per unit of time over one link; a link carries one message at a time in each direction.
+
+    Raises:
+        ValueError: The lengths differ, a cost is negative, or the bandwidth is not positive.
     """
 
     forward: tuple[float, ...]
@@ -76,7 +79,7 @@ class Costs:
 
     @classmethod
     def slots(cls, virtual_stages: int) -> Costs:
-        """One unit for every instruction, a whole backward too: the time axis of the textbook grids."""
+        """One unit of time for every instruction, also for a whole backward: the time axis of textbook grids."""
         return cls.uniform(virtual_stages, backward=1.0)
 
     def of(self, kind: Kind) -> tuple[float, ...]:
@@ -92,12 +95,12 @@ class Costs:
 
 @dataclass
 class Sweep:
-    """What :func:`sweep` found.
+    """The result of :func:`sweep`.
 
     Args:
         starts: Per rank, the start time of each instruction that could start.
         ends: Per rank, the end times.
-        stuck: Rank to position in its list, for every rank that could not finish.
+        stuck: For every rank that could not finish, the position in its list at which it waits.
     """
 
     starts: list[list[float]]
@@ -119,7 +122,7 @@ def sweep(schedule: Schedule, costs: Costs) -> Sweep:
 
 
 class _Sweeper:
-    """State of one sweep. Arrays over (virtual stage, micro-batch) hold the time at which an input is there."""
+    """State of one sweep. Arrays over (virtual stage, micro-batch) hold the time at which an input is ready."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         if len(costs.forward) != schedule.virtual_stages:
@@ -156,7 +159,7 @@ class _Sweeper:
         return Sweep(self.starts, self.ends, stuck)
 
     def _advance(self, rank: int) -> None:
-        """Run ``rank`` until an input is missing."""
+        """Run ``rank`` until it waits for an input that is not ready."""
         forward, weight = Kind.FORWARD, Kind.BACKWARD_WEIGHT
         steps, pieces, starts, ends = self.lists[rank], self.pieces[rank], self.starts[rank], self.ends[rank]
         now = ends[-1] if ends else 0.0
@@ -164,8 +167,8 @@ class _Sweeper:
             step = steps[at]
             kind, piece = step.kind, pieces[step.chunk]
             slot = piece * self.count + step.micro_batch
-            # On the last virtual stage the forward itself hands over the gradient; on all others a gradient arrives
-            # only after this rank's forward. So looking for the gradient is enough.
+            # A gradient is ready only after this rank's own forward: on the last virtual stage the forward itself
+            # provides it, and on the others it depends on that forward. So testing for the gradient is enough.
             inputs = self.activation if kind is forward else self.input_done if kind is weight else self.gradient
             ready = inputs[slot]
             if ready < 0.0:
@@ -204,9 +207,9 @@ class _Sweeper:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause the garbage collector while many small objects are made, none of them in a cycle.
+    """Pause the garbage collector while many small objects without reference cycles are created.
 
-    It would look at each of them again and again: half the time of lowering a schedule for thousands of ranks.
+    It would scan all of them repeatedly, which takes half the time of lowering a schedule for thousands of ranks.
     """
     if not gc.isenabled():
         yield
@@ -221,8 +224,8 @@ def without_collector() -> Iterator[None]:
 def consumers(schedule: Schedule, rank: int, kind: Kind) -> list[tuple[int, int] | None]:
     """Per chunk of ``rank``: the ``(rank, chunk)`` that needs the result of a computation of that kind.
 
-    The result of a forward goes to the next virtual stage, that of a backward or its input half to the previous one;
-    nobody waits for a weight half. ``None`` where there is no such virtual stage.
+    The result of a forward goes to the next virtual stage, and that of a backward or its input half to the previous
+    one; no virtual stage waits for a weight half. ``None`` where there is no such virtual stage.
     """
     if kind is Kind.BACKWARD_WEIGHT:
         return [None] * schedule.chunks

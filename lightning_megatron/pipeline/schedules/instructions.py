@@ -1,8 +1,8 @@
-"""The vocabulary in which pipeline schedules are written.
+"""The types of which pipeline schedules consist: `Kind`, `Instruction`, `Placement` and `Schedule`.
 
-A schedule is data: for every stage rank a list of instructions. Everything that makes schedules, checks them, draws
-them or runs them speaks these four words, so none of those parts needs to know another. Pure Python: a schedule for
-thousands of ranks can be studied on a laptop without torch.
+A schedule is data: a list of instructions for every stage rank. The code that builds, checks, draws and runs schedules
+depends on these four types only, not on each other. Pure Python: a schedule for thousands of ranks can be studied on a
+laptop without torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What an instruction does; the value is the letter drawn in grids.
+    """The kind of an instruction; the value is its letter in grids.
 
-    ``BACKWARD`` is the whole backward of a chunk. Zero-bubble schedules split it in ``BACKWARD_INPUT`` (the gradient
-    that the previous stage waits for) and ``BACKWARD_WEIGHT`` (the gradients of this stage's own parameters).
+    ``BACKWARD`` is the whole backward of a chunk. Zero-bubble schedules split it into ``BACKWARD_INPUT`` (the gradient
+    of the input, for which the previous stage waits) and ``BACKWARD_WEIGHT`` (the gradients of the chunk's parameters).
     """
 
     FORWARD = "F"
@@ -27,22 +27,22 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
 
-    # Enum hashes by name in Python code; kinds are looked up a million times when a large schedule is checked.
+    # Enum hashes by name, in Python code; checking a large schedule looks kinds up a million times.
     __hash__ = str.__hash__
 
     @property
     def is_send(self) -> bool:
-        """Whether this hands a tensor to another stage rank."""
+        """Whether this sends a tensor to another stage rank."""
         return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
     @property
     def is_receive(self) -> bool:
-        """Whether this takes a tensor from another stage rank."""
+        """Whether this receives a tensor from another stage rank."""
         return self in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this moves a tensor between stage ranks, rather than computing."""
+        """Whether this is a send or a receive, rather than a computation."""
         return self.is_send or self.is_receive
 
 
@@ -74,7 +74,7 @@ class Instruction:
 
 
 class Placement(StrEnum):
-    """Which virtual stage a chunk of a rank is.
+    """The virtual stage of each chunk of a rank.
 
     With 3 stages and 2 chunks, written as ``rank: virtual stages of chunk 0, chunk 1``::
 
@@ -88,7 +88,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage rank does in one step, in order.
+    """The instructions of every stage rank in one step, in order.
 
     Args:
         name: Name of the schedule, used in messages and drawings.
@@ -108,18 +108,18 @@ class Schedule:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of pieces that the model is cut into: stages x chunks."""
+        """Number of chunks of the whole model: stages x chunks per stage."""
         return self.stages * self.chunks
 
     @property
     def forward_only(self) -> bool:
-        """Whether this schedule evaluates, with no backward at all."""
+        """Whether this schedule has no backwards, as in evaluation."""
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return not any(step.kind in backward for steps in self.instructions for step in steps)
 
     @property
     def lowered(self) -> bool:
-        """Whether the lists hold transfers."""
+        """Whether the lists contain transfers."""
         return any(step.peer is not None for steps in self.instructions for step in steps)
 
     def computations(self) -> Schedule:

@@ -1,13 +1,13 @@
-"""Interleaved 1F1B: several model chunks per stage rank, so that the pipeline fills and drains in smaller steps.
+"""Interleaved 1F1B: several model chunks per stage rank, so that the pipeline fills and drains in less time.
 
-The bubble is that of 1F1B divided by the number of chunks, at that many times the transfers (Narayanan et al., SC21,
+With v chunks, the bubble is that of 1F1B divided by v, and there are v times as many transfers (Narayanan et al., SC21,
 arXiv 2104.04473, section 2.2.2). Micro-batches go through the chunks in groups of at least ``stages``::
 
     group 0: chunk 0 of micro-batches 0 1 2, chunk 1 of 0 1 2;   group 1: chunk 0 of 3 4, chunk 1 of 3 4
 
-The paper asks for a multiple of the group size. A last group shorter than the pipeline would indeed stall it (or
-deadlock), so its micro-batches are spread over the other groups, and the warm-up follows the largest group. Then every
-number of micro-batches from ``stages`` on has the ideal bubble.
+The paper requires a multiple of the group size. A last group shorter than the pipeline would indeed stall it (or
+deadlock), so its micro-batches are spread over the other groups, and the warm-up follows the largest group. With this,
+any number of micro-batches of at least ``stages`` has the ideal bubble.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int, group_size: int | 
         stages: Number of stage ranks, p.
         chunks: Model chunks per stage rank, v.
         micro_batches: Micro-batches per step, m.
-        group_size: Micro-batches that pass a chunk before the next chunk begins, N; p when not given.
+        group_size: Micro-batches that go through a chunk before the next chunk begins, N; p by default.
 
     Returns:
         Per stage rank, its 2 * m * v instructions. Rank r warms up with 2(p-r-1) + (v-1)N forwards.
@@ -49,7 +49,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int, group_size: int | 
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> list[list[Instruction]]:
-    """Evaluation with any number of chunks: the forwards of :func:`interleaved`, and nothing else.
+    """Evaluation with any number of chunks: only the forwards of :func:`interleaved`.
 
     Args:
         stages: Number of stage ranks, p.
@@ -80,7 +80,7 @@ def group_sizes(stages: int, micro_batches: int, group_size: int) -> list[int]:
 
 
 def _chunk_order(groups: list[int], chunks: int) -> list[tuple[int, int]]:
-    """``(micro-batch, chunk)`` of the forwards: a group passes chunk 0, then chunk 1, and so on."""
+    """``(micro-batch, chunk)`` of the forwards: a group goes through chunk 0, then chunk 1, and so on."""
     order: list[tuple[int, int]] = []
     first = 0
     for size in groups:

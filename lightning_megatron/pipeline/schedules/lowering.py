@@ -1,15 +1,15 @@
 """Add sends and receives to a schedule of computations.
 
-NCCL ignores tags: between two ranks the n-th transfer posted by one meets the n-th posted by the other. So the
-transfers of the whole pipeline are put in *one* order, that of the moment at which each tensor is ready when forwards
-take one unit and backwards two, and every rank lists its sends, receives and computations in that order. Two ranks can
-then never disagree, whatever the schedule, and the lists cannot deadlock even if every send waited for its receive::
+NCCL ignores tags: between two ranks, the n-th transfer posted by one matches the n-th posted by the other. So all
+transfers of the pipeline are put in *one* order, sorted by the time at which each tensor is ready if a forward takes
+one unit and a backward two, and every rank lists its sends, receives and computations in that order. Two ranks then
+agree on the order for any schedule, and the lists cannot deadlock even if every send waits for its receive::
 
     stage 0  F0 SF0>1 F1 SF1>1 ..                   RB0<1 B0
     stage 1        RF0<0 F0    RF1<0 B0 SB0>0 ..
 
-A send stands right behind the computation that made the tensor. A receive stands where the tensor is sent, which may be
-some computations ahead of the one that needs it: it *posts* the receive, and the computation that needs it waits.
+A send directly follows the computation that made the tensor. A receive is at the position of its send, which may be
+some computations before the one that needs the tensor: it *posts* the receive, and only that computation waits for it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import replace
 from lightning_megatron.pipeline.schedules.dependencies import Costs, Sweep, consumers, sweep, without_collector
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
-# (time, 0 for a transfer and 1 for a computation, rank, position): two ranks sort a transfer by the same four numbers,
-# those of the computation that made the tensor, so no two entries of a list are equal in them.
+# (time, 0 for a transfer and 1 for a computation, rank, position). Both ranks of a transfer sort it by the same four
+# numbers, those of the computation that made the tensor. No two entries of a list have the same numbers.
 _Entry = tuple[float, int, int, int, Instruction]
 
 
 def lower(schedule: Schedule) -> Schedule:
     """Add to each rank's list the sends and receives that its computations need.
 
-    Neighbouring virtual stages on one rank (the turn of a VEE placement, or a pipeline of one stage) need no transfer.
-    In a transfer ``chunk`` is the local chunk that made the tensor (sends) or that needs it (receives).
+    Consecutive virtual stages on one rank (the turn of a VEE placement, or a pipeline of one stage) need no transfer.
+    The ``chunk`` of a transfer is the local chunk that made the tensor (sends) or that needs it (receives).
 
     Args:
-        schedule: As ``make_schedule`` returns it. One that has transfers already is returned as it is.
+        schedule: As ``make_schedule`` returns it. A schedule that has transfers already is returned unchanged.
 
     Returns:
         The same schedule with transfers.
@@ -49,7 +49,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def lower_swept(schedule: Schedule, found: Sweep) -> Schedule:
-    """:func:`lower` with a finished sweep at hand; any costs above zero give an order that works."""
+    """:func:`lower` for a sweep that has been done; a sweep with any positive costs gives a valid order."""
     entries: list[list[_Entry]] = [[] for _ in range(schedule.stages)]
     for rank in range(schedule.stages):
         _add_entries(schedule, rank, found.starts[rank], found.ends[rank], entries)
@@ -61,7 +61,7 @@ def lower_swept(schedule: Schedule, found: Sweep) -> Schedule:
 def _add_entries(
     schedule: Schedule, rank: int, starts: list[float], ends: list[float], entries: list[list[_Entry]]
 ) -> None:
-    """Add ``rank``'s computations and sends to its own entries, and the receives of those sends to its peers'."""
+    """Add the computations and sends of ``rank`` to its entries, and the matching receives to those of its peers."""
     onward = consumers(schedule, rank, Kind.FORWARD)
     back = consumers(schedule, rank, Kind.BACKWARD)
     own = entries[rank]
@@ -81,22 +81,25 @@ def _add_entries(
 
 
 def describe_stuck(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """Say which instruction each stuck rank waits in, for messages."""
+    """Text for messages that says in which instruction each stuck rank waits."""
     waits = [f"stage {rank} waits in {schedule.instructions[rank][at]}" for rank, at in sorted(stuck.items())[:4]]
     more = f" and {len(stuck) - 4} others" if len(stuck) > 4 else ""
     return ", ".join(waits) + more
 
 
 def join_halves(schedule: Schedule) -> Schedule:
-    """Make one backward of two halves where nobody waits for the first: nothing but receives lies between them.
+    """Join the two halves of a backward where no stage waits for the first: only receives lie between them.
 
-    A split backward costs more than a whole one, so it had better be paid for where it lets another stage go on::
+    A split backward costs more than a whole one, so it only pays where another stage can continue earlier::
 
         stage 0   F1 I0 W0 F2 I1 W1 ..      becomes   F1 B0 F2 B1 ..
         stage 1   F0 I0 SB0>0 W0 F1 ..      stays as it is
 
     Args:
-        schedule: a lowered one; transfers keep their order.
+        schedule: a lowered schedule.
+
+    Returns:
+        The schedule with joined backwards; transfers keep their order.
     """
     return replace(schedule, instructions=tuple(_joined(steps) for steps in schedule.instructions))
 
@@ -118,11 +121,16 @@ def _joined(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
 
 
 def halve_backwards(schedule: Schedule) -> Schedule:
-    """Split the whole backwards of a schedule that splits others: weights' gradients then all come of products of their
-    own, which need not be rounded to 16 bits before they are added up.
+    """Split the whole backwards of a schedule that splits others.
+
+    All weight gradients of linears are then separate products, which are accumulated in float32 without being rounded
+    to 16 bits first.
 
     Args:
-        schedule: a lowered one; what it sends goes after the first half.
+        schedule: a lowered schedule.
+
+    Returns:
+        The schedule, with the sends of a backward right after its input half; unchanged if it splits no backward.
     """
     if not any(step.kind is Kind.BACKWARD_WEIGHT for steps in schedule.instructions for step in steps):
         return schedule

@@ -1,7 +1,7 @@
 """GPipe and 1F1B: whole backwards, one chunk per stage.
 
-1F1B does as few forwards as it can before its first backward, so a stage keeps at most ``stages - rank`` micro-batches
-of activations instead of all of them (Narayanan et al., SC21, arXiv 2104.04473, section 2.2.1)::
+In 1F1B a stage runs as few forwards as possible before its first backward, so it holds the activations of at most
+``stages - rank`` micro-batches instead of all of them (Narayanan et al., SC21, arXiv 2104.04473, section 2.2.1)::
 
     stage 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
     stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
@@ -29,7 +29,7 @@ def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """``min(stages - rank - 1, m)`` forwards, then one forward and one backward in turn, then the remaining backwards.
+    """``min(stages - rank - 1, m)`` forwards, then forwards and backwards alternately, then the remaining backwards.
 
     Args:
         stages: Number of stage ranks.
@@ -44,7 +44,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> list[list[Instr
 
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up: int) -> list[Instruction]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """``warm_up`` forwards, then forwards and backwards alternately, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -1,8 +1,8 @@
-"""What may stand where in one rank's list: each computation and transfer once, in an order that makes sense.
+"""Rules for the list of one rank: each computation and transfer occurs once, in a valid order.
 
-For every chunk and micro-batch the rank's list is a little history: input received, forward, result sent, gradient
-received, backward whole or in halves, gradient sent. A history is a set of bits, so a list of ten thousand instructions
-is followed by comparing one integer per instruction.
+For every chunk and micro-batch, the checker keeps a history of the instructions so far: input received, forward, result
+sent, gradient received, backward whole or in halves, gradient sent. A history is a set of bits, so the check costs only
+a few integer operations per instruction, also for lists of tens of thousands.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lightning_megatron.pipeline.schedules.dependencies import consumers
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
 Found = tuple[str, tuple[tuple[int, int], ...]]
-"""A message, and the (rank, position) of each instruction that it is about; a position behind the end: missing."""
+"""A message, and (rank, position) of each instruction concerned; a position past the end stands for a missing one."""
 
-# One bit per kind, and one for "the gradient of the input is there", after a whole backward or its input half.
+# One bit per kind, and one for "the gradient of the input is computed", after a whole backward or its input half.
 _BIT = {kind: 1 << number for number, kind in enumerate(Kind)}
 _GRADIENT = 1 << len(_BIT)
 _BACKWARD = _BIT[Kind.BACKWARD] | _GRADIENT
@@ -26,7 +26,7 @@ _SPLIT = _BIT[Kind.FORWARD] | _INPUT | _BIT[Kind.BACKWARD_WEIGHT]
 
 
 class _Rule(NamedTuple):
-    """What one kind of instruction on one chunk adds to a history, and what must and must not be in it before."""
+    """Bits that one kind of instruction on one chunk adds to a history, and that it needs and excludes before."""
 
     adds: int
     needs: int
@@ -38,10 +38,10 @@ _Rules = dict[Kind, _Rule]
 
 
 def find_disorder(schedule: Schedule) -> Found | None:
-    """First instruction that is repeated, missing or before its time on its own rank.
+    """First instruction that is repeated, missing or too early in the list of its rank.
 
     Args:
-        schedule: Well-formed; transfers are followed too if it has any.
+        schedule: Well-formed; its transfers are checked too if it has any.
 
     Returns:
         The fault, or ``None``.
@@ -67,7 +67,7 @@ def find_disorder(schedule: Schedule) -> Found | None:
 
 
 def _rules(schedule: Schedule, rank: int, chunk: int, lowered: bool) -> _Rules:
-    """The rules of one chunk; without transfers, inputs from other ranks are not asked for."""
+    """The rules of one chunk; without transfers, inputs from other ranks are not required."""
     onward = _other_rank(schedule, rank, chunk, Kind.FORWARD) if lowered else None
     back = _other_rank(schedule, rank, chunk, Kind.BACKWARD) if lowered else None
     forward_needs = _BIT[Kind.RECV_FORWARD] if back is not None else 0
@@ -90,7 +90,7 @@ def _rules(schedule: Schedule, rank: int, chunk: int, lowered: bool) -> _Rules:
 
 
 def _other_rank(schedule: Schedule, rank: int, chunk: int, kind: Kind) -> int | None:
-    """The other rank that takes the result of ``kind`` on this chunk; its answer comes from there too."""
+    """The other rank that receives the result of ``kind`` on this chunk, or None if no other rank does."""
     target = consumers(schedule, rank, kind)[chunk]
     return None if target is None or target[0] == rank else target[0]
 
@@ -105,7 +105,7 @@ def _complete(rules: _Rules, forward_only: bool) -> tuple[int, ...]:
 
 
 def _missing(rules: _Rules, forward_only: bool, state: int) -> str:
-    """Name of the first thing that a history lacks, in the order in which they happen."""
+    """Name of the first instruction that a history lacks, in execution order."""
     for kind in _in_order(forward_only):
         if kind in rules and not state & _BIT[kind]:
             if kind is Kind.BACKWARD:
@@ -125,7 +125,7 @@ def _in_order(forward_only: bool) -> Iterator[Kind]:
 
 
 def _describe(step: Instruction, rule: _Rule | None, before: int) -> str:
-    """Why ``step`` cannot stand here."""
+    """Why ``step`` is not valid at this position."""
     if rule is None:
         return f"{step} moves a tensor that no other stage needs or makes"
     if step.peer != rule.peer:

@@ -1,8 +1,8 @@
-"""How long does a schedule take, how much of that is idle, and what does it hold?
+"""Simulates a schedule: how long it takes, how much of that is idle, and how many activations it holds.
 
-The simulator answers before anything runs. A computation starts when its rank is free and its input has arrived; sends
-are asynchronous; a link carries one message at a time. Nothing else is modelled: what really happened, recorded by the
-executor, fits the same :class:`Timeline` and is drawn by the same functions, so the two can be laid side by side.
+A computation starts when its rank is free and its input has arrived; sends are asynchronous; a link carries one message
+at a time. Nothing else is modelled. The times that the executor records in a run form the same :class:`Timeline` and
+are drawn by the same functions, so simulated and measured timelines can be compared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Timeline:
 
     Args:
         schedule: The computations, without transfers.
-        starts: Per stage rank, start times in the order of its list.
-        ends: Per stage rank, end times.
+        starts: Per stage rank, start times in the order of its list, in the unit of the costs (seconds if measured).
+        ends: Per stage rank, end times, likewise.
     """
 
     schedule: Schedule
@@ -62,36 +62,36 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over busy time: how much longer the longest span is than a rank's average work.
+        """Idle over busy time: how much longer the longest span is than the average busy time of a rank.
 
-        This is the bubble of the literature, (p-1)/m for 1F1B. It is what a step costs when ranks may start their next
-        step at different times; a rank's wait before its first and after its last instruction is not counted. For
-        GPipe, 1F1B, interleaving and ZB-H1 the first stage spans the whole step, so that makes no difference.
+        This is the bubble of the literature, (p-1)/m for 1F1B. It holds if ranks may start their next step at different
+        times: the time that a rank waits before its first and after its last instruction is not counted. For GPipe,
+        1F1B, interleaving and ZB-H1 the first stage spans the whole step, so for them both bubbles are equal.
         """
         work = sum(self.busy) / len(self.busy)
         return (max(self.spans) - work) / work if work else 0.0
 
     @property
     def step_bubble_fraction(self) -> float:
-        """Idle over busy time if all ranks wait for each other between steps: makespan over average work, less one.
+        """Idle over busy time if all ranks synchronize between steps: makespan over average busy time, minus one.
 
-        A global gradient norm, or any other collective over the pipeline at the end of a step, makes this the bubble.
+        This is the bubble of a step that ends with a collective over the pipeline, such as that of a global norm.
         """
         work = sum(self.busy) / len(self.busy)
         return (self.makespan - work) / work if work else 0.0
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most chunks whose activations are held for a backward at once."""
+        """Per rank, the peak number of chunks whose activations are held for a backward."""
         return activations_in_flight(self.schedule)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule against costs.
+    """Simulate a schedule with given costs.
 
     Args:
-        schedule: With or without transfers, which follow from the computations.
-        costs: Times per virtual stage; one unit for each F, I and W (two for B) and free transfers when not given.
+        schedule: With or without transfers; transfers are derived from the computations.
+        costs: Times per virtual stage; by default one unit for each F, I and W (two for B) and free transfers.
 
     Returns:
         When every computation starts and ends.

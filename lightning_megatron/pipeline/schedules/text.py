@@ -1,6 +1,6 @@
-"""Schedules as text: a row per stage, an entry per instruction.
+"""Schedules as text: one row per stage, one entry per instruction.
 
-A refused schedule has no times, so it is drawn in list order, with the fault marked by ``!``.
+A refused schedule has no times, so it is drawn in list order; ``!`` marks the fault.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _ROWS = 16  # stages shown with a fault
 
 
 def label(schedule: Schedule, step: Instruction) -> str:
-    """Name of an instruction in a drawing: without the chunk where there is only one."""
+    """Name of an instruction in a drawing; without the chunk if stages have only one."""
     if schedule.chunks > 1 or step.peer is not None:
         return str(step)
     return f"{step.kind.value}{step.micro_batch}"
 
 
 def list_grid(schedule: Schedule, marks: tuple[tuple[int, int], ...] = ()) -> str:
-    """Draw the lists themselves, without times, marking instructions with ``!``.
+    """Draw the lists without times, marking instructions with ``!``.
 
-    Long lists are cut to the neighbourhood of the marks, and the cut is shown as ``...``.
+    Long lists are cut to the neighbourhood of the marks; ``...`` shows the cut.
 
     Args:
         schedule: Any schedule, also a malformed one.
-        marks: ``(rank, position)`` to mark; a position behind the end of a list marks something missing.
+        marks: ``(rank, position)`` to mark; a position past the end of a list marks a missing instruction.
 
     Returns:
         One line per stage.
@@ -50,20 +50,20 @@ def list_grid(schedule: Schedule, marks: tuple[tuple[int, int], ...] = ()) -> st
 
 
 def table(rows: list[list[str]], ranks: list[int] | None = None) -> str:
-    """Rows of cells in columns of equal width, each behind the number of its stage."""
+    """Rows of cells in columns of equal width, each after the number of its stage."""
     ranks = list(range(len(rows))) if ranks is None else ranks
     width = max((len(cell) for cells in rows for cell in cells), default=0)
     digits = len(str(max(ranks, default=0)))
     lines = []
     for rank, cells in zip(ranks, rows, strict=True):
-        # An idle or continuing cell is drawn over its whole width, so that columns stay readable.
+        # Fill idle and continued cells over their whole width, so that columns stay readable.
         filled = [cell[0] * width if cell in (IDLE, CONTINUED) else cell.ljust(width) for cell in cells]
         lines.append(f"stage {rank:>{digits}}  {' '.join(filled)}".rstrip())
     return "\n".join(lines)
 
 
 def _ranks_around(stages: int, marked: list[int]) -> list[int]:
-    """At most ``_ROWS`` ranks: those with a mark, then their neighbours."""
+    """At most ``_ROWS`` ranks: those with a mark, then their nearest neighbours."""
     if stages <= _ROWS:
         return list(range(stages))
     wanted = marked[:_ROWS] or [0]

@@ -1,9 +1,9 @@
-"""Do the sends and receives of a lowered schedule fit together?
+"""Checks that the sends and receives of a lowered schedule match.
 
-Two questions, asked of plain numbers so that hundreds of thousands of transfers take a fraction of a second. Do the
-n-th send and the n-th receive between two ranks mean the same tensor? Can all ranks work their lists off when a send
-waits until its receive is reached (rendezvous, as NCCL does within one communicator)? Lists that pass the second
-question also finish with asynchronous sends, which only take waits away.
+There are two checks, both on plain integers, so that hundreds of thousands of transfers take a fraction of a second.
+The n-th send and the n-th receive between two ranks must be of the same tensor. All ranks must be able to finish their
+lists if a send waits until its receive is reached (rendezvous, as within one NCCL communicator). Lists that pass the
+second check also finish with asynchronous sends, which only remove waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_megatron.pipeline.schedules.rules import Found
 
 
 def find_transfer_fault(lowered: Schedule) -> Found | None:
-    """First fault between ranks of a schedule whose lists are each in order (see ``find_disorder``).
+    """First fault between ranks of a schedule whose lists are each valid (see ``find_disorder``).
 
     Args:
-        lowered: Computations and transfers.
+        lowered: A schedule with transfers.
 
     Returns:
         The fault, or ``None``.
@@ -48,7 +48,7 @@ def _order_fault(lowered: Schedule) -> Found | None:
 
 
 def _message_codes(lowered: Schedule, rank: int) -> dict[Kind, list[int]]:
-    """By kind and local chunk, a number that both sides of a message share: direction, and the chunk that receives."""
+    """By kind and local chunk, a number that is equal on both sides of a message: its direction and receiving chunk."""
     span = lowered.micro_batches
     codes = {}
     for send, receive, computation in (
@@ -63,7 +63,7 @@ def _message_codes(lowered: Schedule, rank: int) -> dict[Kind, list[int]]:
 
 
 def _describe_order(lowered: Schedule, source: int, peer: int, sent: list[int], received: list[int]) -> Found:
-    # Equal lengths: every list holds each transfer that its computations need, once.
+    # The lengths are equal: every list has each transfer that its computations need exactly once.
     number = next(n for n, (one, other) in enumerate(zip(sent, received, strict=True)) if one != other)
     here = _nth_transfer(lowered, source, peer, number, sends=True)
     there = _nth_transfer(lowered, peer, source, number, sends=False)
@@ -81,10 +81,11 @@ def _nth_transfer(lowered: Schedule, rank: int, peer: int, number: int, sends: b
 
 
 def _rendezvous_fault(lowered: Schedule) -> Found | None:
-    """Whether the ranks can work off their transfers when every send waits for its receive.
+    """The deadlock, if any, of the transfers when every send waits for its receive.
 
-    Only peers matter here, since the order of messages per pair is known to agree. A send to rank 3 is 3, a receive
-    from it ``~3``, so that a send at the head of one list meets a receive at the head of another by one comparison.
+    Only peers matter, because the order of messages per pair has been checked. A send to rank 3 is coded as 3, a
+    receive from it as ``~3``, so one comparison tells whether a send at the head of one list matches a receive at the
+    head of another.
     """
     codes = [_peer_codes(lowered, rank) for rank in range(lowered.stages)]
     heads = [0] * lowered.stages
@@ -126,7 +127,7 @@ def _describe_deadlock(lowered: Schedule, codes: list[list[int]], heads: list[in
 
 
 def finishes_asynchronously(codes: list[list[int]]) -> bool:
-    """Whether lists of transfers finish when sends never wait and receives wait for their message.
+    """Whether all lists of transfers finish if sends never wait and receives wait for their messages.
 
     Args:
         codes: Per rank, ``peer`` for a send and ``~peer`` for a receive.

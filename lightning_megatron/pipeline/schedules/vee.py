@@ -1,13 +1,15 @@
 """ZB-V, DualPipeV and the forward-only order of a V: two chunks per rank, down in chunk 0 and back up in chunk 1.
 
-Rank 0 holds the first and the last virtual stage, so a micro-batch that arrives at the top turns into its own backward
-without a transfer, and backwards start early everywhere. With F = I = W a rank then has no idle time inside its own
-span at the activation memory of 1F1B (ZB-V: Qi et al., arXiv 2401.10241, section 6; DualPipeV: half of DeepSeek-V3's
-DualPipe, arXiv 2412.19437, where each forward is paired with a backward of the other chunk).
+Rank 0 holds the first and the last virtual stage, so the backward of a micro-batch starts on the rank of its last
+forward without a transfer, and backwards start early on all ranks. With F = I = W a rank has no idle time between its
+first and its last instruction, with the activation memory of 1F1B (ZB-V: Qi et al., arXiv 2401.10241, section 6;
+DualPipeV: half of DeepSeek-V3's DualPipe, arXiv 2412.19437, where each forward is paired with a backward of the other
+chunk).
 
-Both are written as phases: how often a rank repeats a pattern such as ``"F1 I1 W"``, forward of chunk 1, input half of
-a backward of chunk 1, the oldest weight half kept back. Micro-batches need no mention: the n-th forward of a chunk is
-that of micro-batch n, and so on. A step with fewer micro-batches than the pattern needs is the full one thinned out.
+Both are written as phases. A phase is a pattern and how often a rank repeats it: ``"F1 I1 W"`` is a forward of chunk 1,
+the input half of a backward of chunk 1, and the oldest delayed weight half. Micro-batches are implicit: the n-th
+forward of a chunk is that of micro-batch n, and so on. A step with fewer micro-batches than the pattern needs omits the
+instructions of the micro-batches that it lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _Phases = list[tuple[str, int]]
 
 
 def zb_v(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Zero bubble on a V at the activation memory of 1F1B: at most 2p chunks in flight, each half a stage.
+    """ZB-V: zero bubble at the activation memory of 1F1B, with at most 2p chunks in flight, each half a stage.
 
     Args:
         stages: Number of stage ranks, p.
@@ -48,7 +50,7 @@ def dual_pipe_v(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def forward_only(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Evaluation on a V: enough forwards of chunk 0 to reach the turn and come back, then the chunks in turn.
+    """Evaluation on a V: forwards of chunk 0 until the first chunk 1 is ready, then the two chunks alternately.
 
     Args:
         stages: Number of stage ranks, p.
@@ -94,7 +96,7 @@ def _dual_pipe_v_phases(stages: int, rank: int, count: int) -> _Phases:
 
 
 def _spell(phases: _Phases, micro_batches: int) -> list[Instruction]:
-    """Turn patterns into instructions, leaving out micro-batches that the step does not have."""
+    """Turn patterns into instructions, without those of micro-batches that the step does not have."""
     done = {"F0": 0, "F1": 0, "B0": 0, "B1": 0}
     kept_back: deque[tuple[int, int]] = deque()
     order = []

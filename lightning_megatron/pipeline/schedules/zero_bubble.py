@@ -1,16 +1,16 @@
-"""ZB-H1 and ZB-H2: split the backward, and fill the bubbles with weight gradients, which nobody waits for.
+"""ZB-H1 and ZB-H2: split the backward, and fill the bubbles with weight gradients, for which no stage waits.
 
-The input half of a backward (I) is what the previous stage waits for; the weight half (W) can run at any later time
-(Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241). Both schedules have the shape of 1F1B; they differ in
-how many forwards a rank does before its first backward, and how many weight halves it keeps back for the drain::
+The previous stage waits for the input half of a backward (I); the weight half (W) can run at any later time (Qi et al.,
+Zero Bubble Pipeline Parallelism, arXiv 2401.10241). Both schedules have the shape of 1F1B; they differ in how many
+forwards a rank runs before its first backward, and how many weight halves it delays until the pipeline drains::
 
     ZB-H1   stage 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
             stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
             stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Holding back r weight halves on rank r costs no memory over 1F1B's first stage: every rank then has p micro-batches in
-flight. Each micro-batch of memory more lets every rank run one further forward ahead or hold back one further weight
-half; with 2p-1 there is no bubble left inside a rank's own span when F = I = W.
+If rank r delays r weight halves, no rank needs more memory than the first stage of 1F1B: every rank has p micro-batches
+in flight. With memory for each further micro-batch, every rank can run one more forward ahead or delay one more weight
+half; with 2p-1 micro-batches and F = I = W, no bubble remains inside the span of a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 
 
 def zb_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Zero bubble at the activation memory of 1F1B: at most p micro-batches in flight on any rank.
+    """ZB-H1: a smaller bubble at the activation memory of 1F1B, with at most p micro-batches in flight on any rank.
 
     Args:
         stages: Number of stage ranks, p.
@@ -32,13 +32,13 @@ def zb_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def zb_h2(stages: int, micro_batches: int, memory_limit: int | None = None) -> list[list[Instruction]]:
-    """Zero bubble with as many micro-batches in flight as ``memory_limit`` allows.
+    """ZB-H2: a still smaller bubble, with as many micro-batches in flight as ``memory_limit`` allows.
 
     Args:
         stages: Number of stage ranks, p.
         micro_batches: Micro-batches per step.
-        memory_limit: Micro-batches whose activations a rank may hold, from p (which is ZB-H1) to 2p-1 (the default,
-            beyond which memory buys nothing).
+        memory_limit: Micro-batches whose activations a rank may hold, from p (equal to ZB-H1) to 2p-1 (the default;
+            more memory does not help).
 
     Returns:
         Per stage rank, its instructions; idle time per rank (p-1)(F+I-2W) at the default limit.
@@ -52,7 +52,7 @@ def zb_h2(stages: int, micro_batches: int, memory_limit: int | None = None) -> l
             f"memory_limit={limit} is below stages={stages}: the first stage needs {stages} micro-batches in flight"
             f" to keep the pipeline full; use memory_limit={stages} to {2 * stages - 1}, or fewer stages"
         )
-    # Memory that so few micro-batches cannot fill would only delay the first backwards.
+    # With fewer micro-batches than the limit, a larger warm-up would only delay the first backwards.
     extra = max(min(limit, 2 * stages - 1, micro_batches) - stages, 0)
     orders = []
     for rank in range(stages):
@@ -63,7 +63,7 @@ def zb_h2(stages: int, micro_batches: int, memory_limit: int | None = None) -> l
 
 
 def _split_order(micro_batches: int, warm_up: int, held_back: int) -> list[Instruction]:
-    """``warm_up`` forwards; then F and I in turn; a W follows each I as soon as ``held_back`` others are kept."""
+    """``warm_up`` forwards; then F and I alternately; a W follows each I once ``held_back`` other Ws are delayed."""
     order = [Instruction(Kind.FORWARD, index) for index in range(min(warm_up, micro_batches))]
     for index in range(micro_batches):
         if index + warm_up < micro_batches:
