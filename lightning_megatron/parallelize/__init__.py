@@ -1,6 +1,6 @@
-"""Swap the layers of an existing module for parallel ones, by plan.
+"""Replace the layers of an existing module by parallel ones, by plan.
 
-Names are imported on first use: a run on one tensor-parallel rank swaps nothing.
+Names are imported on first use, because a run with one tensor rank replaces nothing.
 """
 
 from __future__ import annotations

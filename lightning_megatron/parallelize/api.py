@@ -1,4 +1,4 @@
-"""`parallelize`: split the layers of an existing module over a tensor group; `explain`: the same on paper."""
+"""`parallelize` splits the layers of a module over a tensor group; `explain` reports what it would do."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def parallelize(
     example: Any = None,
     synchronize: bool = True,
 ) -> ParallelReport:
-    """Split a module's layers over the tensor group, in place. A collective over that group.
+    """Split the layers of a module over the tensor group, in place. Collective over that group.
 
     Args:
-        module: any module, unsharded, the same on every rank up to the values of its parameters.
+        module: any module that is not split yet, the same on every rank except for the values of its parameters.
         mesh: a mesh with a ``"tensor_parallel"`` axis (or of one dimension), or a process group.
         plan: ``"auto"``, or a dict of pattern -> style, both as in Hugging Face's ``base_model_tp_plan``.
         sequence_parallel: whether activations between the split regions are split along the sequence.
-        example: an input on which the module can be run once to read it: a tensor, a tuple of arguments or a dict of
-            keyword arguments. Guessed by default.
-        synchronize: whether parameters and buffers are first copied from tensor rank 0, so that ranks that drew
-            different initial values agree.
+        example: an input for the trial runs: a tensor, a tuple of arguments or a dict of keyword arguments. Guessed by
+            default.
+        synchronize: whether parameters and buffers are first broadcast from tensor rank 0, so that all ranks have the
+            same initial values.
 
     Returns:
-        What was done: a table of every parameter, and `ParallelReport.explain`.
+        The plan that was applied, with a table of all parameters.
 
     Raises:
         ValueError: the plan does not fit the module or the size of the group; the message says what to change.
@@ -65,17 +65,17 @@ def explain(
     *,
     example: Any = None,
 ) -> ParallelReport:
-    """What `parallelize` would do on ``size`` ranks, without any process; the module is left as it was.
+    """Report what `parallelize` would do on ``size`` ranks, without processes; the module does not change.
 
     Args:
-        module: an unsharded module, its parameters real or on the meta device.
+        module: a module that is not split yet, with real parameters or on the meta device.
         size: size of the tensor group.
         plan: as for `parallelize`.
         sequence_parallel: as for `parallelize`.
         example: as for `parallelize`.
 
     Returns:
-        The report of the group's first rank; print its ``explain()``.
+        The report of the first rank of the group; print its ``explain()``.
 
     Raises:
         ValueError: as for `parallelize`.
@@ -93,7 +93,7 @@ def explain(
 
 
 class _PaperGroup:
-    """A tensor group that exists on paper only: its first rank knows its size and can send nothing."""
+    """Stands for a tensor group without processes: it has a size and the rank 0, and cannot communicate."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -108,7 +108,7 @@ class _PaperGroup:
 def _decide(
     module: nn.Module, size: int, plan: str | Mapping[str, str], sequence_parallel: bool, example: Any
 ) -> tuple[Blueprint, SequencePlan | None]:
-    """Every decision about a module; the module is left as it was. Compiled parts run uncompiled meanwhile."""
+    """All decisions about a module, which does not change. Compiled parts run uncompiled in the trials."""
     if not isinstance(plan, (str, Mapping)):
         raise ValueError(f"`plan` must be 'auto' or a dict of patterns and styles, not {plan!r}.")
     with torch.compiler.set_stance("force_eager"):
@@ -122,10 +122,10 @@ def _decide(
 def _carry_out(
     module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None
 ) -> ParallelReport:
-    """Apply the decisions, and report them."""
+    """Apply the decisions to ``module``, in place, and report them."""
     report = ParallelReport(blueprint.source, group.size(), sequence is not None, whole_table(module))
     builder = Builder(module, group, blueprint, sequence)
-    blueprint.trace = None  # releases the tiny run's tensors before memory is needed
+    blueprint.trace = None  # frees the tensors of the trial run before memory is needed
     builder.build()
     _fill(module, report, builder, sequence)
     report.notes += _remarks(blueprint)
@@ -133,7 +133,7 @@ def _carry_out(
 
 
 def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Copy parameters and buffers of the group's first rank to the others; meta tensors are skipped."""
+    """Broadcast parameters and buffers from the first rank of the group; meta tensors are skipped. Collective."""
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
@@ -145,7 +145,7 @@ def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _fill(module: nn.Module, report: ParallelReport, builder: Builder, sequence: SequencePlan | None) -> None:
-    """Table of all parameters: tied names share an entry, sequence-sharded ones have partial gradients."""
+    """Fill the table of all parameters: tied names share an entry; on sequence shards, gradients are partial sums."""
     by_identity: dict[int, ParameterSharding] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         entry = builder.table.get(name)

@@ -1,4 +1,4 @@
-"""What `parallelize` did, for code and for people."""
+"""The report of `parallelize`: a table of parameters for code, and a table of the plan as text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ParallelReport:
     """The plan that was applied to a module.
 
     Attributes:
-        source: where it came from (``"argument"``, ``"hugging face"``, ``"drop-in layers"``, ``"rules"``, ``"none"``).
+        source: origin of the plan (``"argument"``, ``"hugging face"``, ``"drop-in layers"``, ``"rules"``, ``"none"``).
         tensor_parallel_size: size of the tensor group.
         sequence_parallel: whether activations between regions are split along the sequence.
-        parameters: every parameter by its name in the module (names of tied parameters included): its `ShardSpec`,
-            and whether its gradient is a partial sum that has to be summed over the tensor group once.
-        rows: the plan, module by module.
-        notes: remarks about the whole.
+        parameters: every parameter by its name in the module (all names of tied parameters): its `ShardSpec`, and
+            whether its gradient is a partial sum that must be summed over the tensor group once.
+        rows: the plan, one row per module.
+        notes: remarks about the whole plan.
     """
 
     source: str
@@ -35,19 +35,19 @@ class ParallelReport:
     notes: list[str] = field(default_factory=list)
 
     def spec(self, name: str) -> ShardSpec:
-        """The part of a parameter that is here."""
+        """The part of a parameter that this rank holds."""
         return self.parameters[name].spec
 
     @property
     def partial_gradients(self) -> list[str]:
-        """Names of parameters whose gradients are to be summed over the tensor group before they are used."""
+        """Names of parameters whose gradients must be summed over the tensor group before they are used."""
         return [name for name, sharding in self.parameters.items() if sharding.sums_gradient]
 
     def explain(self, every_layer: bool = False) -> str:
         """The plan as a table.
 
         Args:
-            every_layer: whether to list numbered layers one by one instead of once with ``*``.
+            every_layer: whether to list numbered layers separately instead of once with ``*``.
         """
         head = f"tensor parallel plan ({self.source}), {self.tensor_parallel_size} ranks"
         head += ", sequence parallel" if self.sequence_parallel else ""
@@ -73,7 +73,7 @@ class ParallelReport:
 
 
 def whole_table(module: nn.Module) -> ShardTable:
-    """Every parameter of a module, tied names included, as replicated."""
+    """A table in which every parameter of a module, with all names of tied ones, is replicated."""
     return {
         name: ParameterSharding(ShardSpec.whole(parameter.shape))
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -81,7 +81,7 @@ def whole_table(module: nn.Module) -> ShardTable:
 
 
 def _of_any_layer(name: str) -> str:
-    """The name with the layers' numbers replaced; a number of its own, as in a ``Sequential``, stays."""
+    """The name with layer numbers replaced by ``*``; a number as the last component, as in a ``Sequential``, stays."""
     holder, dot, last = name.rpartition(".")
     return f"{generalize(holder)}{dot}{last}"
 

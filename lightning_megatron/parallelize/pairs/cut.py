@@ -1,8 +1,8 @@
-"""Ways to cut a region, proposed for trial: its packed parts, its attributes, its arguments.
+"""Proposes ways to cut a region for trial: its packed parts, its attributes, its arguments.
 
-Attention code reads its sizes from attributes (``num_heads``, ``split_size``, ``embed_dim``, ...) or from the
-shapes it gets. Attributes that hold a number of heads or a width have to hold the local one afterwards; which of
-them the code really uses is found out by trying each proposal.
+Attention code reads its sizes from attributes (``num_heads``, ``split_size``, ``embed_dim``, ...) or from shapes of its
+inputs. Attributes with a number of heads or a width must have the local value after the split; trials of the proposals
+show which of them the code uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ _NO_WIDTHS = r"vocab|_idx|_id$|position|head_dim|(?<!all_)head_size|d_kv|d_head|
 
 
 def proposals(module: nn.Module, region: Region, parts: int, packed: bool | None) -> Iterator[dict[str, ColumnCut]]:
-    """Ways to cut the columns, the plainest first."""
+    """Ways to cut the columns, simplest first.
+
+    Args:
+        module: the module.
+        region: columns and row.
+        parts: size of the tensor group.
+        packed: whether columns hold packed parts; None to propose both.
+    """
     outs = {name: sizes_of(module.get_submodule(name))[1] for name in region.columns}
     found: list[dict[str, ColumnCut]] = []
     if not packed:
@@ -51,7 +58,7 @@ def proposals(module: nn.Module, region: Region, parts: int, packed: bool | None
 
 
 def _by_heads(out: int, sizes: HeadSizes, parts: int) -> ColumnCut:
-    """A projection of its own: key/value heads that do not divide are chosen, everything else is cut."""
+    """Cut of a separate projection: blocks, or chosen heads if the key/value heads are not divisible by ``parts``."""
     scarce = sizes.key_value != sizes.heads and sizes.key_value % parts != 0
     if scarce and out == sizes.key_value * sizes.size:
         return ColumnCut((out,), (sizes,))
@@ -59,7 +66,7 @@ def _by_heads(out: int, sizes: HeadSizes, parts: int) -> ColumnCut:
 
 
 def _fused(out: int, sizes: HeadSizes, parts: int) -> ColumnCut | None:
-    """Query, key and value one after the other in one projection."""
+    """Cut of a projection that packs query, key and value; None if its size does not match."""
     query, narrow = sizes.heads * sizes.size, sizes.key_value * sizes.size
     if out != query + 2 * narrow:
         return None
@@ -70,7 +77,7 @@ def _fused(out: int, sizes: HeadSizes, parts: int) -> ColumnCut | None:
 def candidates(
     module: nn.Module, region: Region, cuts: dict[str, ColumnCut], parts: int, trace: Trace
 ) -> Iterator[Region]:
-    """Regions with these cuts, each with a set of attributes and arguments to try, fewest changes first."""
+    """Regions with these cuts, each with one choice of local attributes and sliced arguments, fewest changes first."""
     call, holder = trace.calls[region.scope], holder_of(trace, region)
     arguments = {} if region.sizes is None else head_arguments(call, region.sizes.heads)
     choices = [{}, arguments, *({key: way} for key, way in arguments.items())]  # a batch may be as large as the heads
@@ -88,10 +95,10 @@ def candidates(
 def local_attributes(
     owners: Mapping[str, nn.Module], sizes: HeadSizes | None, widths: set[int], parts: int, read: int
 ) -> list[dict[tuple[str, str], int]]:
-    """Sets of attributes to try as local ones, fewest changes first.
+    """Sets of attributes that may need local values, fewest changes first.
 
     Args:
-        owners: modules whose code runs between the column- and the row-parallel layer, by name.
+        owners: modules whose code runs between the column- and row-parallel layers, by name.
         sizes: attention sizes, if any.
         widths: logical widths that become ``width / parts``.
         parts: size of the tensor group.
@@ -113,14 +120,14 @@ def local_attributes(
             elif value in widths and value % parts == 0 and not re.search(_NO_WIDTHS, attribute):
                 wide[name, attribute] = value // parts
     plain: list[dict[tuple[str, str], int]] = [{}, heads, wide, heads | wide]
-    options = [*(ratios | option for option in plain), *plain]  # a masked batch may take a way that was not tried
+    options = [*(ratios | option for option in plain), *plain]  # a masked batch may take a path that was not tried
     for key, value in _unnamed(owners, widths, parts).items() if not heads else ():
         options += [{key: value}, {key: value} | wide]
     return [option for i, option in enumerate(options) if option not in options[:i]]
 
 
 def _unnamed(owners: Mapping[str, nn.Module], widths: set[int], parts: int) -> dict[tuple[str, str], int]:
-    """Attributes that may be a number of heads although their names do not say so (``self.h``)."""
+    """Attributes that may be a number of heads although their names do not suggest it (``self.h``)."""
     return {
         (name, attribute): value // parts
         for name, owner in owners.items()

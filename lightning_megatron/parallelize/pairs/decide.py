@@ -1,8 +1,8 @@
-"""From a plan to decisions: the style of every module, and the settled regions, before anything is changed.
+"""Turns a plan into decisions, before the module is changed: the style of every module, and the cuts of all regions.
 
-Sources of a plan, in order: the argument; what a Hugging Face model says about itself; drop-in layers in the
-module; and rules that read a trace. Whatever the source, regions are settled by trying each proposal (see
-`lightning_megatron.parallelize.trial.terms`) wherever the module could be run on a tiny input.
+Sources of a plan, in order: the argument; the plan that a Hugging Face model defines; drop-in layers in the module; and
+rules that read a trace. For every source, the cuts of a region are chosen by trying each proposal (see
+`lightning_megatron.parallelize.trial.terms`), if the module could be run on a tiny input.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ from lightning_megatron.parallelize.trial.terms import Bench
 
 
 def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], example: Any = None) -> Blueprint:
-    """Decide how a module is split over ``parts`` ranks; the module is left as it was.
+    """Decide how a module is split over ``parts`` ranks; the module does not change.
 
     Args:
-        module: an unsharded module, its parameters real or on the meta device.
+        module: a module that is not split yet, with real parameters or on the meta device.
         parts: size of the tensor group.
         plan: ``"auto"``, or pattern -> style.
         example: input for the trace; guessed by default.
+
+    Returns:
+        The decisions, with the trace.
 
     Raises:
         ValueError: the plan does not fit the module, or no plan can be made; the message says what to change.
@@ -72,7 +75,7 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
 
 
 def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> None:
-    """Take layers out of a plan whose weights are used without calling them; an explicit plan is refused."""
+    """Remove layers whose weights are used without calling them from a Hugging Face plan; refuse any other plan."""
     exposed = used_directly(module, blueprint.trace)
     for name, style in list(blueprint.styles.items()):
         if not (style.is_column or style.is_row or style in (Style.EMBEDDING_ROWWISE, Style.HEADS)):
@@ -88,7 +91,7 @@ def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> No
 
 
 def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
-    """Styles and regions by rule, for a module without a plan of any kind."""
+    """Choose styles and regions by rule, for a module without any plan."""
     trace = blueprint.trace
     if trace is None:
         raise ValueError(
@@ -123,7 +126,7 @@ def _can_be_split(module: nn.Module, name: str, exposed: set[int]) -> bool:
 def _without_forks(blueprint: Blueprint, regions: list[Region]) -> list[Region]:
     """The regions whose columns are read by one row-parallel layer only.
 
-    Layers of the others are split one by one, their outputs gathered; an explicit plan is refused instead.
+    Layers of the other regions are split separately, with gathered outputs; an explicit plan is refused instead.
     """
     rows: dict[str, list[str]] = {}
     for region in regions:
@@ -144,7 +147,7 @@ def _without_forks(blueprint: Blueprint, regions: list[Region]) -> list[Region]:
 
 
 def _repeated(region: Region) -> bool:
-    """Whether the region belongs to a numbered layer, so that skipping it would defeat the purpose."""
+    """Whether the region belongs to a numbered layer; leaving those whole would save no memory."""
     return generalize(region.row) != region.row
 
 
@@ -198,23 +201,23 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
 def _settle(
     module: nn.Module, region: Region, trace: Trace, parts: int, packed: bool | None
 ) -> tuple[Region | None, str]:
-    """The region with cuts, attributes and arguments chosen so that the ranks' terms add up to the whole.
+    """Choose cuts, attributes and arguments with which the terms of the ranks add up to the whole output.
 
     Args:
         module: the traced module.
-        region: columns and row; its cuts are a first proposal.
+        region: columns and row, without chosen cuts.
         trace: a trace that ran the region's scope.
         parts: size of the tensor group.
         packed: whether columns hold packed parts; None to try both.
 
     Returns:
-        The settled region, or None and the reason why the closest proposal failed.
+        The region with the first cut that passes the trial, or None and the reason why the closest proposal failed.
     """
     if region.scope not in trace.calls or region.row not in trace.calls:
         return None, "it did not run on the tiny input"
     try:
         bench = Bench(region, trace)
-    except Exception as error:  # the user's code: it may take another way when it is run again
+    except Exception as error:  # the user's code may take another path when it runs again
         return None, f"its code cannot be run again ({type(error).__name__}: {error})".splitlines()[0]
     reason, closest = "no way to cut it divides evenly", ""
     for cuts in proposals(module, region, parts, packed):
@@ -228,7 +231,7 @@ def _settle(
 
 
 def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region, reason: str) -> Region:
-    """The region with whole tensors inside, which is always correct; an explicit plan is refused instead."""
+    """The region with gathered outputs, which is always correct; an explicit plan is refused instead."""
     if blueprint.source == "argument":
         raise ValueError(
             f"The plan is wrong for {', '.join(map(repr, region.columns))} -> {region.row!r}: {reason}. For fused "
@@ -242,7 +245,7 @@ def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region
 
 
 def _can_be_gathered(module: nn.Module, blueprint: Blueprint, region: Region, parts: int) -> bool:
-    """Whether the outputs divide, where they are gathered by rule; else the region's layers are left whole."""
+    """Whether outputs that are to be gathered are divisible; if not, the layers of the region stay whole."""
     fits = all(sizes_of(module.get_submodule(name))[1] % parts == 0 for name in region.columns)
     if fits or not region.note.startswith("gathered"):
         return True
@@ -273,7 +276,7 @@ def _shape_key(module: nn.Module, region: Region) -> Any:
 
 
 def _like(decided: Region, region: Region) -> Region:
-    """The decision taken for one layer, for another of the same shape."""
+    """Apply the decision for one region to another of the same shape."""
     columns = dict(zip(decided.columns, region.columns, strict=True))
     owners = {parent(a): parent(b) for a, b in columns.items()}
     return replace(
@@ -289,7 +292,7 @@ def _like(decided: Region, region: Region) -> Region:
 
 
 def carried_over(blueprint: Blueprint, study: Study, module: nn.Module) -> Blueprint:
-    """Decisions made on a stand-in, as decisions about the user's ``module``."""
+    """Translate decisions made for a stand-in to the user's ``module``."""
     if study.module is module:
         return blueprint
     order = {name: index for index, (name, _) in enumerate(module.named_modules())}

@@ -1,4 +1,4 @@
-"""Pairs of column- and row-parallel layers, read off a trace or off the styles of a plan."""
+"""Finds pairs of column- and row-parallel layers, from a trace or from the styles of a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def regions_from_trace(module: nn.Module, trace: Trace, excluded: set[str]) -> l
     Args:
         module: the traced module.
         trace: its trace.
-        excluded: names of layers that are not to be split (heads of the vocabulary).
+        excluded: names of layers that belong to no region (heads of the vocabulary).
     """
     regions: list[Region] = []
     taken: set[str] = set(excluded)
@@ -45,10 +45,10 @@ def regions_from_styles(
         module: the traced module.
         styles: style of each module that the plan names.
         trace: its trace, if it could be run.
-        strict: whether every split output has to reach a row of the plan.
+        strict: whether every split output must be read by a row of the plan.
 
     Raises:
-        ValueError: a column's split output reaches no row, or its region is half gathered.
+        ValueError: no row reads the split output of a column, or only one side of a region is gathered.
     """
     named = [name for name, _ in module.named_modules() if name in styles]
     rows = [name for name in named if styles[name].is_row]
@@ -70,7 +70,7 @@ def regions_from_styles(
 
 
 def describe(module: nn.Module, columns: list[str], row: str, trace: Trace | None) -> Region:
-    """The region of these layers, with what a trace says lies between them."""
+    """The region of these layers, with the parameters and tables between them according to the trace."""
     region = Region(columns, row, common_parent([*columns, row]))
     region.cuts = {name: ColumnCut.blocks(sizes_of(module.get_submodule(name))[1]) for name in columns}
     owner = module.get_submodule(parent(columns[0]))
@@ -103,7 +103,7 @@ def _per_head(trace: Trace, table: str, sizes: HeadSizes) -> bool:
 
 
 def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set[str], regions: list[Region]) -> None:
-    """Every split output ends in a row-parallel layer, and both sides agree on whether it is gathered."""
+    """Check that a row-parallel layer reads every split output, and that both sides agree on whether it is gathered."""
     for name in columns:
         if name not in matched and styles[name] is not Style.COLWISE_GATHER_OUTPUT:
             raise ValueError(
@@ -124,7 +124,7 @@ def _check_matched(styles: Mapping[str, Style], columns: list[str], matched: set
 def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[str]) -> list[str]:
     """Without a trace: the columns under the closest common parent that has any.
 
-    Where several rows are as close, each has those registered between the row before and itself.
+    If several rows are equally close, each gets the columns registered between the previous row and itself.
     """
     scope = parent(row)
     while True:
@@ -141,12 +141,12 @@ def _nearest_columns(row: str, rows: list[str], columns: list[str], order: list[
 
 
 def columns_between(columns: list[str], other_rows: list[str]) -> list[str]:
-    """Columns that do not lie closer to another row."""
+    """Columns that are not closer to another row."""
     return [c for c in columns if all(len(common_parent([c, r])) <= len(common_parent(columns)) for r in other_rows)]
 
 
 def holder_of(trace: Trace, region: Region) -> Door | None:
-    """The module around the columns that was handed the very tensor they read, and the arguments it came in."""
+    """The module around the columns that was called with the tensor they read, and the arguments with that tensor."""
     holder = parent(region.columns[0])
     if holder not in trace.calls or any(parent(name) != holder for name in region.columns):
         return None
@@ -163,7 +163,7 @@ def holder_of(trace: Trace, region: Region) -> Door | None:
 
 
 def common_parent(names: list[str]) -> str:
-    """Name of the innermost module that holds all of them."""
+    """Name of the innermost module that contains all of them."""
     split = [parent(name).split(".") if parent(name) else [] for name in names]
     shared = []
     for parts in zip(*split, strict=False):

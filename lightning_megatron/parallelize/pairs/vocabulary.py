@@ -1,4 +1,4 @@
-"""Heads and tables of the vocabulary: their logits stay split, and so do the embeddings tied to them."""
+"""Heads and embeddings of the vocabulary: logits stay split, and embeddings tied to a head are split as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.parallelize.trial.readers import holds, used_directly
 
 
 def vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> set[str]:
-    """Linear layers whose output features are the vocabulary, and whose output nothing else reads."""
+    """Names of linear layers whose output features are the vocabulary and whose output no other layer reads."""
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     tied = {id(m.weight) for m in tables}
     split = {
@@ -40,9 +40,9 @@ def vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Trac
 
 
 def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
-    """Heads keep their logits split, and embeddings tied to them are split as well.
+    """Split heads and the embeddings tied to them, in the styles of the blueprint.
 
-    Without a plan that says otherwise, so is an embedding of the same vocabulary that is not tied.
+    Unless the plan is an argument or follows drop-in layers, an untied embedding of the same size is split as well.
     """
     weights = {id(module.get_submodule(name).get_parameter("weight")) for name in blueprint.heads}
     sizes = {linear_sizes(module.get_submodule(name))[1] for name in blueprint.heads}

@@ -1,1 +1,1 @@
-"""The words of a tensor-parallel plan, and plans that models bring along."""
+"""Styles and patterns of tensor-parallel plans, and the plans that models define themselves."""

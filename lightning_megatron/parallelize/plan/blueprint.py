@@ -1,9 +1,9 @@
-"""What is decided about a module before anything of it is changed.
+"""The decisions about a module, made before it is changed.
 
-A *region* is a set of linear layers whose outputs nothing reads but one further linear layer, and from which that
-layer's input is computed completely: query, key and value before the output projection; up (and gate) before down.
-Splitting the outputs of the first and the input of the second then needs one sum at the end, whatever
-parameter-free code lies between.
+A *region* is a set of linear layers whose outputs are read by one further linear layer only, together with that layer,
+whose input must be computed completely from these outputs: query, key and value before the output projection; up (and
+gate) before down. If the outputs of the former and the input of the latter are split, one sum at the end is enough, for
+any parameter-free code in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_megatron.parallelize.reading.heads import HeadSizes
 from lightning_megatron.parallelize.reading.trace import Trace
 
 Door = tuple[str, tuple[int | str, ...]]
-"""A module around projections, and the arguments (positions or keywords) in which it is handed what they read."""
+"""A module that contains projections, and those of its arguments (positions or keywords) that the projections read."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class ColumnCut:
 
     Attributes:
         segments: sizes of its packed parts.
-        chosen: per part, the attention's sizes where it holds fewer key/value heads than there are ranks: then every
-            rank computes the heads that its query heads read, and the parameter stays whole. None for equal blocks.
+        chosen: per part, None if it is cut into equal blocks. Sizes of the attention if its key/value heads cannot be
+            divided over the ranks: every rank then computes the heads that its query heads read, and the parameter
+            stays whole.
     """
 
     segments: tuple[int, ...]
@@ -43,7 +44,7 @@ class ColumnCut:
         return any(self.chosen)
 
     def fits(self, parts: int) -> bool:
-        """Whether every part can be cut."""
+        """Whether every packed part can be cut for ``parts`` ranks."""
         return all(chosen or size % parts == 0 for size, chosen in zip(self.segments, self.chosen, strict=True))
 
     def ranges(self, parts: int, rank: int) -> tuple[Range, ...]:
@@ -64,21 +65,21 @@ class Region:
         columns: names of the layers split by output, in execution order.
         row: name of the layer split by input.
         scope: name of the innermost module that holds them all.
-        gathered: whether the columns' outputs are gathered and the row's input is split again, because the code between
-            needs whole tensors.
+        gathered: whether the outputs of the columns are gathered and the input of the row is split again, because the
+            code in between needs whole tensors.
         tables: embeddings of per-head biases (relative positions) that the region reads; split by head unless gathered.
-        inner: names of further parameters that act inside (norms on local heads); their gradients are partial sums
-            unless gathered.
-        others: names of unsplit layers whose outputs it reads as well; their gradients would be partial, so such a
-            region can only be gathered.
-        cuts: how each column layer is cut.
+        inner: names of further parameters used inside (norms on local heads); their gradients are partial sums unless
+            gathered.
+        others: names of unsplit layers whose outputs the region also reads; their gradients would be partial sums, so
+            such a region can only be gathered.
+        cuts: how each column-parallel layer is cut.
         attributes: (module name, attribute) -> local value.
-        arguments: arguments of the scope with one entry per head (ALiBi, position biases), cut on the way in: position
-            or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
-        sizes: attention sizes, if it is an attention.
-        narrowed: module and arguments whose width its code reads, to be shown the local one (see ``narrowing``).
-        tried: positions and keywords of the scope's arguments that were tensors when the cuts were tried, if they were.
-        note: what was decided and why, for people.
+        arguments: arguments of the scope with one entry per head (ALiBi, position biases), sliced before the call:
+            position or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
+        sizes: attention sizes, if the region is an attention.
+        narrowed: module and arguments whose width its code reads and must see as the local one (see ``narrowing``).
+        tried: positions and keywords of the scope's arguments that were tensors in the trial; None without a trial.
+        note: what was decided and why, for the report.
     """
 
     columns: list[str]
@@ -98,21 +99,21 @@ class Region:
 
     @property
     def members(self) -> list[str]:
-        """Columns and row."""
+        """Names of the column-parallel layers and of the row-parallel one."""
         return [*self.columns, self.row]
 
 
 @dataclass
 class Blueprint:
-    """What is to become of a module.
+    """All decisions about a module.
 
     Attributes:
-        source: where the plan came from: ``"argument"``, ``"hugging face"``, ``"drop-in layers"`` or ``"rules"``.
-        styles: style of every module that is not simply left alone, by name.
-        regions: settled pairs of column- and row-parallel layers.
+        source: origin of the plan: ``"argument"``, ``"hugging face"``, ``"drop-in layers"`` or ``"rules"``.
+        styles: style of every module that changes, by name.
+        regions: pairs of column- and row-parallel layers, with their final cuts.
         heads: names of vocabulary heads.
-        trace: the trace that was read, if the module could be run.
-        untraced: why it could not be.
+        trace: the trace of the module, if it could be run.
+        untraced: the reason why it could not be run.
     """
 
     source: str

@@ -1,6 +1,6 @@
-"""The tensor-parallel plans that Hugging Face models carry.
+"""The tensor-parallel plans that Hugging Face models define.
 
-They are read by attribute: ``transformers`` is never imported here, since a model from it has imported it already.
+Plans are read from attributes of the model, without importing ``transformers``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_megatron.parallelize.reading.low_rank import is_splittable
 
 
 def own_plan(module: nn.Module) -> dict[str, str]:
-    """Plans that the Hugging Face models in a module carry, as full patterns; empty when they carry none.
+    """Plans of the Hugging Face models in a module, as full patterns; empty if there are none.
 
-    A plan that names only a head, an embedding (as models without a plan of their own inherit) or experts, which are
-    not split here, does not count.
+    A plan is ignored if it names only a head, an embedding (as models without a plan of their own inherit) or experts,
+    which are not split here.
     """
     plan: dict[str, str] = {}
     for name, model in hugging_face_models(module).items():
@@ -38,7 +38,7 @@ def _names_layers(entries: dict[str, str], linears: list[str]) -> bool:
 
 
 def _plan_from_configs(model: Any) -> dict[str, str]:
-    """Plans of the inner models, for releases that do not merge them."""
+    """Plans of the inner models, for releases of ``transformers`` that do not merge them."""
     plan: dict[str, str] = {}
     parts: dict[str, Any] = dict(model.named_modules())
     for name, part in parts.items():

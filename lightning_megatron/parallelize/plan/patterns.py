@@ -1,8 +1,8 @@
 """Patterns of a plan, matched against module names.
 
 A pattern is a dotted name in which ``*`` stands for one component, as in Hugging Face's ``base_model_tp_plan``. It
-matches a module of that name, or one whose name ends in it at a dot, so that ``layers.*.mlp.up_proj`` also finds
-``model.layers.0.mlp.up_proj`` when the model sits inside another module.
+matches a name if it matches its last components, so ``layers.*.mlp.up_proj`` also matches
+``model.layers.0.mlp.up_proj`` if the model is part of another module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names ``name`` or its last components."""
+    """Whether ``pattern`` matches ``name`` or its last components."""
     wanted, parts = pattern.split("."), name.split(".")
     if len(parts) < len(wanted):
         return False
@@ -22,10 +22,10 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def expand(plan: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:
-    """Names that each pattern of a plan matches.
+    """The names that each pattern of a plan matches.
 
     Raises:
-        ValueError: patterns that match nothing; the message suggests close names.
+        ValueError: a pattern matches no name; the message suggests similar names.
     """
     names = list(names)
     found = {pattern: [name for name in names if matches(pattern, name)] for pattern in plan}

@@ -1,4 +1,4 @@
-"""One line of a plan as people read it: a module, how it is split, and the collectives it costs."""
+"""One row of the report on a plan: a module, how it is split, and its collectives."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One line of the plan.
+    """One row of the report on a plan.
 
     Attributes:
         name: dotted name of the module.
         style: how it is split.
         global_shape: logical shape of its weight.
-        local_shape: shape of its weight here.
-        forward: collectives it starts forward.
-        backward: collectives it starts backward.
-        note: adaptations, or why something is gathered.
+        local_shape: shape of its weight on this rank.
+        forward: collectives that it starts in the forward.
+        backward: collectives that it starts in the backward.
+        note: adaptations, or the reason for a gather.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where a plan comes from, and the style that it gives to each module."""
+"""The origin of a plan, and the style that it gives to each module."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from lightning_megatron.parallelize.reading.low_rank import splits_like_linear
 
 
 def styles_of(module: nn.Module, plan: str | Mapping[str, str]) -> tuple[str, dict[str, Style]]:
-    """Where the plan comes from and the style it gives to each module."""
+    """The origin of the plan, and the style that it gives to each module.
+
+    Raises:
+        ValueError: ``plan`` is a string other than ``"auto"``, a pattern matches no module, or a style is unknown.
+    """
     if not isinstance(plan, str):
         return "argument", _expanded(module, plan, strict=True)
     if plan != "auto":
         raise ValueError(f"`tensor_parallel_plan={plan!r}`: a plan is 'auto' or a dict of pattern -> style.")
     own = own_plan(module)
-    if own:  # what the model's author planned for a layer that a user has wrapped since does not bind the wrapper
+    if own:  # styles for layers that the user has replaced by modules of another kind are ignored
         parts, wanted = dict(module.named_modules()), _expanded(module, own, strict=False)
         return "hugging face", {name: style for name, style in wanted.items() if _takes(parts[name], style)}
     dropped_in = {name: _drop_in_style(m) for name, m in module.named_modules() if isinstance(m, DROP_IN)}
@@ -62,10 +66,10 @@ def _drop_in_style(module: nn.Module) -> Style:
 
 
 def check_styles(module: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Refuse styles on modules that cannot take them.
+    """Refuse styles for modules that cannot be split in that way.
 
     Raises:
-        ValueError: naming the module and what its style needs.
+        ValueError: a style does not fit its module; the message names the module and what the style needs.
     """
     parts = dict(module.named_modules())
     for name, style in styles.items():
@@ -100,6 +104,6 @@ def _is_linear_style(style: Style) -> bool:
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of a module's class, with that of its library where torch has one of the same name."""
+    """The name of a module's class, with its Python module if torch has a class of the same name."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__name__}" if hasattr(nn, kind.__name__) else kind.__name__

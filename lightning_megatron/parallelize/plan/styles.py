@@ -1,4 +1,4 @@
-"""The vocabulary of plans: Hugging Face's names for how a module is split, and what each means here."""
+"""Styles of a plan: Hugging Face's names for how a module is split, and what each means here."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ ALIASES = {
 
 
 def is_style(name: str | Style) -> bool:
-    """Whether this is a style or an alias of one."""
+    """Whether ``name`` is a style or an alias of one."""
     return isinstance(name, Style) or name in {style.value for style in Style} | set(ALIASES)
 
 
 def parse_style(name: str | Style, pattern: str) -> Style:
-    """The style of that name or alias.
+    """The style with this name or alias.
 
     Args:
         name: a style, or its name.
-        pattern: the plan entry it stands in, for the message.
+        pattern: the plan entry that it belongs to, for the message.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones and the closest.

@@ -1,1 +1,1 @@
-"""What a module is, read in execution order on a copy."""
+"""Reads a module: its kinds of layers, and their execution order in a trial run of a copy."""

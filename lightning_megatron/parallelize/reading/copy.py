@@ -1,11 +1,11 @@
-"""Copies of a user's module that share nothing it may write to, so that trying something on it leaves no trace.
+"""Copies of a user's module that share no writable state with it, so that trials have no side effects.
 
-A plan is made by running the user's code on tiny inputs. That code remembers: data-dependent initialisation, counters,
-caches, running statistics. Every such run therefore happens on a copy, and nothing has to be put back. A copy of a
-large module has to be cheap: tensors share their memory with the original until one of the two is written to
-(copy-on-write), and only the Python objects around them are copied at once.
+A plan is made by running the user's code on tiny inputs. That code keeps state: data-dependent initialisation,
+counters, caches, running statistics. Every trial therefore runs on a copy, and nothing has to be restored. A copy of a
+large module is cheap: tensors share their memory with the original until one of the two is written to (copy-on-write),
+and only the Python objects around them are copied at once.
 
-Beyond a copy is state that the module does not hold: a list or a cache at the level of a Python module, a file.
+State outside of the module is not copied: a list or a cache of a Python module, a file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _PLAIN = (bool, int, float, str, bytes, type(None), type, Tensor, nn.Module)
 
 
 def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) -> nn.Module:
-    """A copy of a module that can be run, trained and changed without the original noticing.
+    """A copy of a module that can be run, trained and changed without changing the original.
 
-    Tensors, attributes, containers and what the module's own functions hold in closures and default arguments are
-    copied; references within the module stay within the copy. Shared with the original are what it does not own
-    (trainer, data) and attributes that Python cannot copy (locks, process groups).
+    Tensors, attributes, containers, and the closures and default arguments of functions in attributes are copied;
+    references within the module become references within the copy. Objects that the module does not own (trainer, data)
+    and attributes that Python cannot copy (locks, process groups) are shared with the original.
 
     Args:
-        module: what to copy.
-        replacements: id of an object in it -> what stands in its place in the copy.
+        module: the module to copy.
+        replacements: id of an object in it -> the object to use in its place in the copy.
+
+    Returns:
+        The copy; its tensors share memory with the original until one of the two is written to.
     """
     parts = list(module.modules())
     memo: dict[int, Any] = {id(owner): owner for owner in _not_owned(parts)}
@@ -45,7 +48,7 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
     memo |= functions.twins | dict(replacements or {})
     try:
         copied = copy.deepcopy(module, attempt := dict(memo))
-    except Exception:  # some attribute cannot be copied; which one is found out by copying each alone
+    except Exception:  # some attribute cannot be copied; copying each separately shows which
         attempt = memo | _uncopyable(parts, memo)
         copied = copy.deepcopy(module, attempt)
     functions.fill(attempt)
@@ -60,7 +63,7 @@ def _not_owned(parts: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _tensors(parts: Iterable[nn.Module]) -> dict[int, Any]:
-    """By id, a copy of every tensor in the attributes of these modules; tensors on one storage stay on one storage."""
+    """By id, a copy of every tensor in attributes of these modules; tensors that share a storage still share one."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[int, Any] = {}
     for part in parts:
@@ -92,13 +95,13 @@ def _tensor(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
 
 
 def _shared_until_written(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """A storage with the same values, whose memory is that of the tensor until either is written to."""
+    """A storage with the same values that shares the memory of the tensor until either is written to."""
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         try:
             lazy = torch._lazy_clone(whole)
-        except RuntimeError:  # memory that torch does not own: a numpy array, shared memory, a mapped file
+        except RuntimeError:  # memory that torch does not own: a NumPy array, shared memory, a mapped file
             lazy = whole.clone()
         storages[storage._cdata] = lazy.untyped_storage()
     return storages[storage._cdata]
@@ -110,7 +113,7 @@ def _on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
-    """Functions that hold something, among these values, in their containers, and in what such functions hold."""
+    """Functions with closures or defaults, among these values, in their containers, and in what such functions hold."""
     waiting, seen = list(values), set()
     while waiting:
         value = waiting.pop()
@@ -146,7 +149,7 @@ def _content(cell: CellType) -> Any:
 
 
 class _Functions:
-    """Copies of functions. They exist before the module is copied, so that it refers to them, and are filled after."""
+    """Copies of functions, created before the copy of the module, so that it can refer to them, and filled later."""
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
         self._originals = {id(function): function for function in functions}
@@ -154,7 +157,7 @@ class _Functions:
         self.twins = {key: self._twin(function) for key, function in self._originals.items()}
 
     def fill(self, memo: dict[int, Any]) -> None:
-        """Give each what the original holds, copied with the memo of the module's copy."""
+        """Fill closures and defaults with copies of those of the originals, using the memo of the module's copy."""
         for old, new in self._cells.values():
             if (content := _content(old)) is not None:
                 new.cell_contents = _copied(content, memo)
@@ -174,14 +177,14 @@ class _Functions:
 
 
 def _uncopyable(parts: Iterable[nn.Module], memo: Mapping[int, Any]) -> dict[int, Any]:
-    """Attributes of these modules that Python cannot copy, by id: they stay shared with the original."""
+    """Attributes of these modules that Python cannot copy, by id; the copy shares them with the original."""
     known = {**memo, **{id(part): part for part in parts}}
     values = [value for part in parts for value in vars(part).values() if not isinstance(value, _PLAIN)]
     return {id(value): value for value in values if _copied(value, dict(known)) is value}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy; the value itself where Python cannot copy it."""
+    """A copy of the value, or the value itself if Python cannot copy it."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:

@@ -1,4 +1,4 @@
-"""Attention sizes as modules write them down, and arguments of a call that hold one entry per head."""
+"""Attention sizes from the attributes of modules, and arguments of a call with one entry per head."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "n_groups")
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Numbers of query heads, of key/value heads, and features per head."""
+    """Number of query heads, number of key/value heads, and features per head."""
 
     heads: int
     key_value: int
     size: int
 
     def read_by(self, parts: int, rank: int) -> tuple[int, ...]:
-        """Key/value heads that the query heads of one rank read."""
+        """Key/value heads that the query heads of ``rank`` of ``parts`` read."""
         return key_value_heads(self.heads, self.key_value, parts, rank)
 
     def features_read_by(self, parts: int, rank: int) -> tuple[Range, ...]:
@@ -36,11 +36,11 @@ class HeadSizes:
 
 
 def head_sizes(owner: nn.Module, widths: Iterable[int]) -> HeadSizes | None:
-    """Sizes of an attention module, from its attributes or its ``config``; None where it does not look like one.
+    """Sizes of an attention module, from its attributes or its ``config``; None if it does not look like one.
 
     Args:
-        owner: the module that holds the projections.
-        widths: output sizes of the projections; the number of heads must divide the largest.
+        owner: the module that contains the projections.
+        widths: output sizes of the projections; the largest must be divisible by the number of heads.
     """
     sources = [owner, getattr(owner, "config", None)]
     heads = _first(sources[:1], HEADS) or (_first(sources[1:], HEADS) if _looks_like_attention(owner) else None)
@@ -71,7 +71,7 @@ def _looks_like_attention(owner: nn.Module) -> bool:
 
 
 def head_arguments(call: Call, heads: int) -> dict[int | str, str]:
-    """Arguments of a recorded call that hold one entry per head, and in which way."""
+    """Arguments of a recorded call with one entry per head: position or keyword -> ``"heads"`` or ``"batch"``."""
     found: dict[int | str, str] = {}
     named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for key, value in named:
@@ -93,9 +93,9 @@ def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset
 def slice_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], which: dict[int | str, str], heads: int, parts: int, rank: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with one entry per head, cut to one rank's heads; those that are local already pass.
+    """Slice arguments with one entry per head to the heads of one rank; arguments that are local already stay.
 
-    ``"heads"``: [.., heads, queries, keys] is cut along that dim; ``"batch"``: [batch * heads, ..] within the first.
+    ``"heads"``: [.., heads, queries, keys] is sliced along that dim; ``"batch"``: [batch * heads, ..] within dim 0.
     """
     start, stop = block_range(heads, parts, rank)
 

@@ -1,4 +1,4 @@
-"""A tiny input for a module nobody has described: token ids, an image, or a hidden state."""
+"""Guesses a tiny input for a module without an example: token ids, an image, or a hidden state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_megatron.parallelize.reading.kinds import (
 from lightning_megatron.parallelize.reading.trace import Trace, trace
 
 BATCH, LENGTH = 2, 11
-"""Chosen so that neither is a usual number of heads."""
+"""Batch size and sequence length of the tiny input; neither is a usual number of heads."""
 
 _MOST_OWN_SIZES = 8
 
 SHORT_LENGTHS = (7, 5, 3)
-"""For modules that take no sequence of `LENGTH`: a table of relative positions, say, has two entries per place."""
+"""For modules that cannot take a sequence of `LENGTH`, such as some with tables of relative positions."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,17 @@ class Example:
 
 
 def run_examples(module: nn.Module, example: Any = None) -> tuple[Trace | None, str]:
-    """Trace the module on an input that was given, or on the first guess that runs.
+    """Trace the module on the given input, or on the first guess that runs.
 
     Args:
         module: the module.
         example: a tensor, a tuple of arguments, a dict of keyword arguments, or None to guess.
 
     Returns:
-        The trace, names counted from ``module``, or None when nothing ran; and why not.
+        The trace, with names relative to ``module``, and an empty reason; or None and the reason if no guess runs.
+
+    Raises:
+        Exception: any exception of the user's code on a given ``example``.
     """
     if example is not None:
         return _merge(module, [_given(example)]), ""
@@ -73,7 +76,7 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
     for guess in guesses:
         try:
             result = _merge(module, [guess])
-        except Exception as error:  # any guess may be wrong in any way; the first, of the module itself, tells most
+        except Exception as error:  # a guess may fail in any way; the error of the first guess says most
             reason = reason or f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
             continue
         if any(result.sources.values()):
@@ -83,7 +86,7 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
 
 
 def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
-    """When only a single layer of a list could be run: the other layers of the list as well, on the same input."""
+    """If only a single layer of a list could be run, run the other layers of the list on the same input as well."""
     prefix, _, index = example.name.rpartition(".")
     if not index.isdigit():
         return found
@@ -144,7 +147,7 @@ def _device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def token_ids(module: nn.Module, vocabulary: int, length: int = LENGTH) -> Tensor:
-    """Ids [BATCH, length] spread over the vocabulary, on the module's device."""
+    """Token ids [BATCH, length], spread over the vocabulary, on the device of the module."""
     ids = torch.arange(BATCH * length, device=_device_and_dtype(module)[0]) * 7 + 3
     return (ids % max(1, vocabulary)).view(BATCH, length)
 
@@ -160,7 +163,7 @@ def _hugging_face_inputs(model: Any) -> dict[str, Any]:
 
 
 def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Random images or sounds of the size that the configuration names, with ids for a decoder beside them."""
+    """Random images or sounds of the size in the configuration, with token ids for a decoder if there is one."""
     name, device_and_dtype = model.main_input_name, _device_and_dtype(model)
     shape = _signal_shape(name, model.config)
     if shape is None:
@@ -171,7 +174,7 @@ def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
-    """Images [batch, channels, height, width]; sounds as samples, or as features over time in either order."""
+    """Shape of images [batch, channels, height, width], of sound samples, or of features over time in either order."""
     if name == "pixel_values":
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 64)
@@ -190,7 +193,7 @@ def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
 
 
 def _guesses(module: nn.Module) -> Iterator[Example]:
-    """Ids or a hidden state for the module, then for its largest part, and so on down; last, for single layers."""
+    """Inputs for the module, then for its largest child, and so on down to single layers."""
     given = getattr(module, "example_input_array", None)
     if given is not None:
         inner = _given(given)
@@ -222,7 +225,7 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _own_sizes(part: nn.Module) -> list[int]:
-    """Sizes of what modules other than torch's keep directly: positions and masks fix the length of a sequence."""
+    """Sizes of tensors in modules that are not torch's: tables of positions and masks may fix the sequence length."""
     own = [m for m in part.modules() if not type(m).__module__.startswith("torch.nn.")]
     tensors = [x for m in own for x in (*m.buffers(recurse=False), *m.parameters(recurse=False))]
     return list(dict.fromkeys(size for x in tensors for size in x.shape[:-1] if size > 1))[:_MOST_OWN_SIZES]

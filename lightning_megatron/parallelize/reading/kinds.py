@@ -1,4 +1,4 @@
-"""What a module is, as far as splitting it is concerned."""
+"""Kinds of modules, as far as splitting is concerned: linears, attention, Hugging Face models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a linear layer with its weight at hand: ``nn.Linear``, a subclass, or ``Conv1D``."""
+    """Whether this is a linear layer that holds its weight as a tensor: ``nn.Linear``, a subclass, or ``Conv1D``."""
     holds_weight = isinstance(module._parameters.get("weight"), torch.Tensor)
     return holds_weight and (isinstance(module, nn.Linear) or is_transposed(module))
 
@@ -45,7 +45,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether this is ``nn.MultiheadAttention``, which is split as one."""
+    """Whether this is ``nn.MultiheadAttention``, which is split as one module."""
     return isinstance(module, nn.MultiheadAttention)
 
 
@@ -64,7 +64,7 @@ def hugging_face_models(module: nn.Module) -> dict[str, Any]:
 
 
 def output_embeddings(module: nn.Module) -> list[nn.Module]:
-    """Heads of the Hugging Face models in a module, as they name them."""
+    """The heads that the Hugging Face models in a module return as output embeddings."""
     heads = []
     for model in hugging_face_models(module).values():
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -74,7 +74,7 @@ def output_embeddings(module: nn.Module) -> list[nn.Module]:
 
 
 def local_class(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
-    """Class of the parallel twin: ``base``, or one of both where the module's class has behaviour of its own."""
+    """Class of the parallel twin: ``base``, or a subclass of it and of the module's class unless that is torch's."""
     classes: tuple[Any, Any] = type(module), base
     return cast("type[nn.Module]", _local_class(*classes))
 
@@ -92,7 +92,7 @@ def _local_class(cls: Any, base: Any) -> Any:
 
 @contextlib.contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
-    """The module in the class its author gave it, for code that initialises by class (a ``Conv1D`` is no linear)."""
+    """Give the module back its original class, for code that initialises by class (``Conv1D`` is not a linear)."""
     twin = type(module)
     module.__class__ = twin.__dict__.get("_twin_of", twin)
     try:
@@ -102,7 +102,7 @@ def as_written(module: nn.Module) -> Iterator[None]:
 
 
 def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether ``cls`` leaves the product (or look-up) to its torch base class, whose place the twin then takes."""
+    """Whether ``cls`` calls the product (or look-up) of its torch base class, which the twin then replaces."""
     torch_base = next((b for b in (nn.Linear, nn.Embedding, nn.MultiheadAttention) if issubclass(base, b)), nn.Module)
     if not issubclass(cls, torch_base):
         return False
@@ -114,10 +114,10 @@ def _calls_super(cls: type[nn.Module], base: type[nn.Module]) -> bool:
 
 
 def behaves_like_linear(module: nn.Module) -> bool:
-    """Whether calling the module is ``x W^T + b``, whatever its further parameters hold.
+    """Whether the module computes ``x W^T + b`` for any values of its further parameters.
 
-    A copy is tried on a tiny input where the module's class has a forward of its own. Parameters beside weight and
-    bias are random there: a low-rank update that starts at zero would go unnoticed.
+    If its class overrides ``forward``, a copy runs on a tiny input, with random values in the parameters other than
+    weight and bias, because a low-rank update that is initialised to zero would not be noticed.
     """
     if type(module).forward in (nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
         return True
@@ -129,7 +129,7 @@ def behaves_like_linear(module: nn.Module) -> bool:
         want = F.linear(x, weight.t() if is_transposed(module) else weight, bias)
         try:
             _, got = Replay(module, (x,), {}).run(_randomise_further_parameters)
-        except Exception:  # a forward of its own may ask for anything, a number of groups for one
+        except Exception:  # an overridden forward may need other arguments, such as a number of groups
             return False
     return isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3)
 

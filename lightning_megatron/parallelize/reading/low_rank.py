@@ -1,9 +1,10 @@
 """Linear layers with low-rank updates beside them (LoRA, Hu et al., arXiv 2106.09685), split as one layer.
 
-``y = W x + s B A x`` is linear in ``x``, with ``A`` [r, in] and ``B`` [out, r]. Split by output, ``W`` and ``B`` keep
-their rows and ``A`` stays whole; split by input, ``W`` and ``A`` keep their columns, each with a sum over the group,
-and ``B`` stays whole. Such a module is recognised by what it computes, not by its name or library: its parameters
-belong to one linear layer and to pairs of smaller ones, and parts of it give parts of its output.
+``y = W x + s B A x`` is linear in ``x``, with ``A`` [r, in] and ``B`` [out, r]. If the output is split, ``W`` and ``B``
+keep this rank's rows and ``A`` stays whole. If the input is split, ``W`` and ``A`` keep this rank's columns, each
+followed by a sum over the group, and ``B`` stays whole. Such a module is recognised by what it computes, not by its
+name or library: its parameters belong to one linear layer and to pairs of smaller ones, and slices of it compute slices
+of its output.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from lightning_megatron.parallelize.reading.replay import Prepare, Replay
 
 @dataclass(frozen=True)
 class LowRank:
-    """Names of the layers inside a linear layer with low-rank updates, as counted from it.
+    """Names of the layers inside a linear layer with low-rank updates, relative to it.
 
     Attributes:
         base: the linear layer that is updated.
-        downs: per update, the layer to few features (``A``).
-        ups: per update, the layer back (``B``).
+        downs: per update, the layer from the input to the low rank (``A``).
+        ups: per update, the layer from the low rank to the output (``B``).
     """
 
     base: str
@@ -40,7 +41,7 @@ _verified: WeakKeyDictionary[nn.Module, tuple[LowRank, bool]] = WeakKeyDictionar
 
 
 def structure_of(module: nn.Module) -> LowRank | None:
-    """The layers of a module whose parameters are those of one linear layer and of low-rank pairs; else None."""
+    """The layers of a module whose parameters belong to one linear layer and to low-rank pairs; else None."""
     if is_linear(module):
         return None
     linears = {name: part for name, part in module.named_modules() if is_linear(part)}
@@ -59,7 +60,7 @@ def structure_of(module: nn.Module) -> LowRank | None:
 
 
 def low_rank(module: nn.Module) -> LowRank | None:
-    """The layers of a module that is a linear layer with low-rank updates, found by trying it on a copy; else None."""
+    """The layers of a linear layer with low-rank updates, verified by a trial on a copy; None for other modules."""
     found = structure_of(module)
     if found is None:
         return None
@@ -77,7 +78,7 @@ def is_splittable(module: nn.Module) -> bool:
 
 
 def splits_like_linear(module: nn.Module) -> bool:
-    """Whether calling the module is what a linear layer does, with or without low-rank updates."""
+    """Whether the module computes what a linear layer does, with or without low-rank updates."""
     return behaves_like_linear(module) if is_linear(module) else low_rank(module) is not None
 
 
@@ -87,7 +88,7 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The linear layer itself, or the one that low-rank updates stand beside."""
+    """The linear layer itself, or the one to which low-rank updates are added."""
     found = structure_of(module)
     return module if found is None else module.get_submodule(found.base)
 
@@ -100,7 +101,7 @@ def linears_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def keep_outputs(module: nn.Module, ranges: Sequence[Range]) -> None:
-    """Cut a layer, with or without low-rank updates, down to ranges of its output features, in place."""
+    """Reduce a layer, with or without low-rank updates, to ranges of its output features, in place."""
     found = structure_of(module)
     for name in ("",) if found is None else (found.base, *found.ups):
         layer = module.get_submodule(name)
@@ -112,12 +113,12 @@ def keep_outputs(module: nn.Module, ranges: Sequence[Range]) -> None:
 
 
 def take(tensor: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
-    """These ranges of a tensor along one dim, one after the other."""
+    """These ranges of a tensor along ``dim``, concatenated."""
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 def _adds_up(module: nn.Module, found: LowRank) -> bool:
-    """Whether halves of the outputs are the outputs of halves, and halves of the inputs add up, with random weights."""
+    """Whether, with random weights, the split by output and the split by input give the output of the whole module."""
     replay = _with_random_weights(module)
     weight = replay.part.get_submodule(found.base).get_parameter("weight")
     wide_in, wide_out = linear_sizes(replay.part.get_submodule(found.base))
@@ -129,7 +130,7 @@ def _adds_up(module: nn.Module, found: LowRank) -> bool:
             columns = [
                 replay.run(_keeping_inputs(found, part), args=(x[..., slice(*part)],))[1] for part in _halves(wide_in)
             ]
-    except Exception:  # a forward of its own may ask for anything
+    except Exception:  # an overridden forward may need other arguments
         return False
     if not isinstance(whole, Tensor) or whole.shape != (2, 3, wide_out):
         return False
@@ -139,7 +140,7 @@ def _adds_up(module: nn.Module, found: LowRank) -> bool:
 
 
 def _with_random_weights(module: nn.Module) -> Replay:
-    """The module in evaluation on a copy whose updates do something, which they do not when they are new."""
+    """A copy with random weights in all layers, because new low-rank updates are initialised to zero."""
     copied, generator = copy_of(module), torch.Generator().manual_seed(6)
     for parameter in copied.parameters():
         values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5

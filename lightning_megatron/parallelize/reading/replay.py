@@ -1,14 +1,14 @@
-"""One call of a part of the user's module, run as often as wanted and each time as if for the first time.
+"""Repeats one call of a part of the user's module, each time from the same state.
 
-Comparing two ways of running a part asks for two runs that start alike. The part is kept as it was when it was
-called and is never run itself; every run gets a fresh copy of it, so that what one run changes (counters, caches,
-initial values found from the first batch, running statistics) is neither seen by the next nor left behind::
+To compare two ways of running a part, both runs must start from the same state. A replay keeps the part in the state at
+the time of its call and never runs it; every run gets a fresh copy. What one run changes (counters, caches,
+data-dependent initial values, running statistics) affects neither the next run nor the module::
 
     kept part ──copy──▶ run 1: whole          discarded
               ──copy──▶ run 2: rank 0's part  discarded
               ──copy──▶ run 3: rank 1's part  discarded
 
-Random generators (of torch on the CPU and on the part's devices, of Python, of NumPy) are afterwards as they were.
+The random generators of torch (on the CPU and the devices of the part), Python and NumPy are restored after a run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.utils._pytree import tree_map
 from lightning_megatron.parallelize.reading.copy import copy_of
 
 Prepare = Callable[[nn.Module], Any]
-"""Changes a copy before it runs: hooks, weights, attributes. What it returns is not used."""
+"""Changes a copy before it runs: hooks, weights, attributes. The return value is ignored."""
 
 
 class Replay:
     """A part of a module and the arguments that it was called with.
 
     Args:
-        part: the part as it was when it was called; it is copied, never run.
+        part: the part, in the state at the time of the call; it is copied, never run.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -52,7 +52,7 @@ class Replay:
         training: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Any]:
-        """Run a fresh copy, in evaluation mode by default.
+        """Run a fresh copy of the part, in evaluation mode by default.
 
         Args:
             prepare: changes the copy before it runs.
@@ -62,10 +62,10 @@ class Replay:
             seed: seed of the random generators during the run.
 
         Returns:
-            The copy as the run left it, and what the run returned.
+            The copy in its state after the run, and its output.
 
         Raises:
-            Exception: whatever the user's code raises.
+            Exception: any exception of the user's code.
         """
         copied = copy_of(self.part)
         for part in copied.modules():
@@ -77,14 +77,14 @@ class Replay:
             return copied, copied(*tree_map(fresh, args), **tree_map(fresh, kwargs))
 
     def at(self, name: str) -> Replay:
-        """The first call of a part inside this one, kept with the state and the arguments it has at that moment.
+        """A replay of the first call of an inner part, with its state and arguments at that moment.
 
         Args:
             name: dotted name of the inner part; empty for this part itself.
 
         Raises:
-            LookupError: the part is not called in this run.
-            Exception: whatever the user's code raises before that call.
+            LookupError: this part does not call the inner part.
+            Exception: any exception of the user's code before that call.
         """
         if not name:
             return self
@@ -105,7 +105,7 @@ class Replay:
 
 
 class _Called(Exception):
-    """A part was called; carries its replay."""
+    """Ends a run when an inner part is called; carries the replay of that part."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Called(Exception):
 
 @contextlib.contextmanager
 def _quiet(module: nn.Module, seed: int) -> Iterator[None]:
-    """Seed the random generators and put them back; keep off torch's fused encoder kernels: they call no submodules."""
+    """Seed the random generators and restore them; disable torch's fused encoder kernels, which call no submodules."""
     devices = {x.device.index for x in (*module.parameters(), *module.buffers()) if x.device.type == "cuda"}
     python, numpy = random.getstate(), sys.modules.get("numpy")  # user code that draws from NumPy has imported it
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -1,8 +1,8 @@
-"""A small stand-in for a module that has no weights yet.
+"""A small stand-in for a module on the meta device.
 
-A plan is made by running the module on a tiny input. A module on the meta device cannot be run, and of a hundred
-equal layers two tell as much as all. The stand-in keeps, of every list of layers, the first of each kind and one that
-represents its repetitions, gives them random weights on the CPU, and knows how its names map back::
+A plan is made by running the module on a tiny input. A module on the meta device cannot be run, and two of a hundred
+equal layers are enough. Of every list of layers, the stand-in keeps the first of each kind and one that represents its
+repetitions. It has random weights on the CPU, and a mapping from its names to those of the module::
 
     module    layers.0  layers.1  layers.2 ... layers.31
     stand-in  layers.0  layers.1 (stands for 1 to 31)
@@ -21,29 +21,29 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.reading.copy import copy_of
 
 VOCABULARY = 32768
-"""Rows from which a matrix is taken for a table of a vocabulary."""
+"""A matrix with at least this many rows counts as a table of a vocabulary."""
 
 Rename = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Study:
-    """The module that a plan is made on, and how its names map back to the user's module.
+    """The module for which a plan is made, and the mapping of its names to the user's module.
 
     Attributes:
-        module: the user's module where it has weights, otherwise a stand-in for it. It is copied, never run.
-        kept: name of each shortened list -> for each of its layers, the indices in the original that it stands for.
+        module: the user's module if it has weights, otherwise a stand-in for it. It is copied, never run.
+        kept: name of each shortened list -> for each of its layers, the original indices that it represents.
     """
 
     module: nn.Module
     kept: Mapping[str, tuple[tuple[int, ...], ...]]
 
     def originals(self, name: str) -> list[str]:
-        """Names in the user's module of what is called ``name`` here."""
+        """Names in the user's module that ``name`` represents."""
         return [rename(name) for rename in self.renames(name)]
 
     def renames(self, name: str) -> list[Rename]:
-        """For each original layer that the layer of ``name`` stands for: the names around it, in the original."""
+        """One function per original layer that the layer of ``name`` represents: it maps names to the original."""
         place = self._place(name)
         if place is None:
             return [lambda other: other]
@@ -60,7 +60,7 @@ class Study:
         return rename
 
     def _place(self, name: str) -> tuple[str, int, str] | None:
-        """The shortened list that a name lies in, its index there, and the rest."""
+        """The shortened list that contains ``name``, the index in it, and the rest of the name; else None."""
         for prefix in self.kept:
             start = f"{prefix}." if prefix else ""
             index, _, rest = name[len(start) :].partition(".")
@@ -70,9 +70,9 @@ class Study:
 
 
 def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study:
-    """The module itself where it can be run as it is; a copy with random weights where it is on the meta device.
+    """The module itself, or a copy with random weights if parameters are on the meta device.
 
-    A plan that names layers by number needs them all; otherwise the copy's lists are shortened.
+    The lists of the copy are shortened, unless the plan names layers by number.
     """
     if not any(parameter.is_meta for parameter in module.parameters()):
         return Study(module, {})
@@ -88,7 +88,7 @@ def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study
 
 
 def _shorten(layers: nn.ModuleList) -> tuple[tuple[int, ...], ...]:
-    """Keep the first layer of each kind and one for its repetitions; returns what each stands for."""
+    """Keep the first layer of each kind and one for its repetitions; return the indices that each represents."""
     groups: list[list[int]] = []
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -106,7 +106,7 @@ def _shorten(layers: nn.ModuleList) -> tuple[tuple[int, ...], ...]:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Random values on the CPU in place of what is on meta, the same on every rank; tied tensors stay tied."""
+    """Replace meta tensors by random values on the CPU, the same on every rank; tied tensors stay tied."""
     generator = torch.Generator().manual_seed(11)
     made: dict[int, Tensor] = {}
 
@@ -127,9 +127,9 @@ def _materialise(module: nn.Module) -> None:
 
 
 def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Weights of a usual size for matrices, near one for vectors; false or zero for what is not a number.
+    """Random values: of the usual scale for matrices, near one for vectors; True for booleans, zero for integers.
 
-    Tables of a vocabulary repeat one row without memory: nothing in them is tried.
+    Tables of a vocabulary are one row, expanded, to save memory: trials do not compare them.
     """
     if not tensor.is_floating_point():
         return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)

@@ -1,9 +1,9 @@
-"""Reads a module in execution order: which linear layers feed which, with what, inside which calls.
+"""Traces a module in execution order: which linear layers feed which, and in which calls.
 
-The module runs once on a tiny input. Every call is recorded; autograd's graph of the outputs then tells, for each
-linear layer, the linear layers whose outputs its input was computed from, with nothing but parameter-free code,
-norms and the like in between. That, and not the order of registration or any name, is what pairs column- with
-row-parallel layers.
+The module runs once on a tiny input, and every call is recorded. From the autograd graph of the outputs follows, for
+each linear layer, from the outputs of which linear layers its input was computed, with only parameter-free code, norms
+and the like in between. Pairs of column- and row-parallel layers are found in this way, not by names or the order of
+registration.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Call:
 
     Attributes:
         name: dotted name of the module in the traced root.
-        module: the module, in the state before anything was run.
+        module: the module, in the state before the run.
         args: positional arguments, tensors detached and copied.
         kwargs: keyword arguments, likewise.
         tensors: the original tensors among the arguments, in order.
-        output: what it returned, tensors detached and copied.
+        output: its output, tensors detached and copied.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Trace:
     Attributes:
         calls: first call of every module, by name, in the order in which the calls began.
         counts: number of calls per module.
-        sources: per linear layer, names of the layers whose outputs its input was computed from.
-        between: per linear layer, names of further parameters met on the way (norms on heads, biases).
-        results: layers from whose outputs the module computed what it returned, or left in an attribute, with no other
-            layer in between.
-        loose: names of parameters met on the way to those results.
-        on_inputs: layers whose input was computed from a tensor that the traced module was given, which may carry a
-            gradient (see `trace`), with no further layer in between.
+        sources: per linear layer, names of the layers from whose outputs its input was computed.
+        between: per linear layer, names of further parameters used on the way (norms on heads, biases).
+        results: layers from whose outputs the module computed its own output, or a tensor in an attribute, with no
+            other layer in between.
+        loose: names of parameters used on the way to those results.
+        on_inputs: layers whose input was computed from an input of the traced module that requires a gradient (see
+            `trace`), with no other layer in between.
         roots: names of the modules that were run.
     """
 
@@ -74,11 +74,11 @@ class Trace:
         return {reader for reader, sources in self.sources.items() if name in sources}
 
     def replay(self, name: str) -> Replay:
-        """The first call of a module, to be run again.
+        """A replay of the first call of a module.
 
         Raises:
-            LookupError: the module was not called, or is not called again.
-            Exception: whatever the user's code raises before that call.
+            LookupError: the module was not called, or is not called when its surroundings run again.
+            Exception: any exception of the user's code before that call.
         """
         inside = (root for root in self.roots if lies_in(name, root) and root in self.calls)
         root = next(inside, None)
@@ -88,26 +88,26 @@ class Trace:
         return Replay(call.module, call.args, call.kwargs).at(relative(name, root))
 
     def input_of(self, name: str) -> Tensor:
-        """The tensor a layer read first."""
+        """The first tensor among the arguments of a layer."""
         return self.calls[name].tensors[0]
 
 
 def relative(name: str, holder: str) -> str:
-    """The name of a module as counted from ``holder``, in which it lies."""
+    """The name of a module relative to ``holder``, which contains it."""
     return name[len(holder) + 1 :] if holder else name
 
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool = False) -> Trace:
-    """Record what happens when a module is called (in evaluation mode, gradients on). A copy of it runs.
+    """Record a forward of a copy of a module, in evaluation mode and with gradients enabled.
 
     Args:
         module: the module.
         args: positional arguments, tiny.
         kwargs: keyword arguments, tiny.
-        inner: whether the module is a part of something larger, so that its inputs carry gradients.
+        inner: whether the module is part of a larger one, so that its inputs require gradients.
 
     Raises:
-        Exception: whatever the user's code raises on these arguments.
+        Exception: any exception of the user's code on these arguments.
     """
     leaves: dict[int, Tensor] = {}
     if inner:
@@ -142,7 +142,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
 
 
 def _with_gradients(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[int, Tensor]]:
-    """Arguments that carry gradients, as a layer's do inside a model, and the leaves they come from, by id."""
+    """Arguments that require gradients, like those of a layer inside a model, and their leaves, by id."""
     leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     given = [x.clone() if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
     return tuple(given), {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
@@ -152,7 +152,7 @@ _STATE = {"_parameters", "_buffers", "_modules"}
 
 
 def tensors_left(module: nn.Module, output: Any) -> list[Tensor]:
-    """Tensors in what a module returned and in the attributes of its parts, and in those of objects found there."""
+    """Tensors in the output of a module, in attributes of its parts, and in attributes of objects found there."""
     kept = [value for m in module.modules() for key, value in vars(m).items() if key not in _STATE]
     leaves = tree_leaves([output, *kept])
     inner = [list(vars(x).values()) for x in leaves if not isinstance(x, (Tensor, nn.Module, type)) and _has_data(x)]
@@ -169,7 +169,7 @@ def is_tagged(module: nn.Module) -> bool:
 
 
 def _tagged_names(module: nn.Module) -> set[str]:
-    """Names of the nodes of the graph of layers; low-rank updates and what they update are one node."""
+    """Names of the nodes of the graph of layers; a layer and its low-rank updates are one node."""
     updated = [name for name, part in module.named_modules() if low_rank(part) is not None]
     inside = {name for name, _ in module.named_modules() for outer in updated if name != outer and lies_in(name, outer)}
     return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
@@ -205,7 +205,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Nodes:
-    """Autograd nodes of layer outputs, and a search back from layer inputs to the nearest of them."""
+    """Autograd nodes of layer outputs, and a search from layer inputs back to the nearest of them."""
 
     def __init__(self) -> None:
         self._owner: dict[Any, str] = {}
@@ -223,11 +223,11 @@ class _Nodes:
                     self._owner[x._base.grad_fn] = name
 
     def inputs(self, name: str) -> list[Any]:
-        """Nodes that a layer's inputs came from."""
+        """Nodes that computed the inputs of a layer."""
         return self._inputs.get(name, [])
 
     def reach(self, nodes: list[Any]) -> tuple[set[str], set[int]]:
-        """Names of the nearest layers before some nodes, and the parameters met on the way."""
+        """Names of the nearest layers before ``nodes``, and ids of the parameters used on the way."""
         sources: set[str] = set()
         parameters: set[int] = set()
         seen, stack = set(), list(nodes)
