@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -282,7 +281,7 @@ class ModelGradients:
             return whole_norm(counted)
         layout = self._mesh.layout
         if scattered:
-            return global_norm(counted, [dist.group.WORLD], self._device)
+            return global_norm(counted, [self._mesh.group("world")], self._device)
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
         groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
         if not groups:  # whole gradients are here: the bits of torch's own norm, and so of plain Lightning

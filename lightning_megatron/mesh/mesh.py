@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class ParallelMesh:
         return ranks[-1] if self.layout.last_stage_first else ranks[0]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group of this rank along ``axis`` (one of ``MESH_AXES``)."""
+        """Process group of this rank along ``axis``: one of ``MESH_AXES``, or ``"world"`` for all ranks."""
         if axis not in self._groups:  # DeviceMesh builds a submesh on every look-up
             self._groups[axis] = self.device_mesh[axis].get_group()
         return self._groups[axis]
@@ -124,10 +124,16 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
         torch.cuda.current_device()
     if device_type != "cpu":
         device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
-        return ParallelMesh(layout, dist.get_rank(), device_mesh)
+        return _mesh(layout, device_mesh)
     ranks = torch.arange(layout.world_size).view(sizes)
     device_mesh = DeviceMesh.from_group(_groups_of(ranks), device_type, ranks, mesh_dim_names=MESH_AXES)
-    return ParallelMesh(layout, dist.get_rank(), device_mesh)
+    return _mesh(layout, device_mesh)
+
+
+def _mesh(layout: Layout, device_mesh: DeviceMesh) -> ParallelMesh:
+    """The mesh; it remembers the world, which is not torch's default group while the user's step runs."""
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    return ParallelMesh(layout, dist.get_rank(), device_mesh, {"world": world})
 
 
 def _groups_of(ranks: Tensor) -> list[dist.ProcessGroup]:

@@ -130,6 +130,20 @@ class Processes:
             return value
         return distributed.reduce(value, group or self.mesh.group("data_parallel"), operation)
 
+    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        """A tensor of all data-parallel replicas, or of all ranks of ``group``, stacked: ``[replicas, ...]``.
+
+        Args:
+            tensor: of this rank; shaped alike on all.
+            group: ``None`` or the world for the replicas.
+            sync_grads: whether gradients flow back, those of all ranks summed.
+        """
+        if not dist.is_initialized():
+            return tensor
+        if group in (None, dist.group.WORLD, self.mesh.group("world")):
+            group = self.mesh.group("data_parallel")
+        return distributed.all_gather(tensor, group, sync_grads)
+
     def agree(self, decision: bool, *, everyone: bool) -> bool:
         """Whether all ranks, or any of them, say yes; collective over the world."""
         votes = torch.tensor(int(decision), device=self.device)

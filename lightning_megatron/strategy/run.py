@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
+from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
@@ -39,8 +40,10 @@ from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointI
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.assembly import Assembled, Assembler
-from lightning_megatron.strategy.step.step import Window
+from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Run:
@@ -85,6 +88,10 @@ class Run:
         if earlier is not None:
             self.saving.optimizer_names = earlier.saving.optimizer_names
         mesh, gradients = processes.mesh, self.engine.model_gradients
+        self._replicas, self._everyone = _NOTHING, _NOTHING  # whom torch's calls without a group mean
+        if mesh.layout.data < mesh.layout.world_size and not self.engine.splits_itself:
+            self._replicas = default_group(mesh.group("data_parallel"))
+            self._everyone = default_group(mesh.group("world"))
         self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view)
         clips_gradients_of(precision, gradients)
         self._logs = LogRouting(
@@ -138,11 +145,16 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
-            output = self._step.forward(call, batch, self._window)
-            outcome = self._step.finish()
-            if outcome is not None:
-                self._replay(self.module, outcome.logs)
+            with self._replicas:
+                output = self._step.forward(call, batch, self._window)
+            self._take(self._step.finish())
             return output
+
+    def _take(self, outcome: Outcome | None) -> None:
+        """Log what a step has logged, and stop where it has asked for that."""
+        if outcome is not None:
+            self._replay(self.module, outcome.logs)
+            self._trainer.should_stop |= outcome.stop
 
     def evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's step of evaluation or prediction called ``name``, through all stages."""
@@ -150,26 +162,33 @@ class Run:
         call = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
         with self._processes.naming_failures(), context():
             self.engine.model_gradients.finish_gather()
-            outcome = self.engine.evaluate(call, batch, name)
-            self._replay(self.module, outcome.logs)
+            with self._replicas:
+                outcome = self.engine.evaluate(call, batch, name)
+            self._take(outcome)
             return outcome.output
+
+    def agree_on_stopping(self) -> None:
+        """Let no rank train on where another is to stop; collective over the world."""
+        if self._fits and self._processes.mesh.layout.world_size > 1:
+            self._trainer.should_stop = self._processes.agree(self._trainer.should_stop, everyone=False)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""
         precision = self._precision
         loss = precision.pre_backward(loss, self.module)
         autograd = functools.partial(self._autograd, optimizer, args, kwargs)
-        with self._processes.naming_failures():
+        with self._processes.naming_failures(), self._everyone:
             self._step.backward(loss, autograd, self._window)
             self._check_gradients()
             outcome = self._step.finish()
             if outcome is not None:  # of a plain step, whose logs travelled between the replicas meanwhile
                 with lightning_state.in_hook(self.module, "training_step"), precision.train_step_context():
-                    self._replay(self.module, outcome.logs)
+                    self._take(outcome)
         return precision.post_backward(loss, self.module)
 
     def _autograd(self, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any], loss: Tensor) -> None:
-        self._precision.backward(loss, self.module, optimizer, *args, **kwargs)
+        with self._replicas:
+            self._precision.backward(loss, self.module, optimizer, *args, **kwargs)
 
     def _check_gradients(self) -> None:
         """Refuse or skip an update that is not finite, once gradients have been summed."""
@@ -195,13 +214,23 @@ class Run:
     @contextmanager
     def updating(self) -> Generator[None, None, None]:
         """Around a step of an optimizer, which gets its parameters back if it fails."""
-        with self._logs.updating():
+        with self._everyone, self._logs.updating():
             try:
                 yield
                 self.engine.settle()
             except BaseException:
                 self.engine.model_gradients.restore()
                 raise
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        """Write a checkpoint; every rank takes part, in the user's step too."""
+        with self._everyone:
+            self.saving.save(checkpoint, path, storage_options)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
+        with self._everyone:
+            return self.saving.weights.whole()
 
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""

@@ -185,6 +185,10 @@ class MegatronStrategy(ParallelStrategy):
         """Agree on a decision over the world."""
         return self._processes.agree(decision, everyone=all)
 
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of every replica, or of every rank of another group, stacked: ``[replicas, ...]``."""
+        return self._processes.all_gather(tensor, group, sync_grads)
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         self._processes.barrier()
@@ -200,8 +204,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> Precision:
         """The plugin in use; its clipping sees the gradients of all stages."""
-        if self._precision_plugin is None:
-            self._precision_plugin = MegatronPrecision()
+        self._precision_plugin = self._precision_plugin or MegatronPrecision()
         return self._precision_plugin
 
     @precision_plugin.setter
@@ -270,7 +273,6 @@ class MegatronStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Go on where the checkpoint stopped; from here on, signals to stop are agreed upon between steps."""
-        super().on_train_start()
         self.run.saving.begin_training()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -312,7 +314,6 @@ class MegatronStrategy(ParallelStrategy):
 
     def on_train_end(self) -> None:
         """Hand round what the last hooks wrote."""
-        super().on_train_end()
         self.run.end_training()
 
     @property
@@ -326,7 +327,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
-        return self.run.saving.weights.whole()
+        return self.run.whole_state()
 
     def load_initial_weights(self, path: Any) -> None:
         """Fill this rank's part of the divided module from files; see :func:`~lightning_megatron.load_hf_weights`."""
@@ -346,7 +347,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save; every rank takes part. After a failure of some ranks only, a message says that nothing is saved."""
-        self.run.saving.save(checkpoint, filepath, storage_options)
+        self.run.save(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint directory (this rank's tensors only) or a plain Lightning checkpoint file."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
@@ -17,6 +18,8 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+
+from lightning_megatron.mesh.messages.collectives import gather_for_shards
 
 
 def default_backend(device: torch.device) -> str:
@@ -49,6 +52,20 @@ def reduce(tensor: Tensor, group: ProcessGroup, operation: Any) -> Tensor:
         operation: ``"mean"``, ``"sum"`` or one of torch's.
     """
     return _sync_ddp_if_available(tensor, group, reduce_op=operation)
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
+    """``tensor`` of every rank of a group, stacked: ``[ranks, ...]``.
+
+    Args:
+        tensor: equal in shape on all ranks.
+        group: of ranks.
+        sync_grads: whether gradients flow back, those of all ranks summed. torch's own way back names ranks of the
+            world over gloo, which other groups lack.
+    """
+    if sync_grads and group.size() > 1:
+        return gather_for_shards(tensor.unsqueeze(0), 0, group)
+    return _all_gather_ddp_if_available(tensor, group, sync_grads)
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:

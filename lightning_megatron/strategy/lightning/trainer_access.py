@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class _FailureCallback(Callback):
-    """Comes first among the callbacks, so that a failure is known before any other callback starts a collective."""
+    """Comes first among the callbacks, so that all ranks know of a failure, or of a stop, before others run."""
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report
@@ -35,6 +35,11 @@ class _FailureCallback(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Tell the other ranks."""
         self._report(exception)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop together, where a step of validation has asked for it on some rank."""
+        strategy: Any = trainer.strategy
+        strategy.run.agree_on_stopping()
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
@@ -130,6 +135,12 @@ def loader_states(combined: Any) -> list[dict[str, Any]]:
 def show_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh`` be the mesh."""
     module._device_mesh = mesh
+
+
+def stops(module: pl.LightningModule) -> bool:
+    """Whether somebody has asked the Trainer to stop after this step (``trainer.should_stop = True``)."""
+    trainer = module._trainer
+    return trainer is not None and trainer.should_stop
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from lightning_megatron.mesh.messages.exchange import exchanges
 from lightning_megatron.strategy.logs.step_logs import LogKey, StepLogs
 from lightning_megatron.strategy.step.step import Outcome
 
-_HEADER = 3
+_HEADER = 4
 _RESULTS = (1 << 20) + 1  # tag of messages that bring a step's outcome
-_INLINE_VALUES = 61
+_INLINE_VALUES = 60
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -74,7 +74,7 @@ class OutcomeDelivery:
         blob = objects.encode(extra or None)
         header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
-        header[:_HEADER] = torch.tensor([blob.numel(), rows.numel(), dtype], dtype=torch.float64)
+        header[:_HEADER] = torch.tensor([blob.numel(), rows.numel(), dtype, outcome.stop], dtype=torch.float64)
         values = torch.cat([(loss if loss is not None else rows.new_tensor(float("nan"))).reshape(1).double(), rows])
         inline = values[:_INLINE_VALUES]
         header[_HEADER : _HEADER + inline.numel()] = inline
@@ -93,7 +93,7 @@ class OutcomeDelivery:
         else:
             header = self._new_header()
             self._pass_on(header)
-        size, count, dtype = (int(entry) for entry in header[:_HEADER].tolist())
+        size, count, dtype, stop = (int(entry) for entry in header[:_HEADER].tolist())
         count += 1
         values = header[_HEADER : _HEADER + min(count, _INLINE_VALUES)]
         if count > _INLINE_VALUES:
@@ -110,7 +110,7 @@ class OutcomeDelivery:
         output = map_tensors(extra.get("output"), to_device)
         state = map_tensors(extra.get("state", []), to_device)
         loss = values[0].to(_LOSS_DTYPES[dtype]) if dtype >= 0 else None
-        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state)
+        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state, bool(stop))
 
     def _new_header(self) -> Tensor:
         return torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
@@ -56,11 +57,11 @@ class PlainStep:
         automatic = self._module.automatic_optimization
         with self._recording.step() as recorder:
             output = call(batch)
-            outcome = Outcome(recorder.collect(self._device))
+            outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and automatic:
             self._losses.compare(loss.detach())
-        self._mean.start(outcome)
+        self._mean.start(outcome, trains=True)
         self._outcome = outcome
         self._awaits_backward = automatic and output is not None
         return output
@@ -90,6 +91,6 @@ class PlainStep:
         with self._recording.step() as recorder:
             output = call(batch)
             outcome = Outcome(recorder.collect(self._device), output=output)
-            self._mean.start(outcome)
+            self._mean.start(outcome, trains=False)
             self._mean.finish(outcome)
         return outcome

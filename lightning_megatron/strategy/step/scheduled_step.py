@@ -24,6 +24,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.step.among_stages import Stages
@@ -62,7 +63,7 @@ class ScheduledStep:
         recording: Recording,
         losses: LossChecks,
     ) -> None:
-        self._mesh, self._device = mesh, device
+        self._module, self._mesh, self._device = module, mesh, device
         self._stages, self._streams, self._options = stages, streams, options
         self._gradients, self._recording, self._losses = gradients, recording, losses
         self._appended = AppendedLists(module)
@@ -165,8 +166,8 @@ class ScheduledStep:
             self._losses.compare(loss)
             outputs = [_without_loss(output) for output in outputs]
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
-        outcome = Outcome(logs, loss, output)
-        self._mean.start(outcome)
+        outcome = Outcome(logs, loss, output, stop=stops(self._module))
+        self._mean.start(outcome, trains=loss is not None)
         self._mean.finish(outcome)
         return outcome
 

@@ -32,12 +32,14 @@ class Outcome:
             Lightning holds.
         output: what the step returned, merged for the whole batch; a training step's loss aside.
         state: changes to the module's plain attributes.
+        stop: whether the step has asked the Trainer to stop, on any replica.
     """
 
     logs: StepLogs
     loss: Tensor | None = None
     output: Any = None
     state: list[Any] = field(default_factory=list)
+    stop: bool = False
 
     def training_output(self) -> Any:
         """What ``training_step`` returned, for the whole batch: the loss, or a dict with it."""
@@ -107,13 +109,20 @@ class ReplicaMean:
         self._group = mesh.group("data_parallel") if mesh.layout.data > 1 else None
         self._pending: tuple[Any, Tensor] | None = None
 
-    def start(self, outcome: Outcome) -> None:
-        """Begin without waiting; :meth:`finish` must follow."""
+    def start(self, outcome: Outcome, *, trains: bool) -> None:
+        """Begin without waiting; :meth:`finish` must follow.
+
+        Args:
+            outcome: this replica's.
+            trains: whether all replicas take this step, so that they can agree on whether to stop. In evaluation some
+                may have fewer batches than others, and meet only where something is logged.
+        """
         self._pending = None
-        if self._group is None or (outcome.loss is None and not outcome.logs.keys):
+        if self._group is None or not (trains or outcome.logs.keys):
             return
         loss = outcome.loss if outcome.loss is not None else torch.zeros((), dtype=torch.float64)
-        mine = torch.cat([loss.reshape(1).to(self._device, torch.float64), outcome.logs.rows.reshape(-1)])
+        loss, rows = loss.reshape(1).to(self._device, torch.float64), outcome.logs.rows.reshape(-1)
+        mine = torch.cat([loss, rows.new_full((1,), float(outcome.stop)), rows])
         rows = torch.empty(self._replicas, mine.numel(), dtype=mine.dtype, device=self._device)
         work = dist.all_gather(list(rows.unbind()), mine, group=self._group, async_op=True)
         self._pending = (work, rows)
@@ -127,7 +136,8 @@ class ReplicaMean:
             work.wait()
         if outcome.loss is not None:
             outcome.loss = everyone[:, 0].mean().to(outcome.loss.dtype)
-        gathered = everyone[:, 1:].view(self._replicas, -1, 3)
+        outcome.stop = bool(everyone[:, 1].any())
+        gathered = everyone[:, 2:].view(self._replicas, -1, 3)
         for index, key in enumerate(outcome.logs.keys):
             values, weights = gathered[:, index, 0], gathered[:, index, 1]
             outcome.logs.rows[index, 0] = combine(key.operation, values, weights)
