@@ -130,6 +130,10 @@ class ModelGradients:
             self._replicas = data_sharing(self._mesh, self.options.sharding)
         return self._replicas
 
+    def keep_whole(self) -> None:
+        """Share no optimizer's work between the replicas: each of them updates all parameters."""
+        self._replicas = data_sharing(self._mesh, False)
+
     def holders_of(self, name: str) -> Holders:
         """Who holds parameter ``name``."""
         return self.presence.holders(name)

@@ -39,7 +39,7 @@ from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.assembly import Assembled, Assembler
+from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates
 
@@ -240,6 +240,7 @@ class Run:
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and torch."""
         self.engine.close()
+        synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         if self._clipping is not None:
             self._clipping.stop()
@@ -280,13 +281,15 @@ def start_run(
         insert_profile(trainer)
     if options.log_gradient_norm:
         insert_gradient_norm(trainer)
+    syncs = lightning_state.syncs_batch_norm(trainer)
     if earlier is not None and earlier.module is module:
+        synchronize(module, processes.mesh, wanted=syncs)
         module.to(processes.device)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
     engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
     assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
-    assembled = assembler.assemble(module)
+    assembled = assembler.assemble(module, syncs_batch_norm=syncs)
     path = start_from(module, options.initial_weights)
     if path is not None:
         ModelState(assembled, processes.mesh).fill_from(path)

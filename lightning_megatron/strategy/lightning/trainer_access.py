@@ -14,6 +14,9 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -135,6 +138,24 @@ def loader_states(combined: Any) -> list[dict[str, Any]]:
 def show_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh`` be the mesh."""
     module._device_mesh = mesh
+
+
+def syncs_batch_norm(trainer: pl.Trainer) -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)`` was passed, and training is about to start.
+
+    Raises:
+        MisconfigurationException: a plugin that synchronises layers in a way of its own.
+    """
+    plugin = getattr(trainer.strategy, "_layer_sync", None)
+    if plugin is None or trainer.state.fn != TrainerFn.FITTING:
+        return False
+    if type(plugin) is not TorchSyncBatchNorm:
+        raise MisconfigurationException(
+            f"`plugins=[{type(plugin).__name__}(...)]` synchronises layers in a way of its own, which stages and "
+            "tensor-parallel ranks do not follow; leave it out, and pass `Trainer(sync_batchnorm=True)` for batch norm "
+            "over replicas."
+        )
+    return True
 
 
 def stops(module: pl.LightningModule) -> bool:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
@@ -120,11 +121,12 @@ class Assembler:
         self._options = options
         self._engine_options = engine_options
 
-    def assemble(self, module: pl.LightningModule) -> Assembled:
+    def assemble(self, module: pl.LightningModule, *, syncs_batch_norm: bool = False) -> Assembled:
         """Divide ``module``, in place.
 
         Args:
             module: whole, or divided by an earlier run of the same layout.
+            syncs_batch_norm: whether batch norms are over the samples of all replicas.
 
         Raises:
             ValueError: the module cannot be divided so; the message says what to change.
@@ -140,6 +142,7 @@ class Assembler:
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         tensor_state, report = self._split_layers(module)
+        synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
         if stage is not None:
             presence = stage.presence
@@ -232,3 +235,14 @@ class Assembler:
             singles = [(index,) for index in range(self._mesh.layout.pipeline)]
             holders += [Holders(stages, True) for stages in (*sets, *singles)]
         return holders
+
+
+def synchronize(module: pl.LightningModule, mesh: ParallelMesh, *, wanted: bool) -> None:
+    """Let batch norms take their statistics over the replicas of this stage, or alone, as in an earlier run."""
+    several = wanted and mesh.layout.data > 1
+    left = sync_batch_norms(module, mesh.group("data_parallel") if several else None)
+    if left:
+        rank_zero_warn(
+            f"`Trainer(sync_batchnorm=True)` leaves {', '.join(f'`{name}`' for name in left)} as they are: these batch "
+            "norms compute by a forward of their own."
+        )

@@ -25,6 +25,7 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages, Stages
+from lightning_megatron.strategy.step.by_hand import WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
@@ -84,7 +85,10 @@ class StepEngine:
         self.recording = Recording(module, check)
         shared = self.model_gradients, self.recording, self.losses
         self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared)
-        self.whole: Step = PlainStep(module, mesh, device, *shared) if stage is None else self._in_parts
+        self.whole: Step = self._in_parts
+        if stage is None:
+            copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
+            self.whole = PlainStep(module, mesh, device, *shared, copies)
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch."""

@@ -5,7 +5,8 @@ Only the gradients are summed over ranks. What the replicas logged travels durin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +17,11 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class PlainStep:
@@ -30,6 +34,7 @@ class PlainStep:
         gradients: of the module.
         recording: of the logs.
         losses: looked at here.
+        copies: weights that tensor-parallel ranks hold whole, looked at where a step has updated them itself.
     """
 
     def __init__(
@@ -40,27 +45,32 @@ class PlainStep:
         gradients: ModelGradients,
         recording: Recording,
         losses: LossChecks,
+        copies: WeightCopies | None = None,
     ) -> None:
         self._module = module
         self._device = device
         self._replicas = mesh.layout.data
         self._gradients = gradients
         self._recording = recording
-        self._losses = losses
+        self._losses, self._copies = losses, copies
         self._mean = ReplicaMean(mesh, device)
         self._outcome: Outcome | None = None
         self._awaits_backward = False
+        self._window = Window()
+        self._backwards = BackwardsByHand(self._summing)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
-        automatic = self._module.automatic_optimization
-        with self._recording.step() as recorder:
+        automatic, self._window = self._module.automatic_optimization, window
+        with self._recording.step() as recorder, _NOTHING if automatic else self._backwards:
             output = call(batch)
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and automatic:
+        if automatic and isinstance(loss, Tensor):
             self._losses.compare(loss.detach())
+        if not automatic and self._copies is not None:
+            self._copies.compare()
         self._mean.start(outcome, trains=True)
         self._outcome = outcome
         self._awaits_backward = automatic and output is not None
@@ -69,14 +79,20 @@ class PlainStep:
     def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
         """Backward by Lightning, with sums over replicas while it runs; any number of times if the user calls it."""
         self._losses.note([loss.detach()])
-        sink = self._gradients.sink
+        self._window = window
+        self._backwards.summed(autograd, loss if window.scale == 1.0 else loss * window.scale)
+        self._awaits_backward = False
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Around a backward, after which the gradients are summed over the ranks that share a parameter."""
+        sink, window = self._gradients.sink, self._window
         # Unless gradients end up in shards, `zero_grad` is in the user's hands, and `.grad` tells what to add to.
         fresh = window.first if sink.scatters else None
         sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
         sink.set_final(True)
-        autograd(loss if window.scale == 1.0 else loss * window.scale)
+        yield
         sink.finish()
-        self._awaits_backward = False
 
     def finish(self) -> Outcome | None:
         """The outcome with the logs of all replicas, once the backward has run, or where none will follow."""

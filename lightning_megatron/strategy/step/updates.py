@@ -89,5 +89,13 @@ def _least_independence(
     if shards * layout.pipeline * layout.tensor > 1 or lowered or adds_up:
         declared = declared_elementwise(gradients.options.sharding)
         least = smallest_independence(optimizers, processes.device, declared)
+    if least is Independence.NONE and shards > 1 and layout.pipeline * layout.tensor == 1:
+        names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        rank_zero_info(
+            f"{names} needs {least.value} (found by a trial on small matrices): each of the {shards} replicas keeps "
+            "its whole state, as with `optimizer_sharding=False`."
+        )
+        gradients.keep_whole()
+        shards = 1
     checks.check_independence(optimizers, least, layout, shards, lowered)
     return least

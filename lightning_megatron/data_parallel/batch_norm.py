@@ -1,0 +1,153 @@
+"""Batch norm over the samples of all replicas, as ``Trainer(sync_batchnorm=True)`` asks for.
+
+torch's own ``SyncBatchNorm`` takes its statistics over the whole world, where tensor-parallel ranks would count twice
+and other pipeline stages never come by, and it needs a GPU. This one is told its replicas and runs anywhere. With n_r
+samples, means m_r and squared deviations s_r per channel on replica r::
+
+    n = sum n_r,   mean = sum n_r m_r / n,   var = sum (s_r + n_r (m_r - mean)²) / n
+    y = (x - mean) / sqrt(var + eps) * weight + bias
+
+which is batch norm of all samples together (Chan et al., 1979). Forward costs one all-gather of 2 C + 1 numbers,
+backward one all-reduce of 2 C.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+class SyncedBatchNorm(nn.SyncBatchNorm):
+    """Batch norm whose training statistics are those of all replicas. x: [batch, channels, ..] -> the same shape.
+
+    Made of an existing layer by :func:`sync_batch_norms`; evaluation is that of ``nn.BatchNorm``.
+    """
+
+    replicas: _Replicas
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [batch, channels, ..]."""
+        group = self.replicas.group
+        if not self.training or group is None or group.size() == 1:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        if input.is_meta or isinstance(input, FakeTensor):  # asked for shapes only
+            return torch.empty_like(input)
+        mean_and_var: list[Tensor] = []
+        output = cast(Tensor, _Normalized.apply(input, self.weight, self.bias, self.eps, group, mean_and_var))
+        self._follow(*mean_and_var)
+        return output
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards those of this batch; ``var`` [C] is the unbiased one."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if factor is None else factor
+        for running, found in ((self.running_mean, mean), (self.running_var, var)):
+            running.mul_(1 - (factor or 0.0)).add_(found.to(running.dtype), alpha=factor or 0.0)
+
+
+class _Replicas:
+    """The group of a layer; a copy of the layer shares it, and one that is pickled leaves it behind."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Replicas:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Replicas, ()
+
+
+class _Normalized(torch.autograd.Function):
+    """x, weight, bias -> y by the statistics of all replicas, which go to ``found`` as mean and unbiased variance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+        found: list[Tensor],
+    ) -> Tensor:
+        wide = x.float() if x.dtype in _SIXTEEN_BIT else x
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        count, channels = x.numel() // max(x.shape[1], 1), x.shape[1]
+        mean = wide.sum(dims) / max(count, 1)
+        squares = (wide - _as(mean, x)).square().sum(dims)
+        every = raw_all_gather(torch.cat([mean, squares, mean.new_full((1,), count)])[None], 0, group)
+        means, deviations, counts = every.split([channels, channels, 1], dim=1)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        squares = (deviations + counts * (means - mean).square()).sum(0)
+        scale = torch.rsqrt(squares / total + eps)
+        found += [mean, squares / (total - 1).clamp(min=1)]
+        ctx.save_for_backward(x, weight, mean, scale, total)
+        ctx.group = group
+        y = (wide - _as(mean, x)) * _as(scale, x)
+        y = y if weight is None else y * _as(weight.to(y.dtype), x)
+        return (y if bias is None else y + _as(bias.to(y.dtype), x)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, mean, scale, total = ctx.saved_tensors
+        wide, dims = grad.to(mean.dtype), [dim for dim in range(x.dim()) if dim != 1]
+        normal = (x.to(mean.dtype) - _as(mean, x)) * _as(scale, x)
+        sums, products = wide.sum(dims), (wide * normal).sum(dims)
+        of_all = raw_all_reduce(torch.stack([sums, products]), ctx.group) / total
+        inner = wide - _as(of_all[0], x) - normal * _as(of_all[1], x)
+        factor = scale if weight is None else scale * weight.to(scale.dtype)
+        wanted = ctx.needs_input_grad
+        return (
+            (inner * _as(factor, x)).to(x.dtype) if wanted[0] else None,
+            products.to(weight.dtype) if wanted[1] else None,
+            sums.to(weight.dtype) if wanted[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _as(channels: Tensor, x: Tensor) -> Tensor:
+    """[C] -> [1, C, 1, ..], to be broadcast over ``x``."""
+    return channels.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def sync_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
+    """Let the batch norms in ``module`` take their statistics over ``group``, or, for ``None``, alone again.
+
+    They stay the same objects, with their hooks and under their names.
+
+    Returns:
+        Names of batch norms with a forward of their own, which stay as they are.
+    """
+    left = []
+    for name, child in module.named_modules():
+        if isinstance(child, SyncedBatchNorm):
+            child.replicas.group = group
+        elif isinstance(child, _BatchNorm) and group is not None:
+            if type(child).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                left.append(name)
+                continue
+            layer: Any = child
+            layer.__class__ = SyncedBatchNorm
+            layer.process_group = None
+            layer.replicas = _Replicas(group)
+    return left

@@ -1,0 +1,287 @@
+"""Steps that drive their optimizers themselves, closures, penalties on gradients, and batch norm over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
+from tests.parity.zoo.data import BATCH, LENGTH, VOCABULARY
+from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.tasks import TokenTask
+
+
+class Seen(Callback):
+    """What was logged after every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def fit(
+    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], name: str, options: Mapping[str, Any]
+) -> Any:
+    """Trains the module called ``name`` for two epochs; metrics after every batch, steps, and batch norms' state."""
+    seen = Seen()
+    torch.manual_seed(7)
+    module = MODULES[name]()
+    arguments = {"micro_batch_size": BATCH, **arguments} if layout is not None and layout[0] > 1 else dict(arguments)
+    if layout is not None and layout[0] == 1:
+        arguments = {"micro_batch_size": "auto", **arguments}
+    trainer = trainer_for(info, layout, arguments, max_epochs=2, callbacks=[seen], **options)
+    trainer.fit(module)
+    norms = {name: buffer.clone() for name, buffer in module.named_buffers() if "running" in name}
+    return [seen.values, trainer.global_step, norms]
+
+
+class Manual(TokenTask):
+    """Drives its optimizer by hand."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net or LearnedPositions())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class OwnBackward(Manual):
+    """Calls the loss's own backward, of two parts of the loss, and one more of an input only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        (noise := torch.ones(3, requires_grad=True)).square().sum().backward(inputs=[noise])
+        (0.25 * loss).backward(retain_graph=True)
+        torch.autograd.backward([0.75 * loss])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Adversaries(Manual):
+    """A generator and a discriminator, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+    def features(self, batch: Any) -> Tensor:
+        x = self.net.token_embedding(batch[0]) + self.net.positions[:LENGTH]
+        for layer in self.net.layers:
+            x = layer(x)
+        return self.net.final_norm(x).mean(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        ours, theirs = self.optimizers()  # type: ignore[misc, attr-defined]
+        real = F.one_hot(batch[1][:, 0] % HIDDEN, HIDDEN).to(self.net.positions.dtype)
+        self.toggle_optimizer(ours)
+        loss = F.softplus(-self.critic(self.features(batch))).mean()
+        ours.zero_grad()
+        self.manual_backward(loss)
+        ours.step()
+        self.untoggle_optimizer(ours)
+        self.toggle_optimizer(theirs)
+        fake = self.features(batch).detach()
+        other = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake)).mean()
+        theirs.zero_grad()
+        self.manual_backward(other)
+        theirs.step()
+        self.untoggle_optimizer(theirs)
+        self.log_dict({"generator": loss, "critic": other}, sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.critic(self.features(batch)).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.net, self.critic)]
+
+
+class Closures(TokenTask):
+    """LBFGS calls its closure several times a step."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ClosuresByHand(Manual):
+    """The same with a closure of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+        self.log("train_loss", self.loss(batch).detach(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al., 2020): a gradient a little uphill, by the norm of all gradients."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        again = torch.enable_grad()(closure)
+        loss = again()
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in members if p.grad is not None]).norm()
+        uphill = [0.05 * p.grad / norm for p in members if p.grad is not None]
+        torch._foreach_add_(members, uphill)
+        again()
+        torch._foreach_sub_(members, uphill)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+        return loss
+
+
+class UphillByHand(Manual):
+    """The same by hand, with the norm of the whole model's gradients, or of those on this rank."""
+
+    def __init__(self, whole: bool = True) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def norm(self, members: list[nn.Parameter]) -> Tensor:
+        gradient_norm = getattr(self.trainer.strategy, "gradient_norm", None)
+        if self.whole and gradient_norm is not None:
+            return gradient_norm(members)
+        return torch.stack([p.grad.norm() for p in members if p.grad is not None]).norm()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        members = list(self.parameters())
+        norm = self.norm(members)
+        uphill = [0.05 * p.grad / norm for p in members if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(members, uphill)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            torch._foreach_sub_(members, uphill)
+        optimizer.step()
+        self.log("train_loss", loss, sync_dist=True)
+
+
+class Uphill(TokenTask):
+    """Trained by an optimizer that calls its closure twice."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters())
+
+
+class Penalty(TokenTask):
+    """Penalises the gradient of each sample's score with respect to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def gradient(self, score: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        raise TypeError(f"{type(self).__name__} has no penalty")
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.enable_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            first = x = self.net.token_embedding(batch[0])
+            for layer in self.net.layers:
+                x = layer(x)
+            logits = F.linear(self.net.final_norm(x), self.net.token_embedding.weight)
+            losses = F.cross_entropy(logits.transpose(1, 2), batch[1], reduction="none").mean(1)
+            if not self.training:
+                return losses.mean()
+            (gradient,) = self.gradient(losses.sum(), first)
+        return losses.mean() + 10 * gradient.square().sum((1, 2)).mean()
+
+
+class InputPenalty(Penalty):
+    """Says so."""
+
+    def gradient(self, score: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(score, x, create_graph=True)
+
+
+class HiddenPenalty(Penalty):
+    """Takes it by a call of which the code does not tell what it does."""
+
+    def gradient(self, score: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(score, x, **{"create" + "_graph": True})  # type: ignore[arg-type]
+
+
+class NormedLayer(nn.Module):
+    """A residual layer with a batch norm over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(LENGTH), nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class BatchNorms(nn.Module):
+    """Batch norms before, inside and after the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.first, self.last = nn.BatchNorm1d(LENGTH, momentum=None), nn.BatchNorm1d(LENGTH, affine=False)
+        self.layers = nn.ModuleList([NormedLayer() for _ in range(4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+MODULES: dict[str, Any] = {
+    "manual": Manual,
+    "own_backward": OwnBackward,
+    "adversaries": Adversaries,
+    "closures": Closures,
+    "closures_by_hand": ClosuresByHand,
+    "uphill": Uphill,
+    "uphill_by_hand": UphillByHand,
+    "uphill_by_slices": lambda: UphillByHand(whole=False),
+    "input_penalty": InputPenalty,
+    "hidden_penalty": HiddenPenalty,
+    "batch_norms": lambda: TokenTask(BatchNorms()),
+}

@@ -1,0 +1,83 @@
+"""Steps and optimizers of one's own, and batch norm over replicas, give the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_trainers
+from tests.harness.remember import remembered
+from tests.parity.scenario import differences
+from tests.strategy import loop_scenarios as loops
+
+WIDE = pytest.mark.wide
+Layout = tuple[int, int]
+
+
+@remembered
+def _one_process(name: str, options: dict[str, Any]) -> Any:
+    return run_trainers(loops.fit, None, {}, name, options, devices=1)[0].value
+
+
+def _compare(name: str, layout: Layout, options: dict[str, Any] | None = None, **arguments: Any) -> None:
+    expected = _one_process(name, {})
+    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
+    for outcome in run_trainers(loops.fit, layout, arguments, name, options or {}, devices=devices):
+        metrics, steps, norms = outcome.value
+        found = list(differences("metrics", metrics, expected[0], 1e-9))
+        found += [f"{steps} steps"] if steps != expected[1] else []
+        found += list(differences("norms", norms, {key: expected[2][key] for key in norms}, 1e-9))
+        assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "tensor"),
+    [
+        ("own_backward", 2, 1),
+        ("closures", 2, 1),
+        pytest.param("manual", 2, 1, marks=WIDE),
+        pytest.param("manual", 1, 2, marks=WIDE),
+        pytest.param("manual", 2, 2, marks=WIDE),
+        pytest.param("own_backward", 1, 2, marks=WIDE),
+        pytest.param("own_backward", 2, 2, marks=WIDE),
+        pytest.param("adversaries", 2, 1, marks=WIDE),
+        pytest.param("adversaries", 1, 2, marks=WIDE),
+        pytest.param("adversaries", 2, 2, marks=WIDE),
+        pytest.param("closures_by_hand", 2, 1, marks=WIDE),
+        pytest.param("uphill", 2, 1, marks=WIDE),
+        pytest.param("uphill_by_hand", 2, 2, marks=WIDE),
+        pytest.param("input_penalty", 1, 2, marks=WIDE),
+        pytest.param("input_penalty", 2, 1, marks=WIDE),
+        pytest.param("input_penalty", 2, 2, marks=WIDE),
+    ],
+)
+def test_a_loop_of_ones_own_is_that_of_one_process(name: str, data: int, tensor: int) -> None:
+    _compare(name, (1, data), tensor_parallel_size=tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("uphill_by_slices", "differs between them after this step"),
+        pytest.param("hidden_penalty", "a gradient of a gradient (`create_graph=True`) goes through", marks=WIDE),
+        pytest.param("closures", "LBFGS needs all parameters together", marks=WIDE),
+    ],
+)
+def test_what_slices_would_make_another_number_of_is_refused_on_every_rank(name: str, wanted: str) -> None:
+    arguments = {"tensor_parallel_size": 2}
+    for outcome in run_trainers(loops.fit, (1, 1), arguments, name, {}, devices=2, check=False, grace=20.0):
+        assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
+        assert wanted in f"{outcome.error}\n{outcome.output}", outcome.error
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensor"),
+    [
+        ((2, 2), 1),
+        pytest.param((1, 2), 1, marks=WIDE),
+        pytest.param((1, 2), 2, marks=WIDE),
+    ],
+)
+def test_synchronised_batch_norm_is_that_of_the_whole_batch(layout: Layout, tensor: int) -> None:
+    _compare("batch_norms", layout, {"sync_batchnorm": True}, tensor_parallel_size=tensor)
