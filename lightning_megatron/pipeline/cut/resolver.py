@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 
 class Resolver:
@@ -51,7 +52,8 @@ class Resolver:
             return None
         for table in (base._modules, base._parameters):
             if node.attr in table:
-                return table[node.attr]
+                found = table[node.attr]
+                return found._orig_mod if isinstance(found, OptimizedModule) else found
         descriptor = inspect.getattr_static(type(base), node.attr, None)
         if isinstance(descriptor, property):
             return _read_property(base, node.attr)

@@ -19,6 +19,8 @@ from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.pipeline.stage.stage import Stage
 
 CompileOptions = bool | Mapping[str, Any]
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Compiles a function with the options that the user gave."""
 _SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
@@ -58,13 +60,15 @@ class CompiledCall(Wrapper):
     Args:
         module: the layer.
         run: compiled ``run(layer, *args, **kwargs)``.
+        by_user: whether the user's code has compiled it, rather than ``compile_layers``.
     """
 
     slot = ForwardSlot.COMPILE
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any], *, by_user: bool = False) -> None:
         super().__init__(module)
         self._run = run
+        self.by_user = by_user
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # only shapes are wanted
@@ -97,6 +101,8 @@ def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Co
     run: dict[type, Callable[..., Any]] = {}
     for index, layer in enumerate(trunk.layers(module)):
         stack = ForwardStack.of(layer)
+        if options is False and getattr(stack.get(ForwardSlot.COMPILE), "by_user", False):
+            continue
         stack.remove(ForwardSlot.COMPILE)
         if options is False or (owned is not None and index not in owned):
             continue
@@ -109,6 +115,20 @@ def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Co
         if type(layer) not in run:
             run[type(layer)] = torch.compile(_code_of(own), **arguments)
         CompiledCall(layer, run[type(layer)]).install()
+
+
+def compile_by_class(modules: Mapping[nn.Module, Compiler]) -> None:
+    """Compile modules as the user has asked for: those of one class and compiler by code that they share.
+
+    A module whose forward is not that of its class is left as it is.
+    """
+    run: dict[tuple[type, int], Callable[..., Any]] = {}
+    for module, compiler in modules.items():
+        if ForwardStack.of(module).runs_class_forward:
+            key = type(module), id(compiler)
+            if key not in run:
+                run[key] = compiler(_code_of(type(module).forward))
+            CompiledCall(module, run[key], by_user=True).install()
 
 
 def _code_of(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,6 +157,15 @@ def syncs_batch_norm(trainer: pl.Trainer) -> bool:
             "over replicas."
         )
     return True
+
+
+def taken_uncompiled(module: pl.LightningModule) -> Any:
+    """What ``torch.compile`` has compiled a LightningModule with; its steps run as they were written from now on."""
+    compiled = module._compiler_ctx
+    if compiled is None:
+        return None
+    to_uncompiled(module)
+    return compiled["dynamo_ctx"]
 
 
 def stops(module: pl.LightningModule) -> bool:

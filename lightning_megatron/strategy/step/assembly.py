@@ -24,13 +24,15 @@ from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
+from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.pipeline.forwards.compiled import CompileOptions, compile_layers
+from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile, compile_layers
+from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.hooks import watches_weights
-from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
 from lightning_megatron.strategy.step.alike import (
     agree_on_base_seed,
     agree_on_random_state,
@@ -201,6 +203,7 @@ class Assembler:
                 raise RuntimeError(already_cut(earlier, mesh.layout.pipeline))
             earlier.cursor.use_streams(streams)
             return earlier
+        self._lift_compilation(module)
         partition = make_partition(
             module,
             schedule,
@@ -212,6 +215,19 @@ class Assembler:
         )
         presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, tensor_state.rank)
         return Stage(module, partition, presence, self._device, streams)
+
+    def _lift_compilation(self, module: pl.LightningModule) -> None:
+        """Let stages get between the layers of a module that the user has compiled."""
+        options = self._options
+        try:
+            check_compile(True, self._engine_options.schedule, options.activation_recompute)
+            compiles, then = True, "each of its layers is compiled by itself"
+        except ValueError as reason:
+            compiles, then = False, f"runs as it was written: {reason}"
+        trunk = find_trunk(module, options.pipeline_layers)
+        lifted = lift_compilation(module, trunk, taken_uncompiled(module), compiles=compiles)
+        for name in lifted:
+            rank_zero_info(f"`{name or type(module).__name__}` is compiled; under a pipeline {then}.")
 
     def _check_own_split(self) -> None:
         check_own_split(

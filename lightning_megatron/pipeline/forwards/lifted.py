@@ -1,0 +1,89 @@
+"""Modules that the user has compiled, made ready to be cut.
+
+``torch.compile(body)`` and ``body.compile()`` trace through every call inside, and a stage has code of its own around
+each layer that a trace cannot follow: stand-ins, messages, random streams. So what is compiled around the layers runs
+as it was written, and each layer is compiled by itself, with the options that the user gave::
+
+    compiled body [ layer 0, layer 1, layer 2 ]   ──▶   body [ compiled layer 0, compiled layer 1, compiled layer 2 ]
+
+What is compiled beside the layers, or inside one, stays compiled, within the wrappers that a stage puts around it.
+Names of parameters do not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._dynamo.eval_frame import OptimizeContext
+
+from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.pipeline.cut.trunk import Trunk
+from lightning_megatron.pipeline.forwards.compiled import Compiler, compile_by_class
+
+
+def lift_compilation(module: nn.Module, trunk: Trunk, around: Compiler | None, *, compiles: bool) -> list[str]:
+    """Take compilation off what contains the layers, and put it where a stage can work around it.
+
+    Args:
+        module: the whole module, not cut yet; changed in place.
+        trunk: its layers.
+        around: what compiled ``module`` itself.
+        compiles: whether layers may be compiled; otherwise they run as they were written.
+
+    Returns:
+        Names of what was compiled together with the layers in it.
+
+    Raises:
+        ValueError: a layer is a TorchScript module, whose parameters belong to compiled code.
+    """
+    lifted, own = [""] if around is not None else [], {}
+    for name, child in list(module.named_modules()):
+        if isinstance(child, torch.jit.ScriptModule) and _holds_layers(name, trunk):
+            raise ValueError(
+                f"`{name}` is a TorchScript module, whose parameters cannot be given to one pipeline stage and taken "
+                "from the others. Put the Python module there; `MegatronStrategy(compile_layers=True)` compiles it."
+            )
+        compiler = _taken_off(child)
+        if compiler is None:
+            continue
+        if lies_in(trunk.name, name):
+            around = compiler
+            lifted.append(name)
+        else:
+            own[getattr(child, "_orig_mod", child)] = compiler
+    if around is not None:
+        own = {layer: around for layer in map(_inner, trunk.layers(module)) if layer not in own} | own
+    if compiles:
+        compile_by_class(own)
+    return lifted
+
+
+def _holds_layers(name: str, trunk: Trunk) -> bool:
+    return lies_in(trunk.name, name) or any(lies_in(name, layer) for layer in trunk.layer_names)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def _taken_off(module: nn.Module) -> Compiler | None:
+    """What compiles ``module``, which runs as it was written from now on."""
+    if isinstance(module, OptimizedModule):
+        compiler: Any = module.dynamo_ctx
+        module.forward = module._orig_mod.__call__
+        return compiler
+    if module._compiled_call_impl is None:
+        return None
+    compiler = _compiler_of(module._compiled_call_impl)
+    module._compiled_call_impl = None
+    return compiler
+
+
+def _compiler_of(compiled: Any) -> Compiler:
+    """The options with which torch has made a compiled function, as something that compiles another one."""
+    cells = (cell.cell_contents for cell in compiled.__closure__ or ())
+    found: Compiler | None = next((value for value in cells if isinstance(value, OptimizeContext)), None)
+    return found or torch.compile
