@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_megatron.mesh.autograd import first_order
 from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -105,7 +106,7 @@ class _Normalized(torch.autograd.Function):
         return (y if bias is None else y + _as(bias.to(y.dtype), x)).to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, mean, scale, total = ctx.saved_tensors
         wide, dims = grad.to(mean.dtype), [dim for dim in range(x.dim()) if dim != 1]

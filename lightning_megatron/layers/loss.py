@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import padded_vocabulary
 
 
@@ -79,7 +80,7 @@ class _TokenLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         probabilities, index, here, picked, spread, weight = ctx.saved_tensors
         picked = picked * grad
@@ -91,6 +92,31 @@ class _TokenLoss(torch.autograd.Function):
             flat = (spread * grad).unsqueeze(-1)
             result -= flat if weight is None else flat * weight
         return result, None, None, None, None, None, None, None
+
+
+def _differentiable_token_loss(
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    group: dist.ProcessGroup,
+    picked: Tensor,
+    spread: Tensor | None,
+    weight: Tensor | None,
+    total_weight: float,
+) -> Tensor:
+    """:class:`_TokenLoss` by functions whose gradients have gradients; arguments as there."""
+    held = logits.shape[-1]
+    highest = logits.detach().amax(-1) if held else logits.new_full(target.shape, float("-inf"))
+    shifted = logits - raw_all_reduce(highest, group, keep=False, maximum=True).unsqueeze(-1)
+    here = (target >= start) & (target < start + held)
+    index = (target - start).where(here, 0).unsqueeze(-1)
+    own = shifted.gather(-1, index).squeeze(-1).where(here, 0) if held else shifted.sum(-1)
+    log_z = reduce_from_group(shifted.exp().sum(-1), group).log()
+    loss = picked * (log_z - reduce_from_group(own, group))
+    if spread is None:
+        return loss
+    weighted = shifted if weight is None else shifted * weight
+    return loss + spread * (total_weight * log_z - reduce_from_group(weighted.sum(-1), group))
 
 
 def vocab_parallel_cross_entropy(
@@ -153,7 +179,8 @@ def vocab_parallel_cross_entropy(
             local_weight = weight.to(values.dtype)[start : start + held]
             total = float(weight.sum())
     picked = factor * (1 - label_smoothing)
-    loss = cast(Tensor, _TokenLoss.apply(values, classes, start, group, picked, spread, local_weight, total))
+    token_loss = _differentiable_token_loss if is_differentiated_twice() else _TokenLoss.apply
+    loss = cast(Tensor, token_loss(values, classes, start, group, picked, spread, local_weight, total))
     if reduction == "none":
         return loss.view(target.shape).to(dtype)
     summed = loss.sum()

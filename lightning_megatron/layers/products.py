@@ -26,10 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input, gradient_dtype, widened_product
+from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
 from lightning_megatron.mesh.messages.collectives import (
+    copy_to_group,
+    gather_for_shards,
     raw_all_gather,
     raw_all_reduce,
     raw_reduce_scatter,
+    reduce_from_group,
+    scatter_partial,
     start_all_reduce,
     start_reduce_scatter,
     wait_for,
@@ -63,7 +68,6 @@ class _AddedBias(torch.autograd.Function):
         return x + bias.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return grad, bias_gradient(grad, ctx.dtype)
 
@@ -155,7 +159,7 @@ class _SharedInput(torch.autograd.Function):
         return gathered, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None, *stand_ins: Tensor | None) -> tuple[Any, ...]:
         work = None
         if grad is not None and ctx.group is not None and ctx.needs_input_grad[4]:
@@ -194,7 +198,7 @@ class _ShardedProduct(torch.autograd.Function):
         return of_its_own(products.product(x, weight, None if bias is None else part.of(bias)))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wanted, stand_in, bias = ctx.needs_input_grad, None, None
@@ -224,7 +228,7 @@ class _WholeProduct(torch.autograd.Function):
         return of_its_own(products.product(x, weight, None if bias is None else autocast_input(bias)))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wanted, found = ctx.needs_input_grad, None
@@ -262,7 +266,7 @@ class _RowProduct(torch.autograd.Function):
         return raw_all_reduce(partial, group, keep=False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         if ctx.dim is not None:
@@ -298,6 +302,11 @@ def share_input(
     Returns:
         The whole ``x``, then the local weights, in order.
     """
+    if is_differentiated_twice():
+        gathered = x
+        if group is not None:
+            gathered = copy_to_group(x, group) if dim is None else gather_for_shards(x, dim, group)
+        return gathered, *(operand.of(parameter) for parameter, operand in weights)
     parameters = {id(parameter): parameter for parameter, _ in weights}
     places = {key: index for index, key in enumerate(parameters)}
     uses = [(places[id(parameter)], operand) for parameter, operand in weights]
@@ -319,6 +328,8 @@ def sharded_product(
     ``bias`` is the parameter, and ``part`` selects the elements that are added. With ``put_off``, weight and bias are
     detached, and the backward passes the factors of their gradients to ``put_off``.
     """
+    if is_differentiated_twice() and products is SIXTEEN_BIT and put_off is None:
+        return product(x, weight, None if bias is None else part.of(bias))
     return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, part, x, weight, bias))
 
 
@@ -336,6 +347,9 @@ def row_product(
     The forward is an all-reduce; with ``dim`` it is a reduce-scatter, and the output is split along ``dim``. With
     ``put_off``, the parameter is detached, and the backward passes the factors of its gradient to ``put_off``.
     """
+    if is_differentiated_twice() and products is SIXTEEN_BIT and put_off is None:
+        partial = product(x, operand.of(parameter), None)
+        return reduce_from_group(partial, group) if dim is None else scatter_partial(partial, dim, group)
     return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, operand, x, parameter))
 
 

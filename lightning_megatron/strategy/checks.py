@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -89,7 +90,7 @@ def check_options(
         raise ValueError("`micro_batch_loss_weight` must be a function of the micro-batch that returns a number.")
 
 
-def check_run(trainer: pl.Trainer, module: pl.LightningModule, stages: int, micro_batch_size: int | str) -> None:
+def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micro_batch_size: int | str) -> None:
     """Refuse what a module or a callback does that this strategy cannot do.
 
     Raises:
@@ -109,9 +110,10 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, stages: int, micr
             raise MisconfigurationException(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
-    if stages > 1:
-        _check_pipeline(module, stages)
-    if stages > 1 or micro_batch_size != "auto":
+    _check_mixtures(trainer, module, layout)
+    if layout.pipeline > 1:
+        _check_pipeline(module, layout.pipeline)
+    if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
 
 
@@ -122,12 +124,32 @@ def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
             f"manual optimization runs its own backward, which `pipeline_parallel_size={stages}` cannot schedule; set "
             f"`self.automatic_optimization = True`, or {advice}"
         )
+
+
+def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+    """Refuse Hugging Face mixtures of experts whose loss would be another one, or that cannot compute."""
     for name, child in module.named_modules():
-        config = getattr(child, "config", None)
-        if getattr(config, "output_router_logits", False) is True:
+        config, called = getattr(child, "config", None), name or type(child).__name__
+        grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
+        if grouped and trainer.precision_plugin.precision == "64-true":
             raise MisconfigurationException(
-                f"`{name or type(child).__name__}` has `config.output_router_logits=True`: its auxiliary loss collects "
-                f"values from the layers of all stages. Set it to False, or {advice}"
+                f"`{called}` multiplies its experts by `experts_implementation='grouped_mm'`, which torch has not in "
+                "float64; build it with `experts_implementation='eager'`, or use another `precision` than '64-true'."
+            )
+        if getattr(config, "output_router_logits", False) is not True:
+            continue
+        balances = f"`{called}` has `config.output_router_logits=True`: its auxiliary loss"
+        if layout.pipeline > 1:
+            raise MisconfigurationException(
+                f"{balances} collects values from the layers of all stages. Set it to False, or use "
+                "`pipeline_parallel_size=1`."
+            )
+        counts = getattr(config, "router_aux_loss_coef", None) != 0 and trainer.state.fn == TrainerFn.FITTING
+        if layout.data > 1 and counts:
+            raise MisconfigurationException(
+                f"{balances} is a product of two means over the tokens of a replica, so that its mean over "
+                f"`data_parallel_size={layout.data}` replicas is not that of the whole batch. Set it to False and add "
+                "a loss of your own, on what `self.all_gather(router_logits, sync_grads=True)` gives."
             )
 
 

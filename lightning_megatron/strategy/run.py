@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
+from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
@@ -31,6 +32,7 @@ from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
+from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.logs.routing import LogRouting
@@ -103,6 +105,8 @@ class Run:
             cuts_batches=options.micro_batch_size != "auto",
             fits=self._fits,
         )
+        twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
+        self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
         self._clipping: HandClipping | None = None
         if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
             self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
@@ -145,7 +149,7 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
-            with self._replicas:
+            with self._replicas, self._differentiating:
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
             return output
@@ -275,7 +279,7 @@ def start_run(
         MisconfigurationException: a module or callback that this strategy cannot train with.
         ValueError: the module cannot be divided so; the message says what to change.
     """
-    checks.check_run(trainer, module, options.pipeline_parallel_size, options.micro_batch_size)
+    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.insert_failure_callback(trainer, processes.report)
     if options.profiles_layers:
         insert_profile(trainer)

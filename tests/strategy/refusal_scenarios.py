@@ -15,6 +15,7 @@ from tests.parity.scenario import trainer_for
 from tests.parity.train import make_trainer
 from tests.parity.zoo.blocks import HIDDEN, Block
 from tests.parity.zoo.data import BATCH, VOCABULARY
+from tests.parity.zoo.huggingface import PretrainedTask
 from tests.parity.zoo.language import LearnedPositions
 from tests.parity.zoo.tasks import TokenTask
 
@@ -149,7 +150,17 @@ def _input_gradient(late: bool) -> InputGradient:
     return InputGradient(network, late)
 
 
+def _mixture(**options: Any) -> PretrainedTask:
+    """A mixture of experts of Hugging Face's, with other options set on its configuration."""
+    task = PretrainedTask("mixtral", labels=True)
+    for name, value in options.items():
+        setattr(task.model.config, name, value)
+    return task
+
+
 MODULES: dict[str, Callable[[], Any]] = {
+    "balanced": lambda: _mixture(output_router_logits=True),
+    "grouped": lambda: _mixture(_experts_implementation="grouped_mm"),
     "manual": Manual,
     "two_optimizers": TwoOptimizers,
     "twice": lambda: Twice(LearnedPositions()),

@@ -56,6 +56,20 @@ def test_a_module_that_cannot_be_cut_is_refused_on_every_rank(module: str, wante
     _refused(run_trainers(refusals.fit, (2, 1), {}, module, devices=2, check=False, grace=20, deadline=60), *wanted)
 
 
+@pytest.mark.parametrize(
+    ("module", "layout", "wanted"),
+    [
+        ("balanced", (1, 2), ["`config.output_router_logits=True`", "`data_parallel_size=2`", "`self.all_gather("]),
+        pytest.param("balanced", (2, 1), ["`config.output_router_logits=True`", ONE_STAGE], marks=WIDE),
+        pytest.param("grouped", (1, 2), ["`experts_implementation='grouped_mm'`", "float64"], marks=WIDE),
+    ],
+)
+def test_mixtures_of_experts_with_another_loss_are_refused(
+    module: str, layout: tuple[int, int], wanted: list[str]
+) -> None:
+    _refused(run_trainers(refusals.fit, layout, {}, module, devices=2, check=False, grace=20, deadline=60), *wanted)
+
+
 def test_weight_averaging_is_refused() -> None:
     outcomes = run_trainers(refusals.fit, (2, 1), {}, "plain", "swa", devices=2, check=False, grace=20, deadline=60)
     _refused(outcomes, "StochasticWeightAveraging copies the whole module, which no rank holds; remove it from")

@@ -243,17 +243,18 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return raw_all_reduce(grad, ctx.group), None
+        return reduce_from_group(grad, ctx.group), None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return raw_all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return (copy_to_group(grad, ctx.group) if torch.is_grad_enabled() else grad), None
 
 
 class _GatherForShards(torch.autograd.Function):
@@ -264,7 +265,7 @@ class _GatherForShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return raw_reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return scatter_partial(grad, ctx.dim, ctx.group), None, None
 
 
 class _ScatterPartial(torch.autograd.Function):
@@ -275,7 +276,7 @@ class _ScatterPartial(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+        return gather_for_shards(grad, ctx.dim, ctx.group), None, None
 
 
 class _GatherFromGroup(torch.autograd.Function):
@@ -286,7 +287,7 @@ class _GatherFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_block(grad, ctx.dim, ctx.group).contiguous(), None, None
+        return split_to_group(grad, ctx.dim, ctx.group), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):
@@ -297,7 +298,7 @@ class _SplitToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return raw_all_gather(grad, ctx.dim, ctx.group), None, None
+        return gather_from_group(grad, ctx.dim, ctx.group), None, None
 
 
 def _apply(function: Any, *args: Any) -> Tensor:

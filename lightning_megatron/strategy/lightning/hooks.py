@@ -85,8 +85,48 @@ def may_log(owner: Any, hook: str) -> bool:
     return False
 
 
+def takes_second_gradients(module: pl.LightningModule) -> bool:
+    """Whether code of the module, of what it holds, or of functions that these name says ``create_graph``."""
+    seen: set[types.CodeType] = set()
+    waiting = [f for kind in {type(child) for child in module.modules()} for f in _methods(kind)]
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        if "create_graph" in _keywords(function.__code__):
+            return True
+        names = set(_names(function.__code__))
+        named = [function.__globals__.get(name) for name in names]
+        homes = [each for each in named if isinstance(each, types.ModuleType) and _is_foreign(each)]
+        named += [vars(home).get(name) for home in homes for name in names]
+        waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+    return False
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    for base in kind.__mro__:
+        if _is_foreign(base):
+            yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
+
+
+def _is_foreign(thing: Any) -> bool:
+    """Whether a class, function or module is the user's, or at least not a part of what this package builds on."""
+    home = str(getattr(thing, "__module__", None) or getattr(thing, "__name__", ""))
+    return home.split(".")[0] not in ("torch", "lightning", "lightning_megatron", "builtins", "transformers")
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _keywords(code: types.CodeType) -> Iterator[Any]:
+    """Keywords of the calls in a function's code, and other constants of the same form."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _keywords(constant)
+        elif isinstance(constant, tuple):
+            yield from constant
