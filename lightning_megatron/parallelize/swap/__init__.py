@@ -1,1 +1,1 @@
-"""Layers of the user's module replaced by their parallel twins."""
+"""Replaces layers of the user's module by their parallel twins."""

@@ -1,6 +1,6 @@
-"""Carries out a blueprint: turns modules into their parallel twins, in place, and keeps this rank's part.
+"""Applies a blueprint: turns modules into their parallel twins, in place, with the slices of this rank.
 
-A twin is the same object with another class: names, hooks, references and tied parameters stay what they were.
+A twin is the same object with another class, so names, hooks, references and tied parameters do not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
 
 class Builder:
-    """Applies a blueprint and collects the table of parameters and the rows of the report."""
+    """Applies a blueprint and collects the table of parameters and the rows of the report.
+
+    Args:
+        module: the user's module, changed in place.
+        group: the tensor group.
+        blueprint: the decisions about the module.
+        sequence: the plan for sequence parallelism, or None.
+    """
 
     def __init__(
         self, module: nn.Module, group: dist.ProcessGroup, blueprint: Blueprint, sequence: SequencePlan | None
@@ -57,7 +64,11 @@ class Builder:
         self._updates = {name: structure_of(part) for name, part in module.named_modules() if name in blueprint.styles}
 
     def build(self) -> None:
-        """Apply everything."""
+        """Apply the whole blueprint.
+
+        Raises:
+            ValueError: a size is not divisible by the size of the group.
+        """
         for region in self.blueprint.regions:
             self._region(region)
         done = {name for region in self.blueprint.regions for name in region.members}
@@ -105,7 +116,7 @@ class Builder:
         scope.register_forward_hook(_end_of_region(entry, stream, region), always_call=True, with_kwargs=True)
 
     def _refuse_attention_weights(self) -> None:
-        """Hugging Face models return attention weights on request; where heads are split they are one rank's."""
+        """Refuse requests for the attention weights of Hugging Face models where heads are split over the ranks."""
         split = [region for region in self.blueprint.regions if region.sizes is not None and not region.gathered]
         for name, part in self.module.named_modules():
             if is_hugging_face(part) and any(lies_in(region.row, name) for region in split):
@@ -113,7 +124,7 @@ class Builder:
                 part.register_forward_pre_hook(_refusing_attention_weights(planned), with_kwargs=True)
 
     def _sequence_of(self, region: Region) -> SequencePlan | None:
-        """The sequence plan, where it concerns the region."""
+        """The sequence plan if it splits the region, else None."""
         return self.sequence if self.sequence is not None and self.sequence.splits(region) else None
 
     def _column(self, region: Region, name: str, entry: ColumnEntry) -> None:
@@ -137,12 +148,12 @@ class Builder:
         self._record(self._base(name), self.blueprint.styles[name], table, " ".join(forward), backward, ", ".join(note))
 
     def _base(self, name: str) -> str:
-        """The name of a linear layer, or of the one that low-rank updates stand beside."""
+        """The name of a linear layer, or of the one inside to which low-rank updates are added."""
         found = self._updates[name]
         return name if found is None else f"{name}.{found.base}"
 
     def _split_outputs_of_updates(self, name: str, entry: ColumnEntry, options: Mapping[str, Any]) -> None:
-        """Low-rank updates of a column-parallel layer: the way up is split like the layer, the way down stays whole."""
+        """Split the low-rank updates of a column-parallel layer: ``ups`` like the layer; ``downs`` stay whole."""
         found = self._updates[name]
         for up in found.ups if found is not None else ():
             layer = self._twin(f"{name}.{up}", ColumnParallelLinear)
@@ -153,7 +164,7 @@ class Builder:
             self._record(f"{name}.{up}", Style.COLWISE, table, gathered, back, "low-rank update")
 
     def _split_inputs_of_updates(self, name: str, split_input: bool, scatter_dim: int | None) -> None:
-        """Low-rank updates of a row-parallel layer: the way down is split like the layer, the way up stays whole."""
+        """Split the low-rank updates of a row-parallel layer: ``downs`` like the layer; ``ups`` stay whole."""
         found = self._updates[name]
         for down in found.downs if found is not None else ():
             layer = self._twin(f"{name}.{down}", RowParallelLinear)
@@ -174,7 +185,7 @@ class Builder:
             self.module.get_submodule(region.scope).register_forward_pre_hook(hook, with_kwargs=True)
 
     def _head_table(self, name: str) -> None:
-        """An embedding of one value per head, cut by head."""
+        """Split an embedding with one value per head by heads."""
         module = self.module.get_submodule(name)
         assert isinstance(module, nn.Embedding)
         shape = (module.num_embeddings, module.embedding_dim)
@@ -184,7 +195,7 @@ class Builder:
             self._record(name, "per-head table", table, "", "", "")
 
     def _single(self, name: str, style: Style) -> None:
-        """A module that is split by itself."""
+        """Split a module that belongs to no region."""
         if style.is_column:
             layer = self._twin(self._base(name), ColumnParallelLinear)
             vocabulary = name in self.blueprint.heads
@@ -240,7 +251,7 @@ class Builder:
 
 
 def _refusing_attention_weights(planned: bool) -> Callable[..., None]:
-    """A hook on a Hugging Face model; ``planned``: whether its configuration asked for them when the plan was made."""
+    """A hook that refuses ``output_attentions``; ``planned``: whether the configuration had it set during planning."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         configured = not planned and getattr(module.config, "output_attentions", False)
@@ -255,7 +266,7 @@ def _refusing_attention_weights(planned: bool) -> Callable[..., None]:
 
 
 def _whole_inside(column: nn.Module, stream: RankStream) -> None:
-    """Use the region's own random numbers after a column only: what low-rank updates drop acts on whole tensors."""
+    """Use the rank's random stream only after a column, because dropout of low-rank updates acts on whole tensors."""
 
     def close(module: nn.Module, args: Any) -> None:
         stream.close()
@@ -269,7 +280,7 @@ def _whole_inside(column: nn.Module, stream: RankStream) -> None:
 
 
 def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region) -> Callable[..., None]:
-    """Lets go of whatever a forward that was cut short has left open, and says how a failed one's plan was tried."""
+    """A hook that clears the state of an aborted forward, and adds a note if the trial did not see its arguments."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entry.forget()
@@ -290,7 +301,7 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
 
 
 def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """The last ``rotary`` features go to local heads directly: their gradient is summed; the rest is summed later."""
+    """A hook that sums the gradient of the last ``rotary`` features over the group; local heads read them directly."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, rotated = output.split([output.shape[-1] - rotary, rotary], dim=-1)
@@ -300,8 +311,10 @@ def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable[..., Any]:
-    """Cuts arguments with one entry per head: those that the trial found, and those that it did not see and whose shape
-    tells, such as a mask [batch, heads, queries, keys] that a model makes for padded batches only.
+    """A hook that slices arguments with one entry per head to the local heads.
+
+    These are the arguments that the trial found, and arguments that it did not see but that have a matching shape, such
+    as a mask [batch, heads, queries, keys] that a model makes for padded batches only.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

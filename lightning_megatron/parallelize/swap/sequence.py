@@ -1,4 +1,4 @@
-"""Sequence parallelism for modules that know nothing of it (Korthikanti et al., arXiv 2205.05198).
+"""Sequence parallelism for modules that were not written for it (Korthikanti et al., arXiv 2205.05198).
 
 Between regions (norms, dropout, residual additions) activations are split along the sequence:
 
@@ -6,10 +6,10 @@ Between regions (norms, dropout, residual additions) activations are split along
                              |
                              norm, + : on s/t     attention, MLP: [all-gather] .. local heads .. [reduce-scatter]
 
-The sequence is put together where a region begins: at the call of the module that holds the projections, when that
-module was handed the very tensor they read (attention code takes shapes from it), else at the projections. It is
-split again by the row-parallel layer's reduce-scatter. Parameters that act on sequence shards get partial
-gradients, and the table says so.
+The sequence is gathered where a region begins: at the call of the module that contains the projections if that module
+was called with the tensor that they read (attention code reads shapes from it), otherwise at the projections. The
+reduce-scatter of the row-parallel layer splits it again. Parameters that act on sequence shards get partial gradients,
+and the table of parameters says so.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SequencePlan:
 
     Attributes:
         module: the module.
-        layers: names of the trunk's layers, in execution order.
-        dim: the sequence's dim in their hidden state.
-        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and the
-            arguments, or None when the projections gather it.
+        layers: names of the layers of the trunk, in execution order.
+        dim: dim of the sequence in their hidden state.
+        doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and its
+            arguments to gather, or None if the projections gather it.
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ class SequencePlan:
     doors: dict[str, Door | None] = field(default_factory=dict)
 
     def carried_over(self, study: Study, module: nn.Module) -> SequencePlan:
-        """The plan made on a stand-in, as one for the user's ``module``."""
+        """Translate a plan made for a stand-in to the user's ``module``."""
         if study.module is module:
             return self
         doors = {
@@ -66,11 +66,11 @@ class SequencePlan:
         return SequencePlan(module, sorted(layers, key=_number), self.dim, doors)
 
     def splits(self, region: Region) -> bool:
-        """Whether the region lies in the trunk, where the sequence is split."""
+        """Whether the region is in the trunk, where the sequence is split."""
         return region.row in self.doors
 
     def dims(self, region: Region) -> tuple[int | None, int]:
-        """Gather dim of the region's projections (None: gathered above them) and scatter dim of its row."""
+        """Gather dim of a region's projections (None if a module around them gathers), and scatter dim of its row."""
         return (None if self.doors[region.row] is not None else self.dim), self.dim
 
     def enters_above(self, region: Region) -> bool:
@@ -82,7 +82,7 @@ class SequencePlan:
         return parent(name) in Parts(self.layers)
 
     def install(self, group: dist.ProcessGroup) -> None:
-        """Hook the splits, gathers and dropout streams into the trunk."""
+        """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
         first, last = self.module.get_submodule(self.layers[0]), self.module.get_submodule(self.layers[-1])
         first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
         last.register_forward_hook(_gathering(self.dim, group))
@@ -96,7 +96,7 @@ class SequencePlan:
             self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def rows(self) -> list[ModuleRow]:
-        """Lines of the report for the trunk's two ends."""
+        """Rows of the report for the two ends of the trunk."""
         return [
             ModuleRow(self.layers[0], "sequence split", None, None, "", "all-gather"),
             ModuleRow(self.layers[-1], "sequence gather", None, None, "all-gather", ""),
@@ -108,7 +108,11 @@ def _number(layer: str) -> int:
 
 
 def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
-    """Find the trunk and the doors of a blueprint's regions.
+    """Find the trunk, and where the sequence is gathered for each region of a blueprint.
+
+    Args:
+        module: the traced module.
+        blueprint: the decisions about it.
 
     Raises:
         ValueError: the module could not be traced, or its structure does not allow sequence shards.
@@ -135,7 +139,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
 
 
 def _check_outputs(module: nn.Module) -> None:
-    """Refuse Hugging Face models that collect what their layers say about single tokens."""
+    """Refuse Hugging Face models that collect values per token from their layers."""
     for name, model in hugging_face_models(module).items():
         for option in ("output_router_logits", "output_hidden_states"):
             if getattr(model.config, option, False) is True:
@@ -147,7 +151,7 @@ def _check_outputs(module: nn.Module) -> None:
 
 
 def _check_heads(blueprint: Blueprint, trace: Trace) -> None:
-    """Refuse attention to something else than the layer's own tokens, which is not split as they are."""
+    """Refuse cross-attention: its keys are not split like the tokens of the layer."""
     for name, style in blueprint.styles.items():
         if style is not Style.HEADS or name not in trace.calls:
             continue
@@ -162,7 +166,7 @@ def _check_heads(blueprint: Blueprint, trace: Trace) -> None:
 
 
 def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:
-    """Layers of the one list that holds the regions."""
+    """Layers of the list that contains the regions; there must be exactly one such list."""
     names = [region.row for region in blueprint.regions]
     names += [name for name, style in blueprint.styles.items() if style is Style.HEADS]
     trunks: dict[str, None] = {}
@@ -236,7 +240,7 @@ def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -
 def _replace(
     args: tuple[Any, ...], kwargs: dict[str, Any], keys: Sequence[int | str], change: Callable[[Tensor], Tensor]
 ) -> Any:
-    """Arguments with one tensor changed, wherever in them it stands."""
+    """Replace the tensor at ``keys`` of the arguments by its changed form, which is computed once."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     changed: Any = None
     for key in keys:

@@ -1,1 +1,1 @@
-"""A plan tried on a copy against the unsplit module."""
+"""Tries a plan on a copy of the module, and compares with the unsplit copy."""

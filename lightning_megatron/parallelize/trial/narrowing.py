@@ -1,9 +1,9 @@
-"""Lets code that takes its width from its input see the local width.
+"""Shows the local width to code that reads its width from its input.
 
-Many attention modules begin with ``batch, seq, width = x.size()`` and later view the heads' output as [batch, seq,
-width]. With local heads that width has to be ``width / t``, while the projections still need all of ``x``. So the
-module is handed a view of the first ``width / t`` features, and a projection that is called with this very view is
-given ``x`` instead. Whether the module uses its input in any other way is found out by trying it.
+Many attention modules begin with ``batch, seq, width = x.size()`` and later view the output of the heads as [batch,
+seq, width]. With local heads that width must be ``width / t``, but the projections still need all of ``x``. So the
+module receives a view of the first ``width / t`` features, and a projection that is called with this view receives
+``x`` instead. A trial shows whether the module uses its input in any other way.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Narrowing:
-    """The view handed to a module, and the tensor that it stands for.
+    """Replaces an argument of a module by a narrower view, and the view by the whole tensor for its projections.
 
     Args:
-        keys: positions or keywords of the arguments that are the tensor.
+        keys: positions or keywords of the arguments with the tensor.
         parts: size of the tensor group.
     """
 
@@ -30,7 +30,15 @@ class Narrowing:
         self._whole: Tensor | None = None
 
     def install(self, holder: nn.Module, columns: Sequence[nn.Module]) -> list[RemovableHandle]:
-        """Hook into the module that takes the argument and into its projections."""
+        """Add hooks to the module that takes the argument and to its projections.
+
+        Args:
+            holder: the module that takes the argument.
+            columns: its projections.
+
+        Returns:
+            Handles that remove the hooks.
+        """
         handles: list[RemovableHandle] = [
             holder.register_forward_pre_hook(self._hand_over_view, with_kwargs=True),
             holder.register_forward_hook(self._forget, always_call=True),

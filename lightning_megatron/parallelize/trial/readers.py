@@ -1,10 +1,9 @@
-"""What the code outside a region sees of it, and what that forbids.
+"""Finds code outside a region that reads its outputs or parameters, which forbids splitting it.
 
-Splitting a region is right as long as everything of it leaves through the row-parallel sum. Three things can leave
-another way: a column's output that the module returns or keeps (activations for a penalty, attention weights), a
-parameter that acts inside and outside (its gradient would be a partial sum plus a whole one), and a weight that is
-used without calling the layer that holds it. The first two are cured by gathering, the last only by leaving the layer
-whole.
+Splitting a region is correct if its row-parallel sum is its only output. There are three exceptions: the module returns
+or keeps the output of a column (activations for a penalty, attention weights); a parameter is used inside and outside
+(its gradient would be a partial sum plus a whole one); a weight is used without calling its layer. In the first two
+cases the region is gathered; in the last the layer stays whole.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_megatron.parallelize.trial.training import TOLERANCE, has_numbers
 
 
 def seen_outside(regions: Iterable[Region], trace: Trace | None) -> set[str]:
-    """Columns from whose outputs something is computed that does not go through their row-parallel layer."""
+    """Columns whose outputs are also read by code other than their row-parallel layer."""
     if trace is None:
         return set()
     groups: dict[Any, list[Region]] = {}
@@ -36,9 +35,10 @@ def seen_outside(regions: Iterable[Region], trace: Trace | None) -> set[str]:
 
 
 def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
-    """Ids of the parameters that are used without calling the layer (linear, embedding, attention) that holds them.
+    """Ids of the parameters that are used without calling their layer (linear, embedding, attention).
 
-    An embedding tied to a layer with low-rank updates counts: the two would be split in different ways.
+    The weight of an embedding tied to a layer with low-rank updates is included, because the two would be split in
+    different ways.
     """
     updated = {id(p) for part in module.modules() if structure_of(part) for p in base_of(part).parameters()}
     tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)} & updated
@@ -47,19 +47,19 @@ def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
 
 
 def holds(module: nn.Module, name: str, parameters: set[int]) -> bool:
-    """Whether a layer has one of these parameters, given by identity."""
+    """Whether the layer ``name`` has one of these parameters, given by id."""
     return any(id(parameter) in parameters for parameter in module.get_submodule(name).parameters())
 
 
 def regather_shared(
     regions: list[Region], trace: Trace | None, gather: Callable[[Region, str], Region]
 ) -> list[Region]:
-    """Gather every region that shares a parameter with code outside regions, until none is left.
+    """Gather regions that share a parameter with code outside split regions, until there are none left.
 
     Args:
-        regions: settled regions.
-        trace: the trace they were read from.
-        gather: gathers one region for a reason, or refuses.
+        regions: regions with their final cuts.
+        trace: the trace in which they were found.
+        gather: returns the gathered form of a region, given the reason, or raises.
     """
     if trace is None:
         return regions
@@ -74,7 +74,7 @@ def regather_shared(
 
 
 def _shared(region: Region, trace: Trace, split: set[str]) -> Iterable[str]:
-    """Parameters and per-head tables of a region that something else than split regions reads."""
+    """Parameters and per-head tables of a region that code outside split regions also reads."""
     for name in region.inner:
         users = {reader for reader, met in trace.between.items() if name in met}
         if users - split or name in trace.loose:
@@ -87,7 +87,7 @@ def _shared(region: Region, trace: Trace, split: set[str]) -> Iterable[str]:
 def without_idle_sums(
     styles: Mapping[str, Style], module: nn.Module, regions: Iterable[Region], trace: Trace | None
 ) -> dict[str, Style]:
-    """The styles without gradient sums of modules that, for all that was traced, see whole heads only."""
+    """The styles without gradient sums of modules that, according to the trace, see whole heads only."""
     split = [region for region in regions if not region.gathered]
     kept: dict[str, Any] = {}
     for name, style in styles.items():
@@ -105,15 +105,15 @@ def without_idle_sums(
 
 
 def _read_elsewhere(trace: Trace, groups: Sequence[Sequence[Region]]) -> set[str]:
-    """Columns of those regions whose outputs something else than their row-parallel layers reads.
+    """Columns of those regions whose outputs are read by code other than their row-parallel layers.
 
-    A graph does not show what is read without a gradient (a share of active units that is logged, a classifier on
-    detached features). So the module is run again with the columns' outputs disturbed and the rows answering as if
-    they were not: whatever it returns or keeps differently then has read a column in another way.
+    The autograd graph does not show reads without a gradient (a share of active units that is logged, a classifier on
+    detached features). So the module runs again with disturbed outputs of the columns, while the rows return their
+    recorded outputs. If its results or attributes change, other code has read a column.
 
     Args:
         trace: the trace of the module.
-        groups: regions, equal ones in one group, which are told apart only together.
+        groups: groups of equal regions; the regions of a group are disturbed together.
     """
     found: set[str] = set()
     for root in trace.roots:
@@ -130,7 +130,7 @@ def _read_elsewhere(trace: Trace, groups: Sequence[Sequence[Region]]) -> set[str
 
 
 class _Runs:
-    """Runs of one traced module in which its row-parallel layers answer as they did the first time."""
+    """Runs of a traced module in which its row-parallel layers return the outputs of the first run."""
 
     def __init__(self, trace: Trace, root: str, regions: Sequence[Region]) -> None:
         self._root = root
@@ -139,7 +139,7 @@ class _Runs:
         self._plain = self._results({name: _keeping(answers) for name, answers in self._answers.items()})
 
     def differs(self, regions: Sequence[Region]) -> bool:
-        """Whether results change with the columns of these regions; False where the module does not repeat itself."""
+        """Whether results depend on the columns of these regions; False if they also vary without a disturbance."""
         if self._changed(self._results(self._answering())):
             return False
         disturbed = {name: _disturb for region in regions for name in region.columns}
@@ -161,7 +161,7 @@ class _Runs:
         with torch.no_grad():
             try:
                 copied, output = self._replay.run(prepare)
-            except Exception:  # disturbed values may be refused anywhere; nothing is known then
+            except Exception:  # user code may refuse disturbed values; the result is then unknown
                 return None
             return [x.clone() for x in tensors_left(copied, output)]
 

@@ -1,10 +1,9 @@
-"""Tries a region on every rank's part, in this process, and compares with the unsharded module.
+"""Tries a region with the slices of every rank, in this process, and compares with the unsplit module.
 
-The row-parallel sum is linear, so nothing has to be sent to try a plan: the code between the column- and the
-row-parallel layers is run once per rank with that rank's weights and attributes, each run's term of the sum is
-taken where it enters the row-parallel layer, and the terms are added. The weights are random for the occasion,
-because freshly initialised attention hardly depends on its queries and keys, and would hide a head paired with the
-wrong one.
+The row-parallel sum is linear, so a trial needs no communication. The code between the column- and row-parallel layers
+runs once per rank with that rank's slices and attributes, each run gives one term of the sum from the input of the
+row-parallel layer, and the terms are added. The trial uses random weights, because freshly initialised attention hardly
+depends on its queries and keys, so that a head paired with the wrong one would not be noticed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from lightning_megatron.parallelize.trial.training import (
 
 @dataclass(frozen=True)
 class _Share:
-    """One rank's part of a candidate."""
+    """One rank's share of a proposed region."""
 
     region: Region
     parts: int
@@ -47,7 +46,7 @@ class _Share:
 
 
 class _Reached(Exception):
-    """The row-parallel layer was called; carries its input."""
+    """Ends a run when the row-parallel layer is called; carries its input."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -55,19 +54,19 @@ class _Reached(Exception):
 
 
 class Bench:
-    """Runs of a region's scope with random weights, whole or one rank's part at a time.
+    """Runs the scope of a region with random weights, whole or with the slices of one rank.
 
     Args:
         region: columns and row.
-        trace: a trace that ran the region's scope.
+        trace: a trace that ran the scope of the region.
 
     Attributes:
-        arguments: what the scope was called with: positional and keyword arguments.
+        arguments: positional and keyword arguments of the recorded call of the scope.
         whole: product of the unsplit row-parallel layer, without its bias: [.., out].
 
     Raises:
         LookupError: the scope or its row-parallel layer did not run.
-        Exception: whatever the user's code raises when it is run again.
+        Exception: any exception of the user's code when it runs again.
     """
 
     def __init__(self, region: Region, trace: Trace) -> None:
@@ -82,7 +81,12 @@ class Bench:
         self._trained = self._whole_training()
 
     def objection(self, candidate: Region, parts: int) -> str:
-        """Why the terms of the ranks, or their gradients in training, do not add up to the whole; empty if they do."""
+        """Why the terms of the ranks or their gradients in training do not add up to the whole; empty if they do.
+
+        Args:
+            candidate: the region with the proposed cuts, attributes and arguments.
+            parts: size of the tensor group.
+        """
         return self._deviation(candidate, parts) or self._training_deviation(candidate, parts)
 
     def _deviation(self, candidate: Region, parts: int) -> str:
@@ -90,7 +94,7 @@ class Bench:
         for rank in range(parts):
             try:
                 term = self._evaluated(_Share(candidate, parts, rank))
-            except Exception as error:  # a wrong proposal may fail in any way inside the module's own code
+            except Exception as error:  # the module's code may fail in any way with a wrong proposal
                 return f"{type(error).__name__}: {error}".splitlines()[0]
             if term.shape != self.whole.shape:
                 return f"the input of {candidate.row!r} has shape {tuple(term.shape)}, not {tuple(self.whole.shape)}"
@@ -118,7 +122,7 @@ class Bench:
         return f"in training, {candidate.row!r} or its gradients deviate from the unsharded module by {worst:.1e}"
 
     def _whole_training(self) -> list[Tensor] | None:
-        """Term and gradients in training; None where they cannot be compared."""
+        """Term and gradients of the unsplit region in training; None if they cannot be compared."""
         if not has_numbers(self.whole):
             return None
         return reproducible(lambda seed: self._with_gradients(None, seed), self._tolerance)
@@ -130,7 +134,7 @@ class Bench:
         return TOLERANCE.get(torch.get_autocast_dtype(kind) if lower else dtype, 1e-4)
 
     def _inside(self, scope: nn.Module, name: str) -> nn.Module:
-        """The layer of that name in the scope or a copy of it."""
+        """The layer ``name`` in the scope or in a copy of it."""
         return scope.get_submodule(relative(name, self._region.scope))
 
     def _with_random_weights(self, part: nn.Module) -> nn.Module:
@@ -150,16 +154,16 @@ class Bench:
         return part
 
     def _tables(self, region: Region) -> list[str]:
-        """Tables inside the scope; the entries of others reach it as an argument."""
+        """Tables inside the scope; entries of other tables reach it as an argument."""
         return [name for name in region.tables if lies_in(name, region.scope)]
 
     def _evaluated(self, share: _Share | None) -> Tensor:
-        """Product of the row-parallel layer, whole or one rank's term, in evaluation."""
+        """Product of the row-parallel layer in evaluation, whole or the term of one rank: [.., out]."""
         with torch.no_grad():
             return self._term(share)
 
     def _with_gradients(self, share: _Share | None, seed: int) -> list[Tensor]:
-        """The term in training, and gradients of what the columns read and of the parameters inside the region."""
+        """The term in training, and the gradients of the columns' inputs and of the parameters inside the region."""
         leaves: list[Tensor] = []
 
         def watch(copied: nn.Module) -> None:
@@ -202,7 +206,7 @@ class Bench:
         raise LookupError(f"running {self._region.scope!r} again never called {self._region.row!r}")
 
     def _localise(self, copied: nn.Module, share: _Share) -> None:
-        """Give a copy one rank's weights, sizes and attributes."""
+        """Give a copy the slices, sizes and attributes of one rank."""
         region = share.region
         for name in region.columns:
             keep_outputs(self._inside(copied, name), region.cuts[name].ranges(share.parts, share.rank))
@@ -221,7 +225,7 @@ def _stop(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor
 
 
 def _begin_graph(leaves: list[Tensor]) -> Callable[..., Any]:
-    """A hook that collects the tensors a layer is called with, as leaves of a graph that begins there."""
+    """A hook that replaces the input of a layer by a leaf that requires a gradient, and collects it in ``leaves``."""
 
     def watch(module: nn.Module, args: tuple[Any, ...]) -> Any:
         leaves.append(args[0].detach().requires_grad_())
@@ -231,5 +235,5 @@ def _begin_graph(leaves: list[Tensor]) -> Callable[..., Any]:
 
 
 def _outputs(module: nn.Module) -> int:
-    """Number of outputs, by which the size of a weight is divided to give its fan-in."""
+    """Number of output features; the size of the weight divided by it is the fan-in."""
     return module.embedding_dim if isinstance(module, nn.Embedding) else sizes_of(module)[1]

@@ -1,13 +1,13 @@
-"""Makes sure that nothing between split regions mixes tokens, before it is given only some of them.
+"""Checks that the code between split regions does not mix tokens, so that it can run on sequence shards.
 
-Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see all. An attention that the plan
-leaves whole would then silently attend within its own shard. So each kind of layer is run once on the last few tokens
-of the traced input (the first would not tell, for causal attention), its regions answering what they answered for the
-whole sequence, cut to those tokens. That is what the last rank will see; the output must be the last tokens of the
-traced one.
+Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see all tokens. An attention that the plan
+leaves whole would silently attend within its shard. So each kind of layer runs once on the last tokens of the traced
+input (for causal attention, the first tokens would not show a difference), with the recorded outputs of its regions,
+cut to these tokens. This is what the last rank will see; the output must equal the last tokens of the traced output.
 
-The same holds for gradients: a parameter that acts on sequence shards gets a partial one, one that acts on the whole
-sequence a whole one, and the sum over the ranks is right for the first only. What does both is refused.
+The same holds for gradients. A parameter that acts on sequence shards gets a partial gradient, a parameter that acts on
+the whole sequence a whole one, and the sum over the ranks is right for the former only. Parameters that act on both are
+refused.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def check_layers(
     Args:
         blueprint: regions and styles of the traced module.
         trace: its trace.
-        layers: names of the trunk's layers.
-        doors: per region, where the sequence is gathered (see `SequencePlan`); a door that does not fit is replaced by
+        layers: names of the layers of the trunk.
+        doors: per region, where the sequence is gathered (see `SequencePlan`); a door that does not work is replaced by
             None, in place.
-        dim: the sequence's dim in the hidden state.
+        dim: dim of the sequence in the hidden state.
 
     Raises:
-        ValueError: a layer mixes tokens outside its regions, or a region's code needs all of what it is not given.
+        ValueError: a layer mixes tokens outside its regions, or the code of a region needs tokens that it does not get.
     """
     check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
     for region in blueprint.regions:
@@ -67,16 +67,16 @@ def check_layers(
 
 
 def check_between(trace: Trace, layers: list[str], dim: int) -> None:
-    """Run the code between the layers on part of the sequence: each layer answers what it did, cut to the last tokens.
+    """Run the code between the layers on part of the sequence; each layer returns its recorded output, cut likewise.
 
     Args:
         trace: the trace of the module.
-        layers: names of the trunk's layers.
-        dim: the sequence's dim in the hidden state.
+        layers: names of the layers of the trunk.
+        dim: dim of the sequence in the hidden state.
 
     Raises:
-        ValueError: the input of a layer is not the last tokens of what it was, for one because a residual connection
-            around the layers adds what was there before they were split.
+        ValueError: the input of a layer is not the last tokens of its recorded input, for example because a residual
+            connection around the layers adds the hidden state from before the split.
     """
     root = next(
         (name for name in trace.roots if all(lies_in(layer, name) for layer in layers)),
@@ -99,7 +99,7 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
     try:
         with torch.no_grad():
             trace.replay(root).run(prepare)
-    except Exception as error:  # the module's own code may fail in any way on parts of different lengths
+    except Exception as error:  # the module's code may fail in any way on parts of different lengths
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem or found:
         trunk, why = parent(layers[0]), problem or f"the input of {found[0]!r} deviates"
@@ -120,7 +120,7 @@ def _noting_deviation(found: list[str], name: str, want: Tensor) -> Callable[...
 
 
 class _Check:
-    """Replays parts of a traced module as the last rank of a sequence-parallel group would run them."""
+    """Replays parts of a traced module as the last rank of a tensor group would run them on its sequence shard."""
 
     def __init__(self, trace: Trace, dim: int, hidden: Tensor) -> None:
         self._trace = trace
@@ -129,12 +129,12 @@ class _Check:
         self._seen: dict[Any, str] = {}
 
     def part(self, value: Any) -> Any:
-        """The last tokens of every hidden state in a value."""
+        """The last tokens of every hidden state in ``value``."""
         length = self._shape[self._dim]
         return tree_map(lambda x: _last_tokens(x, self._dim, length, length // 2), value)
 
     def answers_of(self, region: Region, door: Door | None) -> dict[str, Any]:
-        """What the modules of a region answer: all tokens inside, this rank's at its end."""
+        """Recorded outputs of the modules of a region: all tokens inside, the last tokens at its end."""
         calls = self._trace.calls
         if door is None:
             inside = {name: calls[name].output for name in region.columns}
@@ -145,7 +145,7 @@ class _Check:
         return {**inside, region.row: self.part(calls[region.row].output)}
 
     def door_fits(self, door: Door, row: str) -> bool:
-        """Whether a module handed the whole sequence uses it for its region only (and adds no residual to it)."""
+        """Whether a module that gets the whole sequence uses it for its region only (and adds no residual to it)."""
         if not lies_in(parent(row), door[0]):
             return True
         call = self._trace.calls[door[0]]
@@ -155,7 +155,11 @@ class _Check:
         return not self._difference(call, args, kwargs, {row: self.part(self._trace.calls[row].output)})
 
     def layer(self, name: str, answers: dict[str, Any]) -> None:
-        """Raise a ``ValueError`` unless the layer computes the last tokens of its output from those of its input."""
+        """Check that the layer computes the last tokens of its output from those of its input.
+
+        Raises:
+            ValueError: it does not.
+        """
         call = self._trace.calls[name]
         if call.args:
             args, kwargs = (self.part(call.args[0]), *call.args[1:]), call.kwargs
@@ -169,11 +173,11 @@ class _Check:
             )
 
     def _shorter(self, value: Any) -> Any:
-        """Further arguments of the hidden state's shape come from the residual stream, and are cut."""
+        """Cut a further argument that has the shape of the hidden state, because it comes from the residual stream."""
         return self.part(value) if isinstance(value, Tensor) and value.shape == self._shape else value
 
     def _difference(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
-        """What goes wrong; empty if nothing does. Modules of one kind are run once."""
+        """The difference to the recorded output as text; empty if there is none. Modules of one kind run once."""
         kind = (generalize(call.name), type(call.module), tuple(generalize(name) for name in answers))
         if kind not in self._seen:
             self._seen[kind] = self._run(call, args, kwargs, answers)
@@ -186,7 +190,7 @@ class _Check:
             with torch.no_grad():
                 copied, output = replay.run(lambda x: _answer(x, call.name, answers), args=args, kwargs=kwargs)
             now, got = _attributes(copied), _first_tensor(output)
-        except Exception as error:  # the module's own code may fail in any way on a shorter sequence
+        except Exception as error:  # the module's code may fail in any way on a shorter sequence
             return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
         want = _first_tensor(self.part(call.output))
         if got.shape != want.shape:
@@ -201,7 +205,7 @@ class _Check:
 
 
 def _kept_by(replay: Replay) -> dict[str, Tensor]:
-    """Tensors with a gradient that a module leaves on itself when it sees all tokens: auxiliary losses."""
+    """Tensors with a gradient that a run on all tokens leaves in attributes of the module: auxiliary losses."""
     before: dict[str, Tensor] = {}
     with torch.enable_grad():
         copied, _ = replay.run(lambda copied: before.update(_attributes(copied)))
@@ -210,7 +214,11 @@ def _kept_by(replay: Replay) -> dict[str, Tensor]:
 
 
 def _summed_over_tokens(sides: dict[str, tuple[Any, Any]]) -> str:
-    """Which of the values beside the hidden state, as (computed from some tokens, from all), is no value per token."""
+    """Which value beside the hidden state depends on all tokens; empty if none does.
+
+    Args:
+        sides: name of the value -> the value computed from some tokens, and from all tokens.
+    """
     for name, (got, want) in sides.items():
         if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape:
             continue
@@ -226,7 +234,7 @@ def _deviation(got: Tensor, want: Tensor) -> float:
 
 
 def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are plain attributes of the parts of a module, by dotted name."""
+    """Tensors in plain attributes of a module and its submodules, by dotted name."""
     found: dict[str, Tensor] = {}
     for name, part in module.named_modules():
         found |= {f"{name}.{key}".lstrip("."): x for key, x in vars(part).items() if isinstance(x, Tensor)}
@@ -254,13 +262,13 @@ def _first_tensor(value: Any) -> Tensor:
 
 
 def _answer(copied: nn.Module, root: str, answers: dict[str, Any]) -> None:
-    """Let modules of a copy of ``root`` give fixed answers instead of computing them."""
+    """Let modules of a copy of ``root`` return fixed outputs instead of computing them."""
     for name, answer in answers.items():
         vars(copied.get_submodule(relative(name, root)))["forward"] = _Answer(answer)
 
 
 class _Answer:
-    """Returns what it was given, whatever it is called with."""
+    """A ``forward`` that returns copies of a fixed value for any arguments."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -272,17 +280,17 @@ class _Answer:
 def check_gradients(
     module: nn.Module, trace: Trace, regions: Iterable[Region], covered: Callable[[str], bool], dim: int
 ) -> None:
-    """Refuse parameters with mixed gradients, and regions that would send tokens to the wrong rank.
+    """Refuse parameters whose gradient is partly whole, and regions that would send tokens to the wrong rank.
 
     Args:
         module: the traced module.
         trace: its trace.
         regions: the regions of the trunk.
         covered: whether a parameter of that name belongs to a layer of the trunk.
-        dim: the sequence's dim in the hidden state.
+        dim: dim of the sequence in the hidden state.
 
     Raises:
-        ValueError: naming the parameter or the layer.
+        ValueError: there is such a parameter or region; the message names it.
     """
     regions = list(regions)
     for name in [*_shared_with_gathered(trace, regions), *_inside_and_outside(module, covered)]:
@@ -308,7 +316,7 @@ def check_gradients(
 
 
 def _shared_with_gathered(trace: Trace, regions: list[Region]) -> Iterable[str]:
-    """Parameters that act inside gathered regions, where tensors are whole, and elsewhere."""
+    """Parameters that are used inside gathered regions, where tensors are whole, and elsewhere."""
     gathered = {region.row for region in regions if region.gathered}
     for region in regions:
         for name in region.inner if region.gathered else ():
@@ -317,7 +325,7 @@ def _shared_with_gathered(trace: Trace, regions: list[Region]) -> Iterable[str]:
 
 
 def _inside_and_outside(module: nn.Module, covered: Callable[[str], bool]) -> Iterable[str]:
-    """Parameters that a layer of the trunk shares with something outside of it."""
+    """Parameters that a layer of the trunk shares with a module outside of the trunk."""
     places: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), set()).add(covered(name))

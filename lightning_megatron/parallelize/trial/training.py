@@ -1,7 +1,7 @@
-"""How a trial compares: without dropout in training, by terms and gradients, within a tolerance per dtype.
+"""How a trial compares in training: by terms and gradients, within a tolerance per dtype, without dropout.
 
-A region may be right in evaluation and wrong in training: code may normalise over the whole width in training only,
-or have a backward of its own that does. Dropout would hide that, so it is left out while a region is tried.
+A region may be right in evaluation and wrong in training: code may normalise over the whole width in training only, or
+in a custom backward. Dropout would make the runs differ, so trials disable it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Relative deviation up to which a trial counts as equal, by dtype."""
+"""Largest relative deviation at which the results of a trial count as equal, by dtype."""
 
 _DROPOUTS = {
     "dropout",
@@ -36,7 +36,7 @@ _ATTENTION_DROPOUT = 4
 
 
 class NoDropout(TorchFunctionMode):
-    """Every dropout returns what it is given."""
+    """Makes every dropout return its input unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
@@ -51,7 +51,15 @@ class NoDropout(TorchFunctionMode):
 
 
 def term_and_gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """One rank's term of the row-parallel sum, and the gradients of a fixed combination of its entries."""
+    """One rank's term of the row-parallel sum, and the gradients of a fixed linear combination of its entries.
+
+    Args:
+        term: [.., out].
+        leaves: tensors to differentiate by.
+
+    Returns:
+        The detached term, then one gradient per leaf; zeros for leaves that the term does not depend on.
+    """
     weights = torch.linspace(-1, 1, term.numel(), dtype=term.dtype, device=term.device).mul(7).sin().view_as(term)
     found = torch.autograd.grad((term * weights).sum(), list(leaves), allow_unused=True)
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
@@ -59,7 +67,7 @@ def term_and_gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compare(total: Sequence[Tensor], whole: Sequence[Tensor], tolerance: float) -> float | None:
-    """The largest deviation relative to a tensor's largest entry; None if all stay within ten times the tolerance."""
+    """The largest deviation relative to a tensor's largest entry; None if it is within ten times the tolerance."""
     scale = max((float(x.abs().max()) for x in whole if x.numel()), default=0.0)
     worst = 0.0
     for got, want in zip(total, whole, strict=True):
@@ -72,10 +80,10 @@ Run = Callable[[int], list[Tensor]]
 
 
 def reproducible(run: Run, tolerance: float) -> list[Tensor] | None:
-    """What a run gives, or None if it cannot be run or gives something else with another seed."""
+    """The result of a run, or None if the run fails or gives another result with another seed."""
     try:
         first, second = run(1), run(2)
-    except Exception:  # code that cannot be differentiated here, or takes another way in training
+    except Exception:  # code that cannot be differentiated here, or takes another path in training
         return None
     if len(first) != len(second) or any(a.shape != b.shape for a, b in zip(first, second, strict=True)):
         return None
@@ -83,5 +91,5 @@ def reproducible(run: Run, tolerance: float) -> list[Tensor] | None:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor holds values; in a rehearsal large ones know their shape only."""
+    """Whether a tensor holds values; in a rehearsal large tensors have a shape only."""
     return not isinstance(tensor, FakeTensor)
