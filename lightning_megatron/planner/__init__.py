@@ -1,9 +1,9 @@
-"""Foresight: what a run will cost in time and memory, before it is started. Pure Python, without torch.
+"""Predicts the time and memory of a run before it starts, and ranks layouts. Pure Python, without torch.
 
-Read ``shape``, ``cluster`` and ``recipe`` (what is run, where, how), then ``compute``, ``communication``, ``stages``
-and ``makespan`` (where time goes), ``memory``, and ``prediction`` (all of it together); ``search`` ranks layouts.
+Read ``shape``, ``cluster`` and ``recipe`` (the model, the machine, the layout), then ``compute``, ``communication``,
+``stages`` and ``makespan`` (time), ``memory``, and ``prediction`` (all together); ``search`` ranks layouts.
 
-Names are imported on first use: a run that was told its layout plans nothing.
+Names are imported on first use, as a run with a given layout does not need the planner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_megatron.planner.search.search import Plan as Plan
     from lightning_megatron.planner.search.search import plan as plan
 else:
-    # Hidden from type checkers, for which every name would exist otherwise.
+    # Type checkers must not see this `__getattr__`: for them any name would exist.
     __getattr__ = names_of(
         __name__,
         {

@@ -1,19 +1,17 @@
-"""Which GPU should be which rank: the cheapest placement of (pipeline, data, tensor) over islands with slow links
-between.
+"""Assigns ranks to GPUs: the cheapest placement of (pipeline, data, tensor) on islands joined by slow links.
 
-A cluster is seldom one even network. Nodes sit in racks, racks in buildings, and two InfiniBand clusters may be
-joined by Ethernet (Holmes, arXiv 2312.03549). Tensor parallelism wants the fastest links, data parallelism the next,
-and the pipeline, which moves least, may cross the slowest. ``assign`` finds the placement whose slowest traffic costs
-least, and ``traffic`` counts the bytes that any placement puts on every level, so that the two can be checked against
-each other.
+The links of a cluster are seldom equally fast: nodes are grouped in racks and buildings, and two InfiniBand clusters
+may be joined by Ethernet (Holmes, arXiv 2312.03549). Tensor parallelism needs the fastest links, then data parallelism;
+the pipeline, which sends the fewest bytes, may cross the slowest. ``assign`` finds the placement whose transfers take
+the least time. ``traffic`` counts the bytes that a placement sends over each level, as an independent check.
 
-Machines form a tree of levels. With two islands of two nodes of two GPUs::
+GPUs form a tree of levels. With two islands of two nodes of two GPUs::
 
     level 2   cluster          [0 1 2 3 4 5 6 7]        slowest
     level 1   island        [0 1 2 3]   [4 5 6 7]
     level 0   node          [0 1] [2 3] [4 5] [6 7]     fastest
 
-Two GPUs talk at the lowest level that holds both.
+Two GPUs communicate over the lowest level that contains both.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
 _SWAPPED = 32
-"""Largest grid that is improved by exchanging ranks."""
+"""Largest grid, in ranks, that is improved by exchanging pairs of ranks."""
 _STARTS = 6
-"""Placements from which such exchanges start."""
+"""Number of placements from which such exchanges start."""
 
 Rank = tuple[int, int, int]
 """Coordinates (pipeline stage, data, tensor)."""
@@ -42,8 +40,8 @@ class Level:
 
     Args:
         name: for reports, such as ``node`` or ``island``.
-        sizes: GPUs in each group of this level, in the order of the GPUs; groups of a higher level hold whole groups of
-            a lower one.
+        sizes: number of GPUs in each group of this level, in the order of the GPUs; a group of a higher level consists
+            of whole groups of the lower one.
         bandwidth: bytes/s per GPU between members of a group that share no lower group.
     """
 
@@ -54,14 +52,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Levels from the fastest to the slowest; the last holds all GPUs in one group.
+    """Tree of links between GPUs.
 
     Args:
-        levels: the levels.
-        speeds: relative speed of every GPU, where they differ.
+        levels: from the fastest to the slowest; the last has one group of all GPUs.
+        speeds: relative speed of every GPU, if they differ.
 
     Raises:
-        ValueError: levels differ in their number of GPUs, a group is cut by a higher level, or the last has several.
+        ValueError: levels differ in their number of GPUs, a higher level cuts a group, the last level has several
+            groups, or ``speeds`` are not one positive number per GPU.
     """
 
     levels: tuple[Level, ...]
@@ -85,7 +84,7 @@ class Topology:
         return sum(self.levels[0].sizes)
 
     def paths(self) -> list[tuple[int, ...]]:
-        """For every GPU the index of its group on each level, fastest level first."""
+        """Per GPU, the indices of its groups on all levels, fastest level first."""
         columns = [[index for index, size in enumerate(level.sizes) for _ in range(size)] for level in self.levels]
         return list(zip(*columns, strict=True))
 
@@ -94,9 +93,9 @@ class Topology:
         """A regular tree.
 
         Args:
-            counts: members of a group on each level, fastest first: [8, 4, 2] is 2 islands of 4 nodes of 8 GPUs.
+            counts: branching factor of each level, fastest first: [8, 4, 2] is 2 islands of 4 nodes of 8 GPUs.
             bandwidths: bytes/s per GPU on each level.
-            names: level names; None means node, island, cluster and so on.
+            names: of the levels; None means node, island, cluster, site, region.
         """
         total = math.prod(counts)
         names = names or ["node", "island", "cluster", "site", "region"][: len(counts)]
@@ -109,12 +108,12 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Volumes:
-    """Bytes that one step moves on each axis.
+    """Bytes that one rank sends in a step on each axis.
 
     Args:
-        tensor: per rank and step, around a ring over its tensor group.
-        data: per rank and step, around a ring over its data group.
-        pipeline: per rank and step, to the same rank of each neighbouring stage.
+        tensor: to the next rank of a ring over its tensor group.
+        data: to the next rank of a ring over its data group.
+        pipeline: between it and the corresponding rank of a neighbouring stage.
     """
 
     tensor: float
@@ -123,7 +122,7 @@ class Volumes:
 
 
 def step_volumes(shape: ModelShape, recipe: Recipe) -> Volumes:
-    """Bytes that one step of a recipe moves per rank on each axis."""
+    """Bytes that one rank sends in a step of a recipe on each axis."""
     boundary = recipe.element * recipe.micro_batch * shape.seq * shape.hidden
     layers = shape.layers / recipe.pipeline
     collectives = 4.0 + (2.0 if recipe.recompute == "full" else 0.0)
@@ -138,7 +137,7 @@ def step_volumes(shape: ModelShape, recipe: Recipe) -> Volumes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Axis sizes of the grid."""
+    """Sizes of the axes of the grid."""
 
     pipeline: int
     data: int
@@ -155,16 +154,23 @@ class Sizes:
 
 
 Nesting = tuple[tuple[str, int], ...]
-"""Axis parts from the innermost to the outermost, such as (("tensor", 2), ("data", 2), ("pipeline", 2), ("data",
-2))."""
+"""Axes, or factors of axes, from the innermost to the outermost: (("tensor", 2), ("data", 2), ("pipeline", 2),
+("data", 2))."""
 
 Assignment = dict[Rank, int]
-"""GPU of every rank."""
+"""Rank -> GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A chosen assignment with its cost in seconds, and the bytes that cross each level."""
+    """The result of :func:`assign`.
+
+    Attributes:
+        assignment: rank -> GPU.
+        seconds: cost, see :func:`cost`.
+        bytes_by_level: name of a level -> bytes per step over its links.
+        order: nesting of the axes, innermost first, such as ``("tensor2", "data4")``.
+    """
 
     assignment: Assignment
     seconds: float
@@ -173,7 +179,7 @@ class Placement:
 
 
 def transfers(sizes: Sizes, volumes: Volumes) -> Iterator[tuple[Rank, Rank, float]]:
-    """Every pair of ranks that exchange data in a step, and the bytes between them: rings and stage neighbours."""
+    """Yield every pair of ranks that communicate in a step (rings, neighbouring stages), and the bytes between them."""
     for p, d, t in sizes.ranks():
         if sizes.tensor > 1:
             yield (p, d, t), (p, d, (t + 1) % sizes.tensor), volumes.tensor
@@ -184,12 +190,12 @@ def transfers(sizes: Sizes, volumes: Volumes) -> Iterator[tuple[Rank, Rank, floa
 
 
 def level_between(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """The fastest level on which two GPUs, given by their paths, are in one group."""
+    """Index of the fastest level on which two GPUs, given by their paths, are in one group."""
     return next(index for index, (a, b) in enumerate(zip(left, right, strict=True)) if a == b)
 
 
 def traffic(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volumes) -> dict[str, float]:
-    """Bytes per step on each level's links under an assignment."""
+    """Name of a level -> bytes per step over its links, for an assignment."""
     paths = topology.paths()
     found = {level.name: 0.0 for level in topology.levels}
     for left, right, size in transfers(sizes, volumes):
@@ -199,27 +205,28 @@ def traffic(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: V
 
 
 def cost(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volumes) -> float:
-    """Seconds that all transfers of a step take if each level carries its bytes one GPU's link at a time, per GPU."""
+    """Cost of an assignment: seconds of all transfers of a step, one after the other, divided by the number of GPUs."""
     carried = traffic(assignment, topology, sizes, volumes)
     return sum(carried[level.name] / level.bandwidth for level in topology.levels) / sizes.world
 
 
 def assign(topology: Topology, sizes: Sizes, volumes: Volumes, *, anchored: bool = False) -> Placement:
-    """The cheapest placement of the grid on the GPUs.
+    """Find the cheapest placement of the grid on the GPUs.
 
-    Candidates walk the grid and the GPUs side by side: the grid's axes in every order of nesting, each axis possibly
-    cut into an inner and an outer part (four data ranks in a node, two islands of them), and islands of unequal size
-    in every order. Small grids are then improved by exchanging pairs of ranks. On small cases the result equals the
-    best of all permutations (see the tests).
+    Each candidate enumerates ranks and GPUs in parallel: ranks in every nesting of the axes, where one axis may be
+    split into an inner and an outer factor (four data ranks per node, two islands), and GPUs with islands of unequal
+    size in every order. Placements of small grids are then improved by exchanging pairs of ranks. On small cases the
+    result equals the best of all permutations (see the tests).
 
     Args:
         topology: the machine.
-        sizes: the grid.
-        volumes: bytes that a step moves.
-        anchored: only placements with the first GPU on the first or the last stage, as :func:`rank_numbers` needs.
+        sizes: of the grid.
+        volumes: bytes that a rank sends in a step.
+        anchored: only consider placements with the first GPU on the first or the last stage, as :func:`rank_numbers`
+            requires.
 
     Raises:
-        ValueError: the grid has another number of ranks than there are GPUs.
+        ValueError: the number of ranks is not the number of GPUs.
     """
     if sizes.world != topology.gpus:
         raise ValueError(
@@ -249,14 +256,15 @@ def _is_anchored(assignment: Assignment, sizes: Sizes) -> bool:
 
 
 def rank_numbers(placement: Placement, layout: Layout) -> list[int]:
-    """Global rank of every GPU under a placement, such that the first GPU is rank 0.
+    """Global rank of every GPU in a placement, such that the first GPU is rank 0.
 
-    Rank 0 has the loss and the first place on every other axis. Rings look the same from each of their places and a
-    pipeline the same from both ends, so the grid is turned until the first GPU is there; the bytes on every link stay.
+    Rank 0 computes the loss, and has coordinate 0 on every other axis. Rotating a ring, or reversing a pipeline, does
+    not change the bytes on any link. The grid is therefore rotated, and reversed if need be, until the first GPU has
+    the coordinates of rank 0.
 
     Args:
         placement: from :func:`assign`, anchored.
-        layout: the same grid, which numbers ranks.
+        layout: the same grid, for the numbers of ranks.
 
     Returns:
         A permutation of the ranks, indexed by GPU.
@@ -276,11 +284,11 @@ def rank_numbers(placement: Placement, layout: Layout) -> list[int]:
 
 
 def stage_speeds(topology: Topology, numbers: Sequence[int], layout: Layout) -> tuple[float, ...] | None:
-    """Speed of every stage: that of its slowest GPU; None where all GPUs are alike.
+    """Relative speed of every stage: that of its slowest GPU; None if all GPUs are equally fast.
 
     Args:
         topology: the machine.
-        numbers: rank of every GPU.
+        numbers: global rank of every GPU.
         layout: the grid.
     """
     if topology.speeds is None or len(set(topology.speeds)) == 1:
@@ -293,7 +301,11 @@ def stage_speeds(topology: Topology, numbers: Sequence[int], layout: Layout) -> 
 
 
 def _swapped(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volumes) -> tuple[float, Assignment]:
-    """Exchange the GPUs of two ranks while that lowers the cost; for grids that do not nest into the islands."""
+    """Exchange the GPUs of pairs of ranks as long as that lowers the cost, for grids that do not nest into the islands.
+
+    Returns:
+        The cost in seconds, and the assignment.
+    """
     current, seconds = dict(assignment), cost(assignment, topology, sizes, volumes)
     pairs = list(itertools.combinations(current, 2))
     improved = True
@@ -310,7 +322,7 @@ def _swapped(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: 
 
 
 def nestings(sizes: Sizes) -> list[Nesting]:
-    """All orders of the axes in which at most one axis is cut into two parts, without repetitions."""
+    """All nestings of the axes in which at most one axis is split into two factors, without repetitions."""
     whole = [
         (axis, size) for axis, size in (("tensor", sizes.tensor), ("data", sizes.data), ("pipeline", sizes.pipeline))
     ]
@@ -324,7 +336,7 @@ def nestings(sizes: Sizes) -> list[Nesting]:
 
 
 def _cuts(whole: Sequence[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """The axes with one of them cut into two factors."""
+    """Yield the axes with one of them split into two factors, in every way."""
     for index, (axis, size) in enumerate(whole):
         for inner in range(2, size):
             if size % inner == 0:
@@ -332,7 +344,7 @@ def _cuts(whole: Sequence[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
 
 
 def walk(sizes: Sizes, order: Nesting) -> list[Rank]:
-    """Coordinates of the grid in the order of a nesting, innermost part fastest.
+    """Coordinates of the grid in the order of a nesting, innermost factor fastest.
 
     ``walk(Sizes(2, 1, 2), (("tensor", 2), ("pipeline", 2)))`` is (0,0,0), (0,0,1), (1,0,0), (1,0,1).
     """
@@ -349,7 +361,7 @@ def walk(sizes: Sizes, order: Nesting) -> list[Rank]:
 
 
 def _gpu_orders(topology: Topology) -> Iterator[list[int]]:
-    """Orders of the GPUs: islands of the second-slowest level in every order where they are few and unequal."""
+    """Yield orders of the GPUs: all orders of the islands (second-slowest level) if they are unequal and at most 6."""
     if len(topology.levels) < 2:
         yield list(range(topology.gpus))
         return
@@ -364,10 +376,10 @@ def _gpu_orders(topology: Topology) -> Iterator[list[int]]:
 
 
 def uneven_split(layers: int, speeds: Sequence[float]) -> list[int]:
-    """Layers per pipeline stage for stages of unequal speed, so that the slowest stage is as fast as it can be.
+    """Split layers over stages of unequal speed; minimizes the time of the slowest stage.
 
     Args:
-        layers: layers to share out.
+        layers: number of layers.
         speeds: relative speed of each stage's GPUs.
 
     Returns:

@@ -1,1 +1,1 @@
-"""What is done beside a run: the command line, and one rank on paper."""
+"""The command line, and rehearsals of one rank of a launch."""

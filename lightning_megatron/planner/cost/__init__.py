@@ -1,1 +1,1 @@
-"""Where the time and memory of one step go."""
+"""Models the time and memory of one training step."""

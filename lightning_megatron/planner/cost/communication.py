@@ -1,4 +1,4 @@
-"""Time on the links: ring collectives and stage-to-stage transfers by size, group and what the group spans.
+"""Communication time: ring collectives and transfers between stages, by size, group and the nodes of the group.
 
 | name           | volume per rank          | used for                                                        |
 |----------------|--------------------------|-----------------------------------------------------------------|
@@ -19,14 +19,14 @@ from lightning_megatron.planner.model.constants import Constants
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as the links see it.
+    """Size and spacing of a process group.
 
-    Eight ranks with stride 4 on nodes of 8: ranks 0, 4 share a node, 8, 12 the next: 2 per node, 4 nodes.
+    Eight ranks with stride 4 on nodes of 8 GPUs: ranks 0 and 4 share a node, 8 and 12 the next: 2 per node, 4 nodes.
 
     Args:
         size: ranks in the group.
-        stride: distance of neighbouring members in global ranks.
-        adapters: most network adapters of a node that the software's rings use; None means one per member there.
+        stride: difference of the global ranks of neighbouring members.
+        adapters: most network adapters per node that the software's rings use; None means one per member.
     """
 
     size: int
@@ -34,20 +34,19 @@ class Group:
     adapters: int | None = None
 
     def per_node(self, gpus_per_node: int) -> int:
-        """Members on one node."""
+        """Number of members on one node."""
         return max(1, min(self.size, gpus_per_node // self.stride))
 
     def nodes(self, gpus_per_node: int) -> int:
-        """Nodes that the group spans."""
+        """Number of nodes that the group spans."""
         return -(-self.size // self.per_node(gpus_per_node))
 
 
 def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Bytes/s at which a ring over ``group`` moves data through each member.
+    """Bytes/s that a ring over ``group`` transfers through each member.
 
-    Inside a node this is NVLink. Between nodes a ring enters a node once per member it has there, so members of a group
-    on one node add up their adapters; groups that interleave on the same nodes then have one adapter each. Congestion
-    grows with the nodes, unless most adapters are idle.
+    Inside a node this is the NVLink bandwidth. Between nodes the members of the group on one node use their network
+    adapters together. Congestion grows with the number of nodes, unless the software uses few adapters.
     """
     inside = cluster.nvlink * constants.nvlink
     nodes = group.nodes(cluster.gpus_per_node)
@@ -61,7 +60,7 @@ def bus_bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float
 
 
 def ring_latency(group: Group, cluster: Cluster) -> float:
-    """Seconds until a ring's first data has come around: one hop per member, each node left once.
+    """Latency of a ring in seconds: one hop per member, one of them between nodes per node.
 
     All-gather and reduce-scatter have no shorter route, so their latency grows with the group.
     """
@@ -71,7 +70,7 @@ def ring_latency(group: Group, cluster: Cluster) -> float:
 
 
 def tree_latency(group: Group, cluster: Cluster) -> float:
-    """Seconds until data has gone up and down a tree of nodes; a small all-reduce takes this route."""
+    """Latency in seconds of a reduction up a tree of nodes and a broadcast down, as used by small all-reduces."""
     per_node = group.per_node(cluster.gpus_per_node)
     nodes = group.nodes(cluster.gpus_per_node)
     return 2.0 * (per_node * cluster.nvlink_latency + math.log2(nodes) * cluster.network_latency)
@@ -83,10 +82,10 @@ def gather_seconds(
     """Seconds of an all-gather or reduce-scatter.
 
     Args:
-        size_bytes: bytes of the whole tensor.
-        group: who takes part.
-        cluster, constants: the links.
-        pieces: messages that the tensor is sent in, each with the ring's latency.
+        size_bytes: bytes of the gathered tensor.
+        group: of the collective.
+        cluster, constants: bandwidths and latencies.
+        pieces: number of collectives over which the tensor is split, each with the latency of a ring.
     """
     if group.size == 1:
         return 0.0
@@ -95,7 +94,7 @@ def gather_seconds(
 
 
 def all_reduce_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Seconds of an all-reduce: the volume of a reduce-scatter and an all-gather, and the shorter route's latency."""
+    """Seconds of an all-reduce: volume of a reduce-scatter and an all-gather, latency of a ring or tree if shorter."""
     if group.size == 1:
         return 0.0
     volume = 2.0 * size_bytes * (group.size - 1) / group.size
@@ -104,7 +103,7 @@ def all_reduce_seconds(size_bytes: float, group: Group, cluster: Cluster, consta
 
 
 def send_seconds(size_bytes: float, stride: int, cluster: Cluster, constants: Constants) -> float:
-    """Seconds of one transfer to the rank ``stride`` further on."""
+    """Seconds of one transfer between ranks whose global ranks differ by ``stride``."""
     if stride < cluster.gpus_per_node:
         return size_bytes / (cluster.nvlink * constants.nvlink) + cluster.nvlink_latency
     return size_bytes / (cluster.network * constants.network) + cluster.network_latency

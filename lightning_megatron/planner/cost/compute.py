@@ -1,8 +1,8 @@
-"""Time on the GPU itself: matrix products, attention and passes over memory of one layer.
+"""Compute time: matrix products, attention and memory passes of one layer.
 
-A layer's time is not its FLOPs over a peak: a product that is cut small by tensor parallelism or a small micro-batch
-fills neither the tiles nor the pipelines of the chip, and every norm, activation and (without fused attention) score
-matrix is a trip through memory. Each of these is counted here for one tensor rank and one micro-batch.
+The time of a layer is more than its FLOPs over a peak. Products made small by tensor parallelism or a small micro-batch
+do not fill the tiles and pipelines of the GPU, and every norm, activation and (without fused attention) score matrix is
+read from and written to memory. All times are for one tensor rank and one micro-batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ from lightning_megatron.planner.model.shape import ModelShape
 _TILE = 128 * 128
 _ALIGNMENT = 8
 _LOGIT_BYTES = 30.0
-"""Bytes moved per logit for a 16-bit product, a 32-bit softmax and its gradient (about eight passes)."""
+"""Bytes read and written per logit for a 16-bit product, a 32-bit softmax and its gradient (about eight passes)."""
 _OPTIMIZER_BYTES = 34.0
-"""Bytes moved per parameter by Adam with 32-bit master weights: read gradient, master and moments; write all back."""
+"""Bytes per parameter that Adam with 32-bit master weights moves: it reads gradient, master weight and moments, and
+writes them back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Reads and writes of whole tensors, in elements per token of width ``hidden``, ``inner`` or ``heads``."""
+    """Number of reads and writes of activations of each width.
+
+    Attributes:
+        hidden: of width ``hidden``.
+        inner: of the MLP's inner width.
+        qkv: of the width of queries, keys and values together.
+    """
 
     hidden: float
     inner: float
@@ -32,10 +39,10 @@ class Passes:
 
 
 def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
-    """Memory passes of norms, residuals, dropout, activation and rotary or bias work of one layer.
+    """Memory passes of norms, residuals, dropout, activations, rotary embeddings and biases of one layer.
 
-    Fused kernels read their inputs and write their output once. Without fusion a norm is about five kernels, an
-    activation with gate two, rotary embedding three.
+    Fused kernels read their inputs and write their output once. Without fusion a norm is about five kernels, a gated
+    activation two, a rotary embedding three.
     """
     drop = 2.5 if recipe.software.dropout else 0.0
     if recipe.software.fused_kernels:
@@ -48,8 +55,8 @@ def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
 def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str) -> float:
     """Seconds of one matrix product [rows, inner] x [inner, columns].
 
-    The share of the peak falls with the output's size (the last wave of tiles is partly idle) and with the inner
-    dimension (each tile fills and drains its pipeline); memory traffic is a lower bound.
+    Small outputs reach a lower share of the peak (the last wave of tiles is partly idle), and so do small inner
+    dimensions (each tile fills and drains its pipeline). The time of memory traffic is a lower bound.
     """
     flops = 2.0 * rows * columns * inner
     element = {"fp8": 1.0, "fp32": 4.0, "fp64": 8.0}.get(precision, 2.0)
@@ -63,7 +70,7 @@ def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants:
 def product_and_gradients(
     rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str
 ) -> tuple[float, float, float]:
-    """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
+    """Seconds of a linear layer: (forward, input gradient, weight gradient)."""
     return (
         gemm_seconds(rows, columns, inner, gpu, constants, precision),
         gemm_seconds(rows, inner, columns, gpu, constants, precision),
@@ -73,7 +80,14 @@ def product_and_gradients(
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """Seconds of one layer for one micro-batch on one tensor rank, without communication."""
+    """Seconds of one layer for one micro-batch on one tensor rank, without communication.
+
+    Attributes:
+        forward: whole forward.
+        input_gradient: gradient of the layer's input, with the backward of everything but weights.
+        weight_gradient: gradients of the weights.
+        attention_core: forward of the attention core, which is part of ``forward``.
+    """
 
     forward: float
     input_gradient: float
@@ -82,12 +96,12 @@ class LayerSeconds:
 
     @property
     def backward(self) -> float:
-        """Both gradients."""
+        """Seconds of both gradients."""
         return self.input_gradient + self.weight_gradient
 
 
 def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> LayerSeconds:
-    """Time of one transformer layer on one tensor rank for one micro-batch."""
+    """Seconds of one transformer layer on one tensor rank for one micro-batch."""
     tokens = recipe.micro_batch * shape.seq / recipe.context
     tensor = recipe.tensor
     width = shape.head_size * shape.heads / tensor
@@ -111,7 +125,7 @@ def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Consta
 
 
 def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, backward: bool) -> float:
-    """Seconds of a layer's passes over memory in one direction."""
+    """Seconds of a layer's memory passes in the forward or the backward."""
     passes = _passes(recipe, shape.gated, backward)
     tokens = recipe.micro_batch * shape.seq / recipe.context
     split = recipe.tensor if recipe.sequence_parallel else 1
@@ -127,14 +141,14 @@ def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants:
 
 
 def _attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
-    """Seconds of scores, softmax and their product with the values: forward and backward."""
+    """Seconds of the attention core (scores, softmax, product with the values): (forward, backward)."""
     if recipe.software.fused_attention:
         return _fused_attention_seconds(shape, recipe, gpu, constants)
     return _unfused_attention_seconds(shape, recipe, gpu, constants)
 
 
 def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
-    """Causal FlashAttention: half of the score matrix, and 2.5 times the forward's FLOPs in the backward."""
+    """Seconds of causal FlashAttention: half of the score matrix, and 2.5 times the forward's FLOPs in the backward."""
     heads = shape.heads / recipe.tensor
     flops = 2.0 * recipe.micro_batch * heads * shape.head_size * shape.seq * shape.seq / recipe.context
     forward = flops / (gpu.peak(_head_precision(recipe)) * constants.attention(gpu.generation))
@@ -144,7 +158,7 @@ def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, consta
 def _unfused_attention_seconds(
     shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
-    """Scores written to memory: two batched products, and passes of softmax and dropout over the score matrix."""
+    """Seconds of attention with scores in memory: two batched products, and memory passes of softmax and dropout."""
     batch = recipe.micro_batch * shape.heads / recipe.tensor
     rows = shape.seq / recipe.context
     product = batch * _batched_product_seconds(rows, shape.seq, shape.head_size, batch, gpu, constants)
@@ -156,7 +170,7 @@ def _unfused_attention_seconds(
 def _batched_product_seconds(
     rows: float, columns: float, inner: int, batch: float, gpu: Gpu, constants: Constants
 ) -> float:
-    """Seconds of one of many equal products of a batch; head sizes that are no multiple of 8 miss the tensor cores."""
+    """Seconds of one product of a batch; inner dimensions that are no multiple of 8 do not use tensor cores."""
     if inner % _ALIGNMENT:
         return 2.0 * rows * columns * inner / (gpu.peak_16 * constants.misaligned)
     together = gemm_seconds(rows * batch, columns, inner, gpu, constants, "bf16")
@@ -164,7 +178,7 @@ def _batched_product_seconds(
 
 
 def head_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float]:
-    """Seconds of the output head and the loss for one micro-batch: forward and backward."""
+    """Seconds of the output head and the loss for one micro-batch: (forward, backward)."""
     tokens = recipe.micro_batch * shape.seq / recipe.context
     columns = shape.vocab / recipe.tensor
     forward, data, weight = product_and_gradients(
@@ -175,15 +189,15 @@ def head_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constan
 
 
 def _head_precision(recipe: Recipe) -> str:
-    """Precision of the output head: 16-bit where the layers' products are 8-bit."""
+    """Precision of the output head and of attention: bf16 if the layers' products are 8-bit."""
     return "bf16" if recipe.precision == "fp8" else recipe.precision
 
 
 def accumulation_seconds(parameters: float, recipe: Recipe, gpu: Gpu, constants: Constants) -> float:
-    """Seconds in which one micro-batch's weight gradients of ``parameters`` are added to those of the step.
+    """Seconds to accumulate one micro-batch's weight gradients of ``parameters`` into the main gradients.
 
-    A separate kernel reads the new gradient and the sum, and writes the sum. Products that add into the sum themselves
-    hide that behind their own work; so does a shard, which is a fraction of the weights.
+    A separate kernel reads the new gradient and the sum, and writes the sum. It costs nothing if the products
+    accumulate into the sum themselves, and next to nothing for a shard, which is a fraction of the weights.
     """
     if recipe.software.direct_gradients or recipe.sharding in ("fsdp", "hsdp") or recipe.micro_batches == 1:
         return 0.0

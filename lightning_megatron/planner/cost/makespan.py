@@ -1,7 +1,7 @@
 """Length of a pipelined step from the costs of its virtual stages.
 
-A prediction runs the real schedule through the simulator. Closed forms of the bubble serve where thousands of layouts
-are compared, or one layout thousands of times.
+A prediction simulates the real schedule. Closed forms of the bubble are used to compare thousands of layouts, or to
+predict one layout thousands of times.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from lightning_megatron.planner.model.recipe import VEE_SCHEDULES, Recipe
 
 
 def closed_form(costs: list[StageSeconds], recipe: Recipe) -> float:
-    """Seconds from the first forward to the last backward, by the schedules' known bubbles.
+    """Seconds from the first forward to the last backward, from the known bubbles of the schedules.
 
-    The slowest rank works without pause for all m micro-batches; before and after, one micro-batch crosses the other
-    ranks: (m - 1) max T + sum T for GPipe and 1F1B, the crossing divided by v when interleaved. Zero-bubble schedules
-    put weight gradients W into the bubble: (p-1)(F + I - W) for ZB-H1, (p-1)(F + I - 2W) for ZB-H2, where I is the
-    input gradient (arXiv 2401.10241); the V schedules wait for one crossing of one chunk's forward.
+    The slowest rank computes without pause for all m micro-batches; before and after, one micro-batch passes through
+    the other ranks. This gives (m - 1) max T + sum T for GPipe and 1F1B; interleaving divides the time on the other
+    ranks by v. Zero-bubble schedules fill the bubble with weight gradients W: (p-1)(F + I - W) remains for ZB-H1 and
+    (p-1)(F + I - 2W) for ZB-H2, where I is the input gradient (arXiv 2401.10241). V schedules wait until the forward of
+    one chunk has passed through all ranks.
     """
     ranks = rank_costs(costs, recipe)
     totals = [cost.total + 2.0 * cost.flight for cost in ranks]
@@ -45,10 +46,10 @@ def closed_form(costs: list[StageSeconds], recipe: Recipe) -> float:
 
 
 def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
-    """Seconds of the real schedule's step, by the simulator.
+    """Seconds from the first forward to the last backward, by simulating the real schedule.
 
-    A pipeline repeats itself once it is full, so a long step is two short ones and the difference between them as often
-    as needed; the two differ by one round of p micro-batches.
+    A pipeline is periodic once it is full. A long step is therefore extrapolated from two short ones, which differ by
+    one round of p micro-batches.
     """
     if recipe.pipeline == 1:
         return recipe.micro_batches * sum(cost.total for cost in costs)
@@ -61,7 +62,10 @@ def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
 
 
 def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
-    """Length of a step of ``micro_batches`` micro-batches; a rank's longest span where ranks run on across steps."""
+    """Simulated seconds of a step of ``micro_batches`` micro-batches.
+
+    With post-validation, whose ranks do not wait for each other between steps, this is the longest span of one rank.
+    """
     schedule = _schedule(recipe.schedule, recipe.pipeline, micro_batches, recipe.chunks)
     times = Costs(
         forward=tuple(cost.forward + 0.5 * cost.transfer for cost in costs),
@@ -75,5 +79,5 @@ def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> floa
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """The real schedule; layouts that share it differ only in their costs."""
+    """The schedule, cached: many layouts share one and differ only in their costs."""
     return make_schedule(name, stages, micro_batches, chunks=chunks)

@@ -1,8 +1,8 @@
-"""Peak memory of every stage's ranks: weights, gradients, optimizer state, activations and buffers.
+"""Peak memory per rank of each stage: weights, gradients, optimizer state, activations and buffers.
 
-Activation bytes are counted tensor by tensor (what autograd keeps of one layer), so gated MLPs, grouped heads, 8-bit
-inputs and fused attention need no formulas of their own. For f = 4h, 16-bit, dropout and unfused attention the count is
-Korthikanti's sbh (10 + 24/t + 5as/(ht)) (arXiv 2205.05198, table 2).
+Activations are counted tensor by tensor, as autograd keeps them for one layer, so gated MLPs, grouped heads, 8-bit
+inputs and fused attention need no separate formulas. For f = 4h, 16 bits, dropout and unfused attention the count is
+sbh (10 + 24/t + 5as/(ht)), as in Korthikanti et al. (arXiv 2205.05198, table 2).
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
 _RUNTIME = 3.0 * GIB
-"""CUDA context, library workspaces and communicator buffers of one rank."""
+"""Bytes of CUDA context, library workspaces and communicator buffers per rank."""
 _FRAGMENTATION = 0.03
-"""Share of the tensors that the allocator adds in gaps."""
+"""Fragmentation of the allocator, as a share of the bytes of all tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank at its fullest moment.
+    """Bytes on one rank at its peak.
 
     Args:
-        weights, gradients, optimizer: what lives from step to step.
-        activations: what waits for its backward.
-        buffers: all else: copies of logits, the layer being recomputed, communication, the runtime, gaps.
+        weights, gradients, optimizer: persistent from step to step.
+        activations: kept for the backward.
+        buffers: the rest: copies of logits, activations of the layer being recomputed, communication buffers, the
+            runtime and fragmentation.
     """
 
     weights: float
@@ -39,7 +40,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All kinds together."""
+        """Sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -66,16 +67,16 @@ def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes that a fully recomputed layer keeps: its input."""
+    """Bytes of a layer's input, which is all that a fully recomputed layer keeps of one micro-batch."""
     split = recipe.tensor if recipe.sequence_parallel else 1
     return recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / split
 
 
 def in_flight(recipe: Recipe, stage: int) -> float:
-    """Micro-batches, counted in whole stages, whose activations ``stage`` holds at its fullest moment.
+    """Largest number of micro-batches whose activations ``stage`` holds at once; a chunk counts as 1/v.
 
-    Counts of the schedules themselves, which the tests compare with; where m is below p, or not a multiple of it under
-    interleaving, they are upper bounds by at most one micro-batch.
+    The numbers are those of the schedules, with which the tests compare them. If m is below p, or not a multiple of p
+    with interleaving, they are too large by at most one micro-batch.
     """
     stages, chunks, count = recipe.pipeline, recipe.chunks, recipe.micro_batches
     if stages == 1:
@@ -93,7 +94,7 @@ def in_flight(recipe: Recipe, stage: int) -> float:
 
 
 def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
-    """Parameters that one rank of ``stage`` holds: its share of matrices, and all of what tensor ranks repeat."""
+    """Parameters on one rank of ``stage``: its slice of the matrices, and all replicated parameters."""
     repeated = shape.replicated_layer_parameters
     layer = (shape.layer_parameters - repeated) / recipe.tensor + repeated
     count = layers_of_ranks(shape, recipe)[stage] * layer
@@ -108,12 +109,13 @@ def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state on one rank of ``stage``.
+    """Bytes of (weights, gradients, optimizer state) on one rank of ``stage``.
 
-    Adam with 32-bit master weights takes 12 bytes per parameter, and twice the element without; ``zero1`` divides these
-    by the replicas, ``zero2`` the gradients too. A shard behind 16-bit gradients converts them to 32 bits first (4
-    more). ``fsdp`` keeps 32-bit weights, gradients and two moments, all divided, and gathers 16-bit layers; under a
-    pipeline the gathered weights and whole gradients stay until the last micro-batch.
+    Adam takes 12 bytes per parameter with 32-bit master weights, and two elements without. ``zero1`` divides these by
+    the replicas, ``zero2`` divides the gradients too. With sharding and 16-bit gradients the optimizer converts its
+    shard of the gradients to 32 bits first (4 bytes more). ``fsdp`` keeps shards of 32-bit weights, gradients and two
+    moments, and all-gathers 16-bit layers; with a pipeline the gathered weights and unsharded gradients stay until the
+    last micro-batch.
     """
     count = stage_parameters(shape, recipe, stage)
     if recipe.sharding in ("fsdp", "hsdp"):
@@ -134,7 +136,7 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
 
 
 def _tied_twice(shape: ModelShape, recipe: Recipe, stage: int) -> float:
-    """Parameters on one rank of ``stage`` that the other end of the pipeline has too, and that share their state."""
+    """Tied parameters on one rank of ``stage`` whose optimizer state is sharded over the first and the last stage."""
     head = recipe.rank_of(recipe.virtual_stages - 1)
     shared = shape.tied and recipe.software.tied_state_once and recipe.replicas > 1
     if not shared or head == 0 or stage not in (0, head):
@@ -143,12 +145,12 @@ def _tied_twice(shape: ModelShape, recipe: Recipe, stage: int) -> float:
 
 
 def vocabulary_rows(shape: ModelShape, recipe: Recipe) -> float:
-    """Rows of the embedding that one tensor rank holds: its share, padded to a multiple of 128."""
+    """Rows of the embedding on one tensor rank: its slice, padded to a multiple of 128."""
     return shape.vocab if recipe.tensor == 1 else 128.0 * math.ceil(shape.vocab / recipe.tensor / 128)
 
 
 def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_node: int) -> tuple[float, float, float]:
-    """As :func:`state_bytes` for fully sharded weights: this layer and the next are gathered."""
+    """:func:`state_bytes` for fully sharded weights, with the current layer and the prefetched one gathered."""
     parts = recipe.replicas
     if recipe.sharding == "hsdp":
         parts = min(parts, max(1, gpus_per_node // recipe.tensor))
@@ -161,11 +163,11 @@ def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_nod
 
 
 def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
-    """Bytes on one rank of ``stage`` that wait for their backward at its fullest moment, as one begins.
+    """Bytes kept for the backward on one rank of ``stage``, at the peak when a backward begins.
 
-    Layers keep their activations, or their inputs where they are recomputed; behind the last layer the norm keeps its
-    input and output and the loss one copy of the logits. Where transfers run beside compute, one message is under way
-    and one posted ahead for each neighbour, beside the tensors just computed in both directions, of up to two chunks.
+    Layers keep their activations, or only their inputs if they are recomputed. After the last layer the norm keeps its
+    input and output, and the loss one copy of the logits. If transfers overlap with compute, each neighbour has one
+    message under way and one receive posted ahead; besides, the boundaries just computed in both directions are kept.
     """
     flying = in_flight(recipe, stage)
     boundary = checkpoint_bytes(shape, recipe)
@@ -183,10 +185,10 @@ def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
 
 
 def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
-    """Bytes on one rank of ``stage`` that come and go within one backward: a recomputed layer, or the loss.
+    """Temporary bytes on one rank of ``stage`` within one backward: of a recomputed layer, or of the loss.
 
-    The logits are gone when the first layer is recomputed, so the two never add up. One copy of the logits waits for
-    its backward already.
+    The logits are freed before the first layer is recomputed, so only the larger of the two counts. One copy of the
+    logits is counted in :func:`waiting_bytes`.
     """
     layer = layer_activation_bytes(shape, recipe) if recompute_share > 0 else 0.0
     if stage != recipe.rank_of(recipe.virtual_stages - 1):
@@ -199,7 +201,7 @@ def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
 
 
 def logits(shape: ModelShape, recipe: Recipe) -> float:
-    """Logits of one micro-batch on one rank."""
+    """Number of logits of one micro-batch on one rank."""
     return recipe.micro_batch * shape.seq / recipe.context * vocabulary_rows(shape, recipe)
 
 
@@ -217,17 +219,17 @@ def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:
-    """Peak bytes of the fullest rank; only the first, second and last stages can be it."""
+    """Peak bytes of the fullest rank, which is on the first, second or last stage."""
     stages = sorted({0, min(1, recipe.pipeline - 1), recipe.pipeline - 1})
     found = [stage_memory(shape, recipe, cluster, stage, recompute_share) for stage in stages]
     return max(found, key=lambda memory: memory.total)
 
 
 def recompute_share(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> float:
-    """Share of the layers whose forward is repeated in full.
+    """Share of the layers that are fully recomputed.
 
-    0 or 1 where that was asked; for ``auto`` the least share that fits. Block-wise ``selective`` recomputation, as FSDP
-    trainers have it, repeats half of the forward, or more where memory needs it.
+    It is 1 for ``full``, 0 for ``none`` and Megatron's ``selective``, and the smallest share that fits, in steps of
+    0.05, for ``auto``. Block-wise ``selective`` recomputation of FSDP trainers counts as a share of at least half.
     """
     blocks = recipe.recompute == "selective" and recipe.software.block_recompute
     if recipe.recompute != "auto" and not blocks:

@@ -1,4 +1,4 @@
-"""One step's time, throughput and memory, put together from its parts."""
+"""Predicts the time, throughput and memory of one step from the costs of its parts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Makespan = Callable[[list[StageSeconds], Recipe], float]
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds of one optimizer step by what they are spent on, on the slowest stage; they add up to the step.
+    """Seconds of one optimizer step by kind, on the slowest stage; the sum is the time of the step.
 
     Args:
-        compute: products, attention, passes over memory, recomputation included.
+        compute: matrix products, attention and memory passes, with recomputation.
         tensor_communication: exposed tensor- and context-parallel collectives.
-        pipeline_bubble: waiting of the slowest stage at both ends of the step.
+        pipeline_bubble: idle time of the slowest stage.
         pipeline_transfer: exposed sends and receives between stages.
-        data_communication: exposed gradient reduction and parameter gathering.
+        data_communication: exposed gradient reduction and all-gathers of parameters.
         optimizer: gradient norm and weight update.
-        other: fixed host work per step and the spread between ranks.
+        other: fixed host time per step, and waiting for the slowest rank.
     """
 
     compute: float
@@ -58,19 +58,19 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a run is expected to do.
+    """Predicted time, throughput and memory of a run.
 
     Args:
-        recipe: the run.
+        recipe: of the run.
         breakdown: seconds of a step by kind.
         memory: peak bytes of the fullest rank by kind.
-        capacity: bytes of a GPU.
+        capacity: memory of a GPU in bytes.
         tokens_per_second: of the whole cluster.
-        model_tflops: model TFLOP/s per GPU (forward and backward, attention counted in full).
+        model_tflops: model TFLOP/s per GPU (forward and backward, with the full score matrix of attention).
         hardware_tflops: the same with recomputed FLOPs.
-        mfu, hfu: these over the datasheet peak at the run's precision.
-        recomputed: share of layers recomputed in full.
-        remarks: assumptions made on the way.
+        mfu, hfu: ``model_tflops`` and ``hardware_tflops`` over the datasheet peak at the run's precision.
+        recomputed: share of layers that are fully recomputed.
+        remarks: assumptions.
     """
 
     recipe: Recipe
@@ -96,7 +96,7 @@ class Prediction:
         return self.memory.total <= self.capacity
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON: seconds, GiB, TFLOP/s."""
+        """The prediction as plain data for JSON: seconds, GiB, TFLOP/s."""
         memory = {name: round(value / GIB, 3) for name, value in asdict(self.memory).items()}
         return {
             "layout": self.recipe.describe(),
@@ -128,14 +128,14 @@ def predict(
 
     Args:
         shape: the model.
-        layout: how it is run.
+        layout: the recipe.
         cluster: the machine.
-        constants: calibrated efficiencies.
-        makespan: how stage costs become the length of the pipelined part.
-        remarks: assumptions to carry along.
+        constants: calibrated constants.
+        makespan: computes the seconds of all forwards and backwards from the costs of the virtual stages.
+        remarks: assumptions, copied to the prediction.
 
     Raises:
-        ValueError: the model cannot be cut this way (fewer layers than stages, 8-bit on a GPU without it).
+        ValueError: the recipe does not fit the model or the GPU (fewer layers than stages, no 8-bit products).
     """
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
@@ -163,7 +163,13 @@ def predict(
 
 
 def repeated_flops_per_token(shape: ModelShape, recipe: Recipe, share: float) -> float:
-    """FLOPs per token that recomputation adds to the model's."""
+    """FLOPs per token of recomputation, which are not model FLOPs.
+
+    Args:
+        shape: the model.
+        recipe: of the run.
+        share: share of layers that are fully recomputed.
+    """
     added = share * shape.layer_flops_per_token
     if recipe.recompute != "selective" or recipe.software.block_recompute:
         return added
@@ -173,7 +179,7 @@ def repeated_flops_per_token(shape: ModelShape, recipe: Recipe, share: float) ->
 def _breakdown(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, costs: list[StageSeconds], span: float
 ) -> Breakdown:
-    """Split a step's seconds by kind."""
+    """Split the seconds of a step by kind; ``span`` is the time of its forwards and backwards."""
     slowest = max(costs, key=lambda cost: cost.total)
     count = recipe.micro_batches
     parameters = max(stage_parameters(shape, recipe, stage) for stage in (0, recipe.pipeline - 1))
@@ -196,7 +202,7 @@ def _breakdown(
 
 
 def _shards(recipe: Recipe, cluster: Cluster) -> int:
-    """Parts into which optimizer state is divided."""
+    """Number of shards of the optimizer state."""
     if recipe.sharding != "hsdp":
         return recipe.replicas
     return min(recipe.replicas, max(1, cluster.gpus_per_node // recipe.tensor))
@@ -205,7 +211,7 @@ def _shards(recipe: Recipe, cluster: Cluster) -> int:
 def _data_seconds(
     recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float, layers: float
 ) -> float:
-    """Exposed seconds of gradient reduction and parameter gathering in one step."""
+    """Exposed seconds of gradient reduction and all-gathers of parameters in one step."""
     if recipe.replicas == 1:
         return 0.0
     if recipe.sharding in ("fsdp", "hsdp") and recipe.pipeline == 1:
@@ -223,7 +229,7 @@ def _data_seconds(
 def _sharded_weights_seconds(
     recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float, layers: float
 ) -> float:
-    """Exposed seconds of FSDP in one step: weights gathered for every forward and backward, gradients scattered."""
+    """Exposed seconds of FSDP in one step: all-gathers for every forward and backward, and gradient reduction."""
     group = Group(_shards(recipe, cluster), recipe.tensor, 1 if recipe.software.single_adapter else None)
     gather = gather_seconds(recipe.element * parameters, group, cluster, constants, pieces=layers)
     scatter = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants, pieces=layers)

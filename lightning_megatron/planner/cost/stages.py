@@ -1,7 +1,7 @@
-"""What one pipeline stage does for one micro-batch: the layers it owns, and the seconds each part of them takes.
+"""Layers of each pipeline stage, and the seconds that a stage takes for one micro-batch.
 
 Stages differ: the first has the embedding, the last the output head, and layers seldom divide evenly. The slowest stage
-sets the pace of the pipeline, so stages are priced one by one.
+sets the pace of the pipeline, so the cost of each stage is computed separately.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning_megatron.planner.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one virtual stage, or of one rank's virtual stages together, for one micro-batch.
+    """Seconds of one virtual stage, or of all virtual stages of one rank, for one micro-batch.
 
     Args:
         forward, input_gradient, weight_gradient: compute and exposed communication.
-        communication: the part of these that is exposed tensor- and context-parallel communication.
-        transfer: sends and receives that keep the stage from computing.
-        flight: what remains of one transfer, during which others compute.
+        communication: exposed tensor- and context-parallel communication, included in the above.
+        transfer: exposed sends and receives, during which the stage does not compute.
+        flight: the rest of one transfer, which overlaps with compute.
     """
 
     forward: float
@@ -37,11 +37,11 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """Forward, backward and transfers."""
+        """Seconds of forward, backward and exposed transfers."""
         return self.forward + self.input_gradient + self.weight_gradient + self.transfer
 
     def plus(self, other: StageSeconds) -> StageSeconds:
-        """Both stages on one rank."""
+        """Cost of both stages on one rank."""
         return StageSeconds(
             self.forward + other.forward,
             self.input_gradient + other.input_gradient,
@@ -55,8 +55,8 @@ class StageSeconds:
 def split_layers(layers: int, virtual_stages: int) -> list[int]:
     """Layers per virtual stage, first to last.
 
-    Even where it divides; otherwise the embedding and the head count as a layer each where that divides (62 layers on
-    32 stages: 1, 2, 2, ..., 1); otherwise the first virtual stages hold one more.
+    All stages get the same number if that divides. Otherwise the embedding and the head count as a layer each if that
+    divides (62 layers on 32 stages: 1, 2, 2, ..., 1). Otherwise the first virtual stages get one layer more.
 
     Raises:
         ValueError: fewer layers than virtual stages.
@@ -74,13 +74,13 @@ def split_layers(layers: int, virtual_stages: int) -> list[int]:
 
 
 def layers_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
-    """Layers per pipeline rank, chunks added up."""
+    """Layers per pipeline rank, over all its chunks."""
     return list(_layers_of_ranks(shape.layers, recipe.pipeline, recipe.chunks, recipe.schedule in VEE_SCHEDULES))
 
 
 @lru_cache(maxsize=1024)
 def _layers_of_ranks(layers: int, pipeline: int, chunks: int, vee: bool) -> tuple[int, ...]:
-    """As :func:`layers_of_ranks`; asked for thousands of times with the same few sizes."""
+    """Cached :func:`layers_of_ranks`: a search calls it thousands of times with the same few sizes."""
     found = [0] * pipeline
     for stage, count in enumerate(split_layers(layers, pipeline * chunks)):
         found[rank_of(stage, pipeline, vee)] += count
@@ -90,11 +90,11 @@ def _layers_of_ranks(layers: int, pipeline: int, chunks: int, vee: bool) -> tupl
 def stage_costs(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, recompute_share: float
 ) -> list[StageSeconds]:
-    """Price every virtual stage, first to last.
+    """Cost of every virtual stage, first to last.
 
     Args:
-        shape, recipe, cluster, constants: what is run, how, and where.
-        recompute_share: share of the layers whose forward is repeated in full.
+        shape, recipe, cluster, constants: model, layout, machine and calibrated constants.
+        recompute_share: share of the layers that are fully recomputed.
     """
     layer = layer_seconds(shape, recipe, cluster.gpu, constants)
     forward_transfer, backward_transfer = layer_communication(shape, recipe, cluster, constants, layer)
@@ -123,7 +123,7 @@ def stage_costs(
 
 
 def rank_costs(costs: list[StageSeconds], recipe: Recipe) -> list[StageSeconds]:
-    """Costs per pipeline rank: those of its virtual stages added up."""
+    """Cost of every pipeline rank: the sum over its virtual stages."""
     found = [StageSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)] * recipe.pipeline
     for stage, cost in enumerate(costs):
         rank = recipe.rank_of(stage)
@@ -142,7 +142,7 @@ def _repeated_seconds(recipe: Recipe, layer: LayerSeconds, transfer: float, shar
 def layer_communication(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, layer: LayerSeconds
 ) -> tuple[float, float]:
-    """Exposed seconds of tensor- and context-parallel communication of one layer: forward and backward."""
+    """Exposed seconds of one layer's tensor- and context-parallel communication: (forward, backward)."""
     forward, backward = _tensor_seconds(shape, recipe, cluster, constants)
     ring = _context_seconds(shape, recipe, cluster, constants)
     core = layer.attention_core
@@ -152,7 +152,10 @@ def layer_communication(
 
 
 def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
-    """Exposed seconds of a layer's tensor-parallel collectives: two all-reduces (or gather and scatter) each way."""
+    """Exposed seconds of a layer's tensor-parallel collectives: (forward, backward), with two all-reduces each.
+
+    With sequence parallelism these are all-gathers and reduce-scatters of the same volume.
+    """
     if recipe.tensor == 1:
         return 0.0, 0.0
     size = recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden
@@ -163,7 +166,7 @@ def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constan
 
 
 def _context_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> float:
-    """Seconds in which a layer's keys and values travel once around the context-parallel ring."""
+    """Seconds to send a layer's keys and values once around the context-parallel ring."""
     if recipe.context == 1:
         return 0.0
     width = 2.0 * shape.key_value_heads * shape.head_size / recipe.tensor
@@ -172,15 +175,19 @@ def _context_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, consta
 
 
 def hidden_cost(transfer: float, compute: float, constants: Constants) -> float:
-    """What a transfer costs beside ``compute`` seconds of other work: its overhang, and contention for the rest."""
+    """Exposed seconds of a transfer that overlaps with ``compute`` seconds of work.
+
+    These are the seconds by which the transfer is longer, and a share ``contention`` of the overlap.
+    """
     return max(0.0, transfer - compute) + constants.contention * min(transfer, compute)
 
 
 def transfer_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
-    """Seconds of one stage-to-stage transfer, and the share of it that keeps a stage from computing.
+    """Seconds of one transfer between stages, and the share of it that is exposed.
 
-    Each tensor rank sends its own 1/t of the boundary activation, or all of it where software cannot do that; without
-    sequence parallelism the receivers gather the parts. Software that does not overlap transfers waits for all of it.
+    Each tensor rank sends 1/t of the boundary activation, and without sequence parallelism the receivers all-gather it.
+    Software without ``scatter_gather`` sends all of it from every rank, unless activations are split by sequence
+    parallelism. Software that does not overlap transfers exposes all of it.
     """
     if recipe.pipeline == 1:
         return 0.0, 0.0

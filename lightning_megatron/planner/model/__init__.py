@@ -1,1 +1,1 @@
-"""What is run, where, and how: shapes, clusters, recipes."""
+"""Inputs of a prediction: model shapes, clusters, recipes and calibrated constants."""

@@ -1,7 +1,7 @@
-"""Machines as the planner sees them: a GPU's peaks, its node, and the network between nodes.
+"""Datasheet values of GPUs, nodes and the network between nodes.
 
-A prediction needs only datasheet numbers from here; how much of them a training step reaches is in ``constants.py``.
-Clusters that are not in the table come from a YAML file of the same field names.
+``constants.py`` holds the shares of these values that a training step reaches. Clusters that are not in the table are
+read from a YAML file with the same field names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Gpu:
 
     Args:
         name: its name in tables.
-        generation: ``volta``, ``ampere``, ``hopper`` or ``blackwell``; efficiency constants are kept per generation.
+        generation: ``volta``, ``ampere``, ``hopper`` or ``blackwell``; efficiency constants are per generation.
         peak_16: dense 16-bit peak in FLOP/s.
-        peak_8: dense 8-bit floating-point peak in FLOP/s, 0 where there is none.
+        peak_8: dense 8-bit floating-point peak in FLOP/s; 0 if the GPU has no 8-bit products.
         memory: device memory in bytes, as the driver reports it.
         bandwidth: device memory bandwidth in bytes/s.
-        processors: streaming multiprocessors, which set how a matrix product is tiled.
+        processors: streaming multiprocessors, over which the tiles of a matrix product are distributed.
 
     Raises:
         ValueError: a number is not positive.
@@ -52,7 +52,7 @@ class Gpu:
         """Dense peak in FLOP/s at ``precision``: half of the 16-bit one for TF32, a sixteenth for 64 bits.
 
         Raises:
-            ValueError: 8-bit was asked of a GPU that has none.
+            ValueError: ``precision`` is ``fp8``, and the GPU has no 8-bit products.
         """
         if precision != "fp8":
             return self.peak_16 / {"fp32": 2.0, "fp64": 16.0}.get(precision, 1.0)
@@ -69,7 +69,7 @@ class Cluster:
         gpu: the accelerator in every node.
         gpus_per_node: accelerators joined by NVLink.
         nvlink: bytes/s that one GPU sends inside the node (one direction).
-        network: bytes/s that one GPU sends to other nodes (one direction): the node's adapters over its GPUs.
+        network: bytes/s that one GPU sends to other nodes (one direction): total of the node's adapters per GPU.
         nvlink_latency: seconds per hop between two GPUs of a node.
         network_latency: seconds per hop between two nodes.
     """
@@ -88,7 +88,10 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """The cluster that usually comes with a GPU, by the GPU's name as people write it.
+        """The usual cluster of a GPU.
+
+        Args:
+            name: of the GPU, in any common spelling.
 
         Raises:
             ValueError: no GPU of that name is in the table; the message lists those that are.
@@ -104,11 +107,11 @@ class Cluster:
         """Read a cluster from YAML.
 
         ``gpu`` is a known name, or a mapping of :class:`Gpu` fields (peaks in TFLOP/s, memory in GiB, bandwidth in
-        GB/s); ``nvlink`` and ``network`` are in GB/s per GPU and direction, latencies in microseconds. What is left
-        out keeps the value of the known GPU's usual cluster.
+        GB/s); ``nvlink`` and ``network`` are in GB/s per GPU and direction, latencies in microseconds. Fields that are
+        left out keep the value of the known GPU's usual cluster.
 
         Raises:
-            ValueError: the file is not YAML, a field is unknown or no positive number, or a needed one is missing.
+            ValueError: the file is not YAML, a field is unknown or not a positive number, or a required one is missing.
         """
         import yaml  # type: ignore[import-untyped]
 
@@ -122,7 +125,11 @@ class Cluster:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Cluster:
-        """As :meth:`from_yaml`, from the mapping itself."""
+        """Make a cluster from the mapping that :meth:`from_yaml` reads.
+
+        Raises:
+            ValueError: as for :meth:`from_yaml`.
+        """
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown cluster fields {unknown}; known ones are {sorted(known)}")
@@ -137,7 +144,11 @@ class Cluster:
 
 
 def _scaled(values: Mapping[str, Any], units: Mapping[str, float]) -> dict[str, Any]:
-    """The numbers among ``values`` in base units."""
+    """Convert the numbers in ``values`` to base units: name -> number.
+
+    Raises:
+        ValueError: a value is not a finite number, or is negative.
+    """
     for name in units:
         value = values.get(name, 1)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
@@ -146,7 +157,7 @@ def _scaled(values: Mapping[str, Any], units: Mapping[str, float]) -> dict[str, 
 
 
 def _gpu_from_mapping(values: Mapping[str, Any]) -> Gpu:
-    """A GPU from its YAML fields, in the units that datasheets use."""
+    """Make a GPU from its YAML fields, which have the units of datasheets."""
     units = {"peak_16": 1e12, "peak_8": 1e12, "memory": GIB, "bandwidth": GB, "processors": 1}
     allowed = {"name", "generation", *units}
     if unknown := sorted(set(values) - allowed):
@@ -184,7 +195,7 @@ _ALIASES = {"A100": "A100-80", "V100": "V100-32", "GH200": "H100", "H800": "H100
 
 
 def _canonical(name: str) -> str:
-    """A GPU's table name from the ways it is written: ``NVIDIA A100-SXM4-80GB``, ``a100_80``, ``H100 SXM`` ..."""
+    """Name in the table of a GPU in any common spelling: ``NVIDIA A100-SXM4-80GB``, ``a100_80``, ``H100 SXM`` ..."""
     text = re.sub(r"[\s_]+", "-", name.strip().upper())
     text = re.sub(r"NVIDIA-|TESLA-|-?(SXM\d?|NVL|PCIE|HBM\d?E?)", "", text)
     text = re.sub(r"(\d+)(GB|GIB|G)\b", r"\1", text)
@@ -193,14 +204,17 @@ def _canonical(name: str) -> str:
 
 
 def cluster_for(name: str, peak_tflops: float | None = None) -> tuple[Cluster, str | None]:
-    """The cluster for a GPU name that may be unknown, and a remark where a stand-in was taken.
+    """The cluster of a GPU whose name may be unknown.
 
-    An unknown GPU with a known 16-bit (or 8-bit) peak is stood in for by the table's GPU of the nearest peak, at the
-    stated peak if it is a 16-bit one; this is how published runs on a "GPU of the Ampere generation" are read.
+    An unknown GPU with a known 16-bit (or 8-bit) peak is replaced by the table's GPU with the nearest peak. If the peak
+    is a 16-bit one, the table's peaks are scaled to it. Published runs on a "GPU of the Ampere generation" are read so.
 
     Args:
-        name: GPU name as written.
-        peak_tflops: its dense peak in TFLOP/s, where known.
+        name: of the GPU, in any common spelling.
+        peak_tflops: its dense peak in TFLOP/s, if known.
+
+    Returns:
+        The cluster, and a remark if another GPU was taken, else ``None``.
 
     Raises:
         ValueError: the name is unknown and no peak was given.
@@ -219,10 +233,10 @@ def cluster_for(name: str, peak_tflops: float | None = None) -> tuple[Cluster, s
 
 
 def _peak_distance(gpu: Gpu, peak_tflops: float) -> float:
-    """How far a GPU's nearer peak (16- or 8-bit) is from ``peak_tflops``, as a ratio."""
+    """Ratio, at least 1, between ``peak_tflops`` and the nearer of a GPU's 16-bit and 8-bit peaks."""
     return min(_ratio(gpu.peak_16, peak_tflops * 1e12), _ratio(gpu.peak_8, peak_tflops * 1e12))
 
 
 def _ratio(left: float, right: float) -> float:
-    """The larger over the smaller of two numbers; infinite where one is 0."""
+    """The larger of two numbers divided by the smaller; infinite if one is 0."""
     return max(left, right) / min(left, right) if left and right else math.inf

@@ -1,7 +1,7 @@
-"""The few numbers that datasheets do not give: what share of a peak a training step reaches.
+"""Calibrated constants: the shares of datasheet peaks that a training step reaches, and other overheads.
 
-They are physical (an efficiency, a latency, a count of passes over memory), shared by every model, paper and layout,
-and fitted on published runs by ``tools/calibrate.py`` of the repository. Nothing here belongs to one source of runs.
+The constants are physical (an efficiency, a latency, a count of passes over memory) and shared by all models and
+layouts. ``tools/calibrate.py`` of the repository fits them to published runs; none is specific to one source of runs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ class Constants:
     Args:
         gemm_volta, gemm_ampere, gemm_hopper, gemm_blackwell: share of the 16-bit peak of a very large matrix product.
         gemm_fp8: share of the 8-bit peak of a very large matrix product.
-        tile_waste: idle share of one wave of 128 x 128 tiles that every product leaves at its end.
+        tile_waste: share of one wave of 128 x 128 tiles that is idle at the end of every product.
         k_half: inner dimension at which a product spends half of its time filling and draining its pipeline.
         memory: share of device memory bandwidth that a pass over a large tensor reaches.
         attention_ampere, attention_hopper: share of the 16-bit peak of fused attention's forward.
-        misaligned: FLOP/s share of the peak for products whose inner dimension is not a multiple of 8 elements.
+        misaligned: share of the 16-bit peak for products whose inner dimension is not a multiple of 8 elements.
         nvlink: share of NVLink bandwidth that a large collective reaches.
         network: share of the network's bandwidth that a large collective between nodes reaches.
         network_decay: loss of network bandwidth per doubling of the nodes in a group (congestion, stragglers).
         score_passes: passes over the score matrix of softmax and dropout in unfused attention's forward; the backward
             takes 1.25 times as many.
         eager_passes: factor on the memory passes of unfused norms, activations and rotary embeddings.
-        contention: share of its own time that a transfer hidden behind compute still costs, for it takes processors
+        contention: share of its own time that a transfer costs when it overlaps with compute, as it takes processors
             and memory bandwidth from the compute.
-        tensor_hidden: share of tensor-parallel transfers that overlapping software hides.
+        tensor_hidden: share of tensor-parallel transfers that overlapping software hides behind compute.
         launch: seconds of host time per layer and pass, a lower bound on the time of a small layer.
-        blocking: seconds of host time per layer and pass that add to the GPU's where the host waits for every layer.
-        step: seconds per optimizer step outside of all of the above (data, logging, loss scale, norm).
-        jitter: loss of speed per doubling of the ranks (the slowest rank of a step sets its time).
+        blocking: seconds of host time per layer and pass, added to GPU time if the host waits for every layer.
+        step: seconds per optimizer step not included in the above (data, logging, loss scale, norm).
+        jitter: relative slowdown per doubling of the ranks, as the slowest rank sets the time of a step.
     """
 
     gemm_volta: float = 0.75
@@ -60,13 +60,13 @@ class Constants:
     jitter: float = 0.00627
 
     def gemm(self, generation: str, precision: str) -> float:
-        """Share of the peak that very large products reach on a GPU generation at a precision."""
+        """Share of the peak that a very large matrix product reaches on a GPU generation at a precision."""
         if precision == "fp8":
             return self.gemm_fp8
         return float(getattr(self, f"gemm_{generation}"))
 
     def attention(self, generation: str) -> float:
-        """Share of the 16-bit peak of fused attention on a GPU generation."""
+        """Share of the 16-bit peak that the forward of fused attention reaches on a GPU generation."""
         return self.attention_ampere if generation in ("volta", "ampere") else self.attention_hopper
 
     def with_values(self, **changes: float) -> Constants:
@@ -74,7 +74,7 @@ class Constants:
         return replace(self, **changes)
 
     def as_dict(self) -> dict[str, float]:
-        """All constants by name."""
+        """Name -> value, for all constants."""
         return {field.name: float(getattr(self, field.name)) for field in fields(self)}
 
 
@@ -99,8 +99,8 @@ SPREAD: dict[str, float] = {
     "step": 0.5,
     "jitter": 0.5,
 }
-"""How far, in its logarithm, a constant may reasonably be from its expectation; gemm_volta, gemm_blackwell and
-launch decide no fitted run and stay."""
+"""Prior standard deviation of the logarithm of each fitted constant; gemm_volta, gemm_blackwell and launch affect no
+published run and are not fitted."""
 
 PRIORS: dict[str, float] = {
     "gemm_ampere": 0.85,
@@ -123,7 +123,7 @@ PRIORS: dict[str, float] = {
     "step": 2e-2,
     "jitter": 5e-3,
 }
-"""Physical expectation of every fitted constant, before any run was seen; sources in docs/planning.md."""
+"""Prior mean of every fitted constant, from physical considerations; sources in docs/planning.md."""
 
 DEFAULT_CONSTANTS = Constants()
-"""Constants fitted to all published runs; ``python -m tools.calibrate`` makes them."""
+"""Constants fitted to all published runs by ``python -m tools.calibrate``."""

@@ -1,6 +1,6 @@
-"""A model's shape read from the model itself, built on the meta device: no memory, no download, no guess by name.
+"""Reads a model's shape from the module itself, built on the meta device without memory or downloads.
 
-The only part of the planner that needs torch, and it imports it when it is called.
+Only this part of the planner needs torch, which it imports when it is called.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ if TYPE_CHECKING:
 
 
 def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | None = None) -> ModelShape:
-    """Count a module's dimensions.
+    """Read the dimensions of a module.
 
-    The trunk is the longest list of layers with parameters; hidden, MLP and key/value sizes are read from the
-    matrices of one layer, the vocabulary from the embedding.
+    A Hugging Face configuration on the module, or on one of its children, decides if there is one. Otherwise the trunk
+    is the list of layers with the most parameters; hidden, MLP and key/value sizes are read from the matrices of its
+    first layer, and the vocabulary from the largest embedding.
 
     Args:
         build: a function that makes the module (called under the meta device), or a module.
         seq: sequence length in tokens.
-        heads: attention heads; None asks the module (``config``, ``num_heads`` and the like) and else assumes heads of
-            64 channels.
-
-    Returns:
-        A shape whose parameter count is that of the trunk's matrices, embedding and head.
+        heads: attention heads; None reads them from attributes of the layer (``num_heads`` and the like), and else
+            assumes heads of 64 channels.
 
     Raises:
-        ValueError: no list of layers or no embedding was found, or a layer is not attention and one MLP.
+        ValueError: the module has no list of layers or no embedding, or a layer is not attention and one MLP.
     """
     import torch
     from torch import nn
@@ -71,7 +69,7 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
 
 
 def _positions(module: nn.Module, trunk: nn.Module, embedding: nn.Embedding) -> int:
-    """Rows of the tables beside the embedding that are as wide and lie outside of the layers."""
+    """Total rows of position tables: other embeddings outside of the trunk that are as wide as the token embedding."""
     from torch import nn
 
     inside = {id(part) for part in trunk.modules()} | {id(embedding)}
@@ -80,7 +78,11 @@ def _positions(module: nn.Module, trunk: nn.Module, embedding: nn.Embedding) -> 
 
 
 def _check_layer(shape: ModelShape, layer: nn.Module) -> None:
-    """Refuse a layer whose parameters are not those of attention and one MLP: experts, or attention to an encoder."""
+    """Refuse a layer that is not attention and one MLP, such as one with experts or attention to an encoder.
+
+    Raises:
+        ValueError: its parameter count differs by a third or more from that of ``shape``.
+    """
     counted, real = shape.layer_parameters, sum(parameter.numel() for parameter in layer.parameters())
     if not 0.75 < counted / real < 1.33:
         raise ValueError(
@@ -90,7 +92,7 @@ def _check_layer(shape: ModelShape, layer: nn.Module) -> None:
 
 
 def _from_configuration(module: nn.Module, seq: int) -> ModelShape | None:
-    """The shape from a Hugging Face configuration that the module or one of its children carries."""
+    """The shape from a Hugging Face configuration of the module or one of its children; None without one."""
     for child in module.modules():
         config = getattr(child, "config", None)
         if config is not None and hasattr(config, "to_dict"):
@@ -99,7 +101,7 @@ def _from_configuration(module: nn.Module, seq: int) -> ModelShape | None:
 
 
 def _trunk(module: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """The list of layers that holds the most parameters."""
+    """The list of layers of one class with the most parameters."""
     from torch import nn
 
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
@@ -117,7 +119,7 @@ def _alike(layers: nn.ModuleList | nn.Sequential) -> bool:
 
 
 def _embedding(module: nn.Module) -> nn.Embedding:
-    """The largest embedding."""
+    """The embedding with the most rows."""
     from torch import nn
 
     found = [m for m in module.modules() if isinstance(m, nn.Embedding)]
@@ -127,10 +129,15 @@ def _embedding(module: nn.Module) -> nn.Embedding:
 
 
 def _split_matrices(matrices: list[tuple[int, ...]], hidden: int, width: int) -> tuple[int, list[int]]:
-    """Elements of the attention's matrices, and the inner sizes of the MLP's.
+    """Total elements of the attention's matrices, and the inner sizes of the MLP's matrices.
 
-    Matrices whose other side is larger than 3 x hidden, or that come in a pair with one of the same odd side, are the
-    MLP's; a joint query, key and value matrix has at most three times the hidden size. All heads are ``width`` wide.
+    A matrix belongs to the MLP if its other dim is larger than 3 x hidden, or larger than hidden with a transposed
+    partner; a joint query, key and value matrix has at most 3 x hidden rows.
+
+    Args:
+        matrices: shapes of the matrices of one layer.
+        hidden: hidden size.
+        width: total size of all heads; such matrices belong to the attention.
     """
     attention, mlp = 0, []
     for rows, columns in matrices:
@@ -144,7 +151,7 @@ def _split_matrices(matrices: list[tuple[int, ...]], hidden: int, width: int) ->
 
 
 def _attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first whole number that the module or a child carries under one of ``names``."""
+    """The first integer attribute of the module or a child with one of ``names``; None without one."""
     for child in module.modules():
         for name in names:
             value = getattr(child, name, None)
@@ -154,6 +161,6 @@ def _attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _tied(module: nn.Module, embedding: nn.Embedding) -> bool:
-    """Whether no second matrix of the embedding's shape exists."""
+    """Whether the head is tied to the embedding: no second parameter has the embedding's shape."""
     shape = embedding.weight.shape
     return sum(1 for p in module.parameters() if p.shape == shape) < 2

@@ -1,8 +1,8 @@
-"""How a model is to be run: the parallel sizes, the micro-batch, and what the software does with them.
+"""Recipes: the parallel sizes, batch, schedule and software with which a model is trained.
 
-The four axis sizes alone (``mesh.layout``) do not fix a step's time or memory; a recipe adds the batch,
-the schedule, sharding, recomputation, precision, and a few traits of the software that do change both, such as
-whether the attention scores are ever written to memory.
+The four axis sizes alone (``mesh.layout``) do not determine the time or memory of a step. A recipe adds the batch, the
+schedule, sharding, recomputation, precision, and traits of the software that affect both, such as whether attention
+scores are written to memory.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ RECOMPUTES = ("none", "selective", "full", "auto")
 PRECISIONS = ("fp16", "bf16", "fp8", "fp32", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 VEE_SCHEDULES = ("zb-v", "dualpipe-v")
-"""Schedules whose first rank holds the first and the last virtual stage."""
+"""Schedules whose first pipeline rank runs the first and the last virtual stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Traits of a training stack that a cost model can count; none of them is a measured speed.
+    """Traits of a training stack that the cost model counts; none of them is a measured speed.
 
     Args:
         name: for reports.
-        fused_attention: scores stay on chip (FlashAttention and its kin) instead of going through memory.
-        fused_kernels: bias, activation, dropout, norm and rotary chains run as one kernel each.
-        overlap_tensor: tensor-parallel transfers run beside the matrix products they feed.
-        overlap_data: gradient reduction and parameter gathering run beside compute.
-        overlap_pipeline: stage-to-stage transfers run beside compute.
+        fused_attention: attention scores stay on chip (FlashAttention) instead of being written to memory.
+        fused_kernels: chains of bias, activation, dropout, norm and rotary embedding run as one kernel each.
+        overlap_tensor: tensor-parallel transfers overlap with matrix products.
+        overlap_data: gradient reduction and all-gathers of parameters overlap with compute.
+        overlap_pipeline: transfers between stages overlap with compute.
         block_recompute: ``selective`` recomputation repeats about every other operation of a block (FSDP trainers)
             instead of only the attention core (Megatron).
-        dropout: masks are kept for the backward.
-        direct_gradients: weight gradients accumulate straight into the 32-bit buffer; otherwise a 16-bit gradient lies
-            beside it.
-        keeps_intermediates: plain modules keep what a compiled or fused norm and gated activation would not: the 32-bit
-            inputs of norms, and the activation before the gate is applied.
-        bucket: gradient elements that are copied for one reduction, of which two are under way.
-        scatter_gather: tensor ranks that hold the same boundary activation each send their own 1/t of it; otherwise
-            each sends all of it and keeps it until the backward.
+        dropout: dropout masks are kept for the backward.
+        direct_gradients: weight gradients accumulate directly into the 32-bit buffer; otherwise a 16-bit gradient is
+            kept beside it.
+        keeps_intermediates: plain modules keep activations that compiled or fused norms and gated activations do not:
+            the 32-bit inputs of norms, and the activation before the gate is applied.
+        bucket: gradient elements in the buffer of one reduction; two buffers are in use at once.
+        scatter_gather: tensor ranks with the same boundary activation each send 1/t of it; otherwise each sends all of
+            it and keeps it until the backward.
         blocking_launches: the host waits for the GPU in every layer (per-layer checkpointing that copies random states,
-            transfers that synchronise), so its own time adds up instead of running ahead.
-        single_adapter: gathering of sharded weights reaches one network adapter per node and looks no layer ahead.
-        post_validation: no collective over the pipeline ends a step (the optimizer steps first and repairs later), so
+            transfers that synchronise), so host time adds to GPU time instead of overlapping.
+        single_adapter: all-gathers of sharded weights use one network adapter per node and do not prefetch layers.
+        post_validation: no collective over the pipeline ends a step (the optimizer steps first and corrects later), so
             ranks may start their next step at different times.
-        frees_gradients: where a step is one backward, replicas keep only their shard of the summed gradients.
+        frees_gradients: if a step is one backward, replicas keep only their shard of the summed gradients.
         tied_state_once: the first and the last stage share one sharded optimizer state of a tied embedding and head.
     """
 
@@ -76,43 +76,44 @@ MEGATRON_2021 = Software(
     direct_gradients=False,
     keeps_intermediates=False,
 )
-"""Megatron-LM before fused attention: fused small kernels, no transfer beside compute."""
+"""Megatron-LM before fused attention: fused small kernels, no overlap of transfers with compute."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False, blocking_launches=True
 )
-"""The same layers under DeepSpeed's pipeline, which has ZeRO-1, large buckets and sends whole boundaries."""
+"""The same layers in DeepSpeed's pipeline, with ZeRO-1, large buckets and unsplit boundary activations."""
 MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True, keeps_intermediates=False)
 """Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
 PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True, keeps_intermediates=False)
-"""PyTorch's fully sharded data parallelism with its own fused attention; its trainers compile or fuse norms."""
+"""PyTorch's fully sharded data parallelism with fused attention and compiled or fused norms."""
 DEEPSPEED_ZERO3 = replace(
     PYTORCH_FSDP, name="deepspeed-zero3", fused_attention=False, dropout=True, single_adapter=True
 )
-"""ZeRO-3 before fused attention. It gathered parameter by parameter: table 2 of arXiv 2104.04473 shows the same step
-time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
+"""ZeRO-3 before fused attention. It all-gathers one parameter at a time: table 2 of arXiv 2104.04473 shows the same
+step time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
 PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
-"""Tensor, pipeline and data parallelism in plain PyTorch with fused attention and no transfer beside compute."""
+"""Tensor, pipeline and data parallelism in plain PyTorch, with fused attention and no overlap with compute."""
 LIGHTNING = Software(frees_gradients=True, tied_state_once=True)
 """This package's strategy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to run one model.
+    """A layout with the batch, schedule and other choices that a prediction needs.
 
     Args:
-        tensor, pipeline, data, context: ranks on each axis; their product is the world.
-        micro_batch: sequences of one micro-batch b.
-        global_batch: sequences of one optimizer step over all replicas.
+        tensor, pipeline, data, context: ranks on each axis; their product is the world size.
+        micro_batch: sequences per micro-batch b.
+        global_batch: sequences per optimizer step over all replicas.
         chunks: model chunks per pipeline rank v (above 1 for interleaving).
         schedule: name of the pipeline schedule.
         sharding: ``none``, ``zero1`` (optimizer), ``zero2`` (and gradients), ``fsdp`` (and weights) or ``hsdp``
-            (``fsdp`` inside a node, copies across nodes).
-        recompute: ``none``, ``selective``, ``full``, or ``auto`` (as few layers in full as memory needs).
+            (``fsdp`` inside a node, replicated across nodes).
+        recompute: ``none``, ``selective``, ``full``, or ``auto`` (full recomputation of as few layers as memory
+            requires).
         sequence_parallel: norms and dropout are split along the sequence over the tensor ranks.
         precision: ``fp16``, ``bf16`` or ``fp8`` (8-bit matrix products, the rest 16-bit), each with 32-bit master
             weights; or ``fp32`` or ``fp64`` throughout.
-        gradient_bytes: bytes per gradient element kept and reduced; None follows the precision and software.
+        gradient_bytes: bytes per gradient element kept and reduced; None follows from the precision.
         software: traits of the training stack.
 
     Raises:
@@ -150,7 +151,11 @@ class Recipe:
             )
 
     def _check_chunks(self) -> None:
-        """Refuse a number of chunks that the schedule cannot have."""
+        """Refuse a number of chunks that the schedule does not support.
+
+        Raises:
+            ValueError: the number of chunks is not the schedule's.
+        """
         if self.schedule in VEE_SCHEDULES and self.chunks != 2:
             raise ValueError(
                 f"`schedule={self.schedule}` has 2 chunks per rank, got `chunks={self.chunks}`; set it to 2"
@@ -162,12 +167,12 @@ class Recipe:
             )
 
     def rank_of(self, virtual_stage: int) -> int:
-        """Pipeline rank that holds a virtual stage, see :func:`rank_of`."""
+        """Pipeline rank that runs a virtual stage, see :func:`rank_of`."""
         return rank_of(virtual_stage, self.pipeline, self.schedule in VEE_SCHEDULES)
 
     @property
     def virtual_stages(self) -> int:
-        """Pipeline ranks times chunks."""
+        """Number of virtual stages: pipeline ranks times chunks."""
         return self.pipeline * self.chunks
 
     @property
@@ -177,29 +182,29 @@ class Recipe:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per replica and step, rounded up where the batch does not divide."""
+        """Micro-batches per replica and step, rounded up if the batch does not divide."""
         return -(-self.global_batch // (self.data * self.micro_batch))
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights and reduce their gradients together: data x context."""
+        """Number of ranks that hold the same weights and reduce their gradients together: data x context."""
         return self.data * self.context
 
     @property
     def bytes_per_gradient(self) -> int:
-        """Bytes per gradient element: 4 with fp32 main gradients, 2 where fp16 gradients are reduced as they are."""
+        """Bytes per gradient element: 4 with float32 main gradients, 2 for fp16, 8 for fp64."""
         if self.gradient_bytes is not None:
             return self.gradient_bytes
         return {"fp16": 2, "fp64": 8}.get(self.precision, 4)
 
     @property
     def element(self) -> int:
-        """Bytes of one weight or activation as layers hold them."""
+        """Bytes per element of weights and activations in the layers."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
 
     @property
     def mixed(self) -> bool:
-        """Whether 32-bit master weights lie beside 16-bit ones."""
+        """Whether the optimizer keeps 32-bit master weights beside the 16-bit weights of layers."""
         return self.element == 2
 
     def describe(self) -> str:
@@ -212,7 +217,7 @@ class Recipe:
 
 
 def rank_of(virtual_stage: int, pipeline: int, vee: bool) -> int:
-    """Pipeline rank that holds a virtual stage: round and round, or there and back for the V schedules.
+    """Pipeline rank that runs a virtual stage: in a loop, or down and up for V schedules with 2 chunks.
 
     With 2 ranks and 2 chunks: interleaved 0, 1, 0, 1; zb-v 0, 1, 1, 0.
     """
@@ -222,6 +227,10 @@ def rank_of(virtual_stage: int, pipeline: int, vee: bool) -> int:
 
 
 def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a name that is not one of ``allowed``."""
+    """Refuse a value that is not one of ``allowed``.
+
+    Raises:
+        ValueError: lists the allowed values.
+    """
     if value not in allowed:
         raise ValueError(f"`{name}={value}` is not one of {', '.join(allowed)}; choose one of these for `{name}`")

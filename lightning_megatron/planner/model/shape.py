@@ -1,7 +1,6 @@
-"""The dimensions of a decoder-only transformer, and what follows from them alone: parameters and FLOPs.
+"""Dimensions of a decoder-only transformer, with its parameter and FLOP counts.
 
-Everything the planner says about time and memory starts from these few numbers, so they are kept apart from layouts and
-machines: the same shape is priced on many of both.
+A shape does not depend on a layout or a machine: the planner predicts the same shape on many of both.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TIED_FAMILIES = (
     "gpt2 gpt_neo gpt_bigcode bloom opt falcon mpt starcoder2 xglm biogpt gemma gemma2 gemma3_text cohere cohere2 "
     "smollm3 ernie4_5"
 )
-"""Families whose files leave ``tie_word_embeddings`` out where embedding and head are one matrix."""
+"""Families that tie embedding and head, and whose ``config.json`` may leave ``tie_word_embeddings`` out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +34,17 @@ class ModelShape:
         layers: transformer layers l.
         hidden: hidden size h.
         heads: attention heads a.
-        vocab: vocabulary entries V (before padding).
+        vocab: vocabulary size V (before padding).
         seq: sequence length s in tokens.
         kv_heads: key/value heads; None means as many as ``heads``.
         ffn: inner size of the MLP; None means 4h.
         gated: the MLP has a gate besides its up projection (SwiGLU, GeGLU).
-        tied: embedding and output head are one matrix.
+        tied: embedding and output head share one matrix.
         head_dim: size of one head; None means h/a.
-        positions: entries of a trained table of positions, 0 where there is none.
+        positions: rows of a trained position table; 0 without one.
 
     Raises:
-        ValueError: a size is not positive, or heads and kv_heads do not divide.
+        ValueError: a size is not positive, or ``heads`` is not a multiple of ``kv_heads``.
     """
 
     layers: int
@@ -72,12 +71,12 @@ class ModelShape:
 
     @property
     def key_value_heads(self) -> int:
-        """Key/value heads, ``heads`` where none were given."""
+        """Number of key/value heads; by default ``heads``."""
         return self.kv_heads if self.kv_heads is not None else self.heads
 
     @property
     def inner(self) -> int:
-        """Inner size of the MLP, 4h where none was given."""
+        """Inner size of the MLP; by default 4h."""
         return self.ffn if self.ffn is not None else 4 * self.hidden
 
     @property
@@ -92,20 +91,20 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer that multiply every token."""
+        """Parameters of one layer's matrices."""
         attention = self.hidden * (self.qkv_width + self.head_size * self.heads)
         return attention + self.hidden * self.inner * (3 if self.gated else 2)
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer: matrices, norms, and the biases that ungated models have."""
+        """All parameters of one layer: matrices, norms, and the biases of ungated models."""
         biases = 0 if self.gated else self.qkv_width + 2 * self.hidden + self.inner
         norms = 2 * self.hidden if self.gated else 4 * self.hidden
         return self.layer_matrix_parameters + biases + norms
 
     @property
     def replicated_layer_parameters(self) -> int:
-        """Parameters of one layer that tensor ranks do not share: norms, and biases added after a row-parallel sum."""
+        """Parameters of one layer that are replicated on tensor ranks: norms, and biases of row-parallel linears."""
         return 2 * self.hidden if self.gated else 6 * self.hidden
 
     @property
@@ -115,21 +114,21 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding and, where trained, the position table."""
+        """Parameters of the token embedding and of the trained position table, if any."""
         return (self.vocab + self.positions) * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All trained parameters, tied matrices counted once."""
+        """Number of all trained parameters; tied matrices count once."""
         head = 0 if self.tied else self.vocab * self.hidden
         return self.layers * self.layer_parameters + self.embedding_parameters + head + self.final_norm_parameters
 
     @property
     def model_flops_per_token(self) -> float:
-        """Forward and backward FLOPs per token, attention counted as full (not causal).
+        """Forward and backward FLOPs per token; attention counts the full score matrix, not the causal half.
 
-        For an ungated model with f = 4h this is 72 l h^2 (1 + s/(6h) + V/(12 h l)), the model FLOPs of
-        Korthikanti et al. (arXiv 2205.05198, appendix A).
+        For an ungated model with f = 4h this is 72 l h^2 (1 + s/(6h) + V/(12 h l)), the model FLOPs of Korthikanti et
+        al. (arXiv 2205.05198, appendix A).
         """
         matrices = self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
         attention = 2 * self.layers * self.head_size * self.heads * self.seq
@@ -137,25 +136,25 @@ class ModelShape:
 
     @property
     def layer_flops_per_token(self) -> float:
-        """Forward FLOPs of all layers per token, without the output head: what full recomputation repeats."""
+        """Forward FLOPs of all layers per token, without the output head; full recomputation repeats these."""
         attention = 2 * self.layers * self.head_size * self.heads * self.seq
         return 2.0 * (self.layers * self.layer_matrix_parameters + attention)
 
     @property
     def attention_core_flops_per_token(self) -> float:
-        """Forward FLOPs of scores and their product with the values: what selective recomputation repeats."""
+        """Forward FLOPs per token of the attention cores of all layers; selective recomputation repeats these."""
         return 4.0 * self.layers * self.head_size * self.heads * self.seq
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, *, seq: int | None = None) -> ModelShape:
-        """Read a Hugging Face ``config.json`` (its path, or the dictionary in it).
+        """Read a Hugging Face ``config.json``.
 
         Args:
-            config: path of the JSON file, of the folder it is in, or its content.
-            seq: sequence length to train at; None means the configuration's own maximum.
+            config: path of the JSON file, path of its folder, or its content.
+            seq: sequence length in training; None means the configuration's maximum.
 
         Raises:
-            ValueError: a dimension is missing from the configuration, or the model is not a dense decoder.
+            ValueError: the file is not JSON, a dimension is missing, or the model is not a dense decoder.
         """
         values = _read_config(config)
         _refuse_others(values)
@@ -181,7 +180,7 @@ class ModelShape:
 
 
 def _read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The dictionary of a configuration given as such, as a file, or as the folder that holds ``config.json``."""
+    """The configuration as a mapping; of a multimodal model, its ``text_config``."""
     if isinstance(config, Mapping):
         values: Mapping[str, Any] = config
     else:
@@ -198,7 +197,7 @@ def _read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def _optional(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of several names that the configuration gives a number to."""
+    """The first of ``keys`` with an integer value; None without one."""
     for key in keys:
         if isinstance(values.get(key), int):
             return int(values[key])
@@ -206,7 +205,11 @@ def _optional(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 
 
 def _required(values: Mapping[str, Any], what: str, keys: tuple[str, ...]) -> int:
-    """As ``_optional``, but a missing dimension is an error that names what was looked for."""
+    """The first of ``keys`` with an integer value.
+
+    Raises:
+        ValueError: there is none; the message names ``what`` and the keys.
+    """
     found = _optional(values, keys)
     if found is None:
         raise ValueError(f"the configuration has no {what} (looked for {', '.join(keys)}); add `{keys[0]}` to it")
@@ -214,23 +217,23 @@ def _required(values: Mapping[str, Any], what: str, keys: tuple[str, ...]) -> in
 
 
 def _kv_heads(values: Mapping[str, Any], family: str) -> int | None:
-    """Key/value heads; multi-query families that say so by a flag have one."""
+    """Number of key/value heads; 1 for families with the flag ``multi_query``, None if not given."""
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         return 1
     return _optional(values, _KV_KEYS)
 
 
 def _positions(values: Mapping[str, Any], family: str) -> int:
-    """Entries of the trained position table of the families that have one; OPT keeps two more than it uses."""
+    """Rows of the trained position table, for families that have one; OPT's table has two more than it uses."""
     if family not in ("gpt2", "opt", "gpt_neo", "gpt_bigcode"):
         return 0
     return (_optional(values, _SEQ_KEYS) or 0) + (2 if family == "opt" else 0)
 
 
 def _is_gated(values: Mapping[str, Any], family: str) -> bool:
-    """Whether the MLP is gated, which Hugging Face configurations do not say.
+    """Whether the MLP is gated, which Hugging Face configurations do not state.
 
-    SiLU always comes with a gate. So does any activation beside RMS norms, but for squared ReLU and its kin.
+    MLPs with SiLU are gated, and so are those of models with RMS norms unless the activation is a kind of ReLU.
     """
     if family in _UNGATED_FAMILIES.split():
         return False
@@ -241,7 +244,11 @@ def _is_gated(values: Mapping[str, Any], family: str) -> bool:
 
 
 def _refuse_others(values: Mapping[str, Any]) -> None:
-    """Refuse what is no dense decoder: its layers would be counted wrongly without a word."""
+    """Refuse mixtures of experts and encoder-decoders, whose layers would be counted wrongly.
+
+    Raises:
+        ValueError: the model is not a dense decoder.
+    """
     inner = values.get("ffn_config")
     experts = _optional(values, _EXPERT_KEYS) or _optional(inner if isinstance(inner, Mapping) else {}, _EXPERT_KEYS)
     if experts and experts > 1:

@@ -1,1 +1,1 @@
-"""Published runs, and how far predictions are from them."""
+"""Reads published runs, predicts them, and scores the predictions."""

@@ -1,4 +1,4 @@
-"""Predictions of a CSV of runs as plain records, for JSON and tables."""
+"""Predicts the runs of a CSV file, and turns the predictions into plain records for JSON and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from lightning_megatron.planner.runs.scoring import FamilyScore, Scored, convent
 
 @dataclass(frozen=True, slots=True)
 class PredictedRow:
-    """One row's outcome: a prediction, or why there is none."""
+    """Outcome of one row: a prediction, or an error.
+
+    Attributes:
+        id: of the row.
+        row: the cells, by column.
+        run: the run that the row describes; None with an error.
+        prediction: None with an error.
+        error: message, or None.
+    """
 
     id: str
     row: Mapping[str, str]
@@ -26,7 +34,7 @@ class PredictedRow:
 
 
 def predict_rows(rows: Sequence[Mapping[str, str]], constants: Constants = DEFAULT_CONSTANTS) -> list[PredictedRow]:
-    """Predict every row; a row that cannot be read carries its error, the others are predicted all the same."""
+    """Predict every row; for a row that cannot be predicted, the result holds the error message."""
     found = []
     for number, row in enumerate(rows, start=1):
         name = row.get("id") or f"row {number}"
@@ -43,20 +51,20 @@ def predict_file(path: str | Path, constants: Constants = DEFAULT_CONSTANTS) -> 
     """Predict every row of a CSV file.
 
     Raises:
-        ValueError: a needed column is missing.
+        ValueError: a required column is missing.
     """
     return predict_rows(read_rows(path), constants)
 
 
 def score_rows(predicted: Sequence[PredictedRow]) -> list[Scored | None]:
-    """Put finished predictions beside their rows' measured columns; None for rows without a prediction."""
+    """Compare predictions with the measured columns of their rows; None for rows without a prediction."""
     return [
         score_row(item.row, item.run, item.prediction) if item.run and item.prediction else None for item in predicted
     ]
 
 
 def record(item: PredictedRow, scored: Scored | None = None) -> dict[str, Any]:
-    """One row for JSON: seconds, TFLOP/s per GPU in the row's convention, GiB on the fullest rank."""
+    """One row as plain data for JSON: seconds, TFLOP/s per GPU in the row's convention, GiB on the fullest rank."""
     if item.run is None or item.prediction is None:
         return {"id": item.id, "error": item.error}
     prediction = item.prediction
@@ -84,10 +92,10 @@ def record(item: PredictedRow, scored: Scored | None = None) -> dict[str, Any]:
 
 
 def family_records(scored: Sequence[Scored | None]) -> list[dict[str, Any]]:
-    """Scores per family and over all, for JSON."""
+    """Scores per family and over all rows, as plain data for JSON."""
     return [asdict(score) for score in family_scores(scored)]
 
 
 def family_scores(scored: Sequence[Scored | None]) -> list[FamilyScore]:
-    """Scores per family and over all rows that were predicted."""
+    """Scores per family and over all predicted rows."""
     return summaries([item for item in scored if item is not None])

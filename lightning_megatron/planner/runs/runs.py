@@ -1,8 +1,8 @@
-"""Published runs as the planner reads them: one CSV row becomes a shape, a recipe and a cluster.
+"""Reads published runs: each CSV row becomes a shape, a recipe and a cluster.
 
-Only the columns that describe a run are read here; the measured ones (``MEASURED``) are removed from a row before
-anything looks at it, so a prediction cannot depend on them. What a row leaves open gets a documented default, and what
-the software of its day did is inferred from how it shards and in which precision it runs, never from who published it.
+Measured columns (``MEASURED``) are removed from a row before it is read, so a prediction cannot depend on them. Values
+that a row leaves out get documented defaults. The traits of the software are inferred from sharding, precision and GPU,
+never from the source of the row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURED = frozenset(
         "mfu_std",
     }
 )
-"""Columns that hold results; read only to score a prediction after it was made."""
+"""Columns with measurements; read only to score finished predictions."""
 
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpu", "gbs")
 _DEFAULT_VOCAB = 51200
@@ -57,13 +57,13 @@ _FSDP = frozenset({"fsdp", "fsdp2", "zero3", "hsdp"})
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One row, ready to be predicted.
+    """A published run, as the input of a prediction.
 
     Args:
         id, family: as in the file.
-        shape, recipe, cluster: what was run, how, where.
-        convention: how the row counts TFLOP/s, as in the file.
-        remarks: defaults that were taken.
+        shape, recipe, cluster: model, layout and machine of the run.
+        convention: FLOPs convention of the row, as in the file.
+        remarks: defaults that were assumed.
     """
 
     id: str
@@ -76,10 +76,10 @@ class Run:
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """All rows of a CSV file with a header, values stripped.
+    """Read all rows of a CSV file with a header: column -> cell, with spaces stripped.
 
     Raises:
-        ValueError: a column that every prediction needs is missing.
+        ValueError: a required column is missing.
     """
     with Path(path).open(newline="", encoding="utf-8-sig") as handle:
         reader = csv.DictReader(handle)
@@ -95,10 +95,14 @@ def without_measurements(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_from_row(row: Mapping[str, str], default_id: str = "row") -> Run:
-    """Read one row's description of a run.
+    """Read the description of a run from a row.
+
+    Args:
+        row: the cells, by column; measured ones are ignored.
+        default_id: name of the run if the row has no ``id``.
 
     Raises:
-        ValueError: a needed value is missing or is not a number; the message names row and column.
+        ValueError: a required value is missing or a value is invalid; the message names row and column.
     """
     cells = without_measurements(row)
     name = cells.get("id") or default_id
@@ -109,7 +113,7 @@ def run_from_row(row: Mapping[str, str], default_id: str = "row") -> Run:
 
 
 def _run_from_cells(cells: Mapping[str, str], name: str) -> Run:
-    """As :func:`run_from_row`, after the measured columns were removed."""
+    """Read a run from cells without the measured columns."""
     remarks: list[str] = []
     precision = _precision(cells.get("precision", ""))
     cluster, remark = cluster_for(cells.get("gpu", ""), _number(cells, "peak_tflops"))
@@ -132,7 +136,7 @@ def _run_from_cells(cells: Mapping[str, str], name: str) -> Run:
 
 
 def _number(cells: Mapping[str, str], column: str) -> float | None:
-    """A cell's number, None where it is empty or the column is missing.
+    """Number in a cell; None if the cell is empty or the column is missing.
 
     Raises:
         ValueError: the cell is not a positive number.
@@ -150,7 +154,11 @@ def _number(cells: Mapping[str, str], column: str) -> float | None:
 
 
 def _integer(cells: Mapping[str, str], column: str) -> int | None:
-    """A cell's whole number, None where it is empty."""
+    """Integer in a cell; None if the cell is empty.
+
+    Raises:
+        ValueError: the cell is not a positive integer.
+    """
     value = _number(cells, column)
     if value is not None and value != int(value):
         raise ValueError(f"`{column}={value}` must be a whole number; correct the cell")
@@ -158,7 +166,11 @@ def _integer(cells: Mapping[str, str], column: str) -> int | None:
 
 
 def _needed(cells: Mapping[str, str], column: str) -> int:
-    """A cell that has no sensible default."""
+    """Integer in a required cell.
+
+    Raises:
+        ValueError: the cell is empty or not a positive integer.
+    """
     value = _integer(cells, column)
     if value is None:
         raise ValueError(f"column `{column}` is empty; a prediction needs it")
@@ -166,9 +178,9 @@ def _needed(cells: Mapping[str, str], column: str) -> int:
 
 
 def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
-    """The model of a row; an empty vocabulary is GPT-2's padded one, an empty ffn is 4h.
+    """The model of a row; by default the vocabulary is GPT-2's padded one, and ffn is 4h.
 
-    Models without gate and without grouped heads are of GPT's family: tied embeddings and a table of positions.
+    Models without a gate have tied embeddings, as GPT; those without key/value heads have a position table too.
     """
     vocab = _integer(cells, "vocab")
     if vocab is None:
@@ -191,7 +203,7 @@ def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
 def _recipe(
     cells: Mapping[str, str], cluster: Cluster, precision: str, shape: ModelShape, remarks: list[str]
 ) -> Recipe:
-    """The recipe of a row, with defaults for what it leaves open."""
+    """The recipe of a row, with defaults for empty cells."""
     tensor, pipeline = _integer(cells, "tp") or 1, _integer(cells, "pp") or 1
     context = _integer(cells, "cp") or 1
     data = _integer(cells, "dp") or _data_from_world(cells, tensor * pipeline * context)
@@ -229,7 +241,11 @@ def _recipe(
 
 
 def _data_from_world(cells: Mapping[str, str], model_ranks: int) -> int:
-    """Data-parallel size where only the number of GPUs is given."""
+    """Data-parallel size from the number of GPUs; 1 if that is not given either.
+
+    Raises:
+        ValueError: the number of GPUs is not a multiple of ``model_ranks``.
+    """
     world = _integer(cells, "n_gpus")
     if world is None:
         return 1
@@ -241,10 +257,10 @@ def _data_from_world(cells: Mapping[str, str], model_ranks: int) -> int:
 def _micro_batch(
     cells: Mapping[str, str], shape: ModelShape, recipe: Recipe, cluster: Cluster, remarks: list[str]
 ) -> int:
-    """Micro-batch size where it is not given.
+    """Micro-batch size if it is not given.
 
-    From the number of micro-batches; else 1 under a pipeline, and without one the largest that fits, for gradient
-    accumulation gains nothing there.
+    It follows from the number of micro-batches, if that is given. Otherwise it is 1 with a pipeline; without one it is
+    the largest that fits, as gradient accumulation has no advantage there.
     """
     per_replica = recipe.global_batch // recipe.data
     count = _integer(cells, "n_microbatches")
@@ -259,13 +275,13 @@ def _micro_batch(
 
 
 def _fits(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> bool:
-    """Whether a recipe's fullest rank fits."""
+    """Whether the fullest rank fits into the GPU's memory."""
     share = recompute_share(shape, recipe, cluster)
     return peak_memory(shape, recipe, cluster, share).total <= cluster.gpu.memory
 
 
 def _precision(text: str) -> str:
-    """``fp8``, ``bf16`` or ``fp16`` from how a row writes it; empty is bf16."""
+    """The planner's name of a row's precision; an empty cell is bf16."""
     text = text.lower()
     if "fp8" in text:
         return "fp8"
@@ -275,9 +291,9 @@ def _precision(text: str) -> str:
 
 
 def _gradient_bytes(precision: str, software: Software) -> int:
-    """Bytes per gradient: 4 where 32-bit accumulation is stated or plain bf16 runs need it, else 2.
+    """Bytes per gradient element: 4 if the row states fp32 accumulation or runs bf16 in plain PyTorch, else 2.
 
-    fp16 gradients were reduced as they are; FSDP reduces in 16 bits, and so do NVIDIA's recipes for its distributed
+    fp16 runs reduce gradients in fp16. FSDP reduces in 16 bits, and so do NVIDIA's recipes for the distributed
     optimizer.
     """
     if "fp32" in precision:
@@ -286,7 +302,11 @@ def _gradient_bytes(precision: str, software: Software) -> int:
 
 
 def _sharding(text: str) -> str:
-    """The planner's name for what a row shards; empty is none."""
+    """The planner's name of a row's sharding; an empty cell is ``none``.
+
+    Raises:
+        ValueError: the sharding is unknown.
+    """
     text = text.lower().replace("-", "").replace("_", "")
     if "hsdp" in text:
         return "hsdp"
@@ -302,10 +322,13 @@ def _sharding(text: str) -> str:
 
 
 def _recompute(text: str, software: Software, sharding: str) -> str:
-    """The planner's name for a row's recomputation.
+    """The planner's name of a row's recomputation.
 
-    Where a row is silent: none with fused attention (as little as fits for FSDP, whose trainers recompute by default),
-    all of it before fused attention, when score matrices filled memory.
+    An empty cell means ``none`` with fused attention (``auto`` for FSDP, whose trainers recompute by default), and
+    ``full`` without it, as score matrices filled the memory.
+
+    Raises:
+        ValueError: the recomputation is unknown.
     """
     if not text:
         silent = "auto" if sharding in ("fsdp", "hsdp") else "none"
@@ -317,7 +340,7 @@ def _recompute(text: str, software: Software, sharding: str) -> str:
 
 
 def _schedule(cells: Mapping[str, str], pipeline: int, chunks: int) -> str:
-    """The schedule: as named in a ``schedule`` column, in the notes or in the id; else by the number of chunks."""
+    """The schedule named in the ``schedule`` column, the notes or the id; otherwise by the number of chunks."""
     if pipeline == 1:
         return "1f1b"
     for column in ("schedule", "notes", "id"):
@@ -329,11 +352,11 @@ def _schedule(cells: Mapping[str, str], pipeline: int, chunks: int) -> str:
 
 
 def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Software:
-    """Traits of the stack a row ran on, from its sharding, precision and GPU.
+    """Traits of the training stack of a row, from its sharding, precision and GPU.
 
-    Sharded weights and gradients (``fsdp``, ``zero2``-like) mean PyTorch's own FSDP; a distributed optimizer, or any
-    sharding in bf16 with tensor parallelism, means Megatron-Core; 16-bit float on GPUs older than Hopper means the
-    Megatron of 2021-22, before fused attention, under DeepSpeed where it shards at all.
+    Sharded weights and gradients (``fsdp``, ``zero2``-like) mean PyTorch's FSDP, or ZeRO-3 in fp16 on GPUs older than
+    Hopper. A distributed optimizer, or ``zero2`` in other precisions than fp16, means Megatron-Core. All other runs on
+    GPUs older than Hopper are Megatron-LM of 2021-22, before fused attention, with DeepSpeed if they shard.
     """
     shard = cells.get("shard", "").lower()
     precision = cells.get("precision", "").lower()

@@ -1,4 +1,4 @@
-"""Measured values of published runs, their FLOPs conventions, and how far predictions are from them."""
+"""Scores predictions against the measured values of published runs, in each run's own FLOPs convention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_megatron.planner.runs.runs import Run
 
 
 def convention_flops(run: Run, prediction: Prediction) -> float:
-    """FLOPs of one step as the run's own convention counts them.
+    """FLOPs of one step in the run's own convention.
 
-    * ``hardware x4 (old estimate ...)``: 96 B s l h^2, the layers' products with recomputation and nothing else;
+    * ``hardware x4 (old estimate ...)``: 96 B s l h^2, the layers' matrix products with full recomputation only;
     * ``... full recompute`` and ``x4``: 96 B s l h^2 (1 + s/(6h) + V/(16lh)), equation 3 of arXiv 2104.04473;
-    * other ``hardware``: model FLOPs plus what the run recomputes;
-    * all else: model FLOPs, attention counted in full.
+    * other ``hardware``: model FLOPs plus recomputed FLOPs;
+    * otherwise: model FLOPs, with the full score matrix of attention.
     """
     shape, tokens = run.shape, run.recipe.global_batch * run.shape.seq
     text = run.convention.lower()
@@ -37,7 +37,7 @@ def convention_tflops(run: Run, prediction: Prediction) -> float:
 
 
 def measured_number(row: Mapping[str, str], column: str) -> float | None:
-    """A measured cell's number; None where it is empty or not one (``OOM``)."""
+    """Number in a measured cell; None if it is empty or not a positive number (``OOM``)."""
     try:
         value = float(row.get(column) or "nan")
     except ValueError:
@@ -46,7 +46,7 @@ def measured_number(row: Mapping[str, str], column: str) -> float | None:
 
 
 def measured_seconds(row: Mapping[str, str], run: Run, prediction: Prediction) -> float | None:
-    """Measured seconds of a step: as given, else from tokens/s, TFLOP/s or MFU in the row's convention."""
+    """Measured seconds per step, or computed from tokens/s, TFLOP/s (the row's convention) or MFU; None without any."""
     world, tokens = run.recipe.world, run.recipe.global_batch * run.shape.seq
     if seconds := measured_number(row, "iter_s"):
         return seconds
@@ -61,7 +61,7 @@ def measured_seconds(row: Mapping[str, str], run: Run, prediction: Prediction) -
 
 
 def ran_out_of_memory(row: Mapping[str, str]) -> bool:
-    """Whether a row records an out-of-memory failure instead of a time."""
+    """Whether a row reports an out-of-memory failure instead of a time."""
     marks = [row.get(column, "").strip().lower() for column in ("mem_gb", "iter_s", "iter_s_kind", "tok_s_gpu")]
     if any(mark in ("oom", "out of memory") for mark in marks):
         return True
@@ -71,7 +71,14 @@ def ran_out_of_memory(row: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One prediction beside its measurement."""
+    """A prediction and its measurement.
+
+    Attributes:
+        run: the run.
+        prediction: of the run.
+        seconds: measured seconds per step, or None.
+        oom: whether the run ran out of memory.
+    """
 
     run: Run
     prediction: Prediction
@@ -80,19 +87,19 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """Signed relative error of the step's time."""
+        """Signed relative error of the predicted step time; None without a measurement."""
         if self.seconds is None:
             return None
         return self.prediction.iteration_seconds / self.seconds - 1.0
 
 
 def score_row(row: Mapping[str, str], run: Run, prediction: Prediction) -> Scored:
-    """Put a finished prediction beside the row's measured columns."""
+    """Compare a prediction with the measured columns of its row."""
     return Scored(run, prediction, measured_seconds(row, run, prediction), ran_out_of_memory(row))
 
 
 def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two equally long sequences; None where it is undefined."""
+    """Kendall's tau-b of two sequences of one length; None if it is undefined."""
     concordant = discordant = ties_left = ties_right = 0
     for i in range(len(left)):
         for j in range(i):
@@ -114,7 +121,17 @@ def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FamilyScore:
-    """Errors of one family (or of all rows): medians are absolute, in percent."""
+    """Errors of one family, or of all rows.
+
+    Attributes:
+        family: name, or ``all``.
+        rows: number of rows.
+        median_error: median absolute error of the step time in percent; None without measured times.
+        bias: median signed error in percent; None without measured times.
+        correlation: Kendall's tau-b of predicted and measured times, for ``all`` the mean over families, or None.
+        fitting_right: number of rows for which it was predicted correctly whether they fit in memory.
+        fitting_rows: number of rows for which that was predicted.
+    """
 
     family: str
     rows: int
@@ -126,7 +143,7 @@ class FamilyScore:
 
 
 def summarize(family: str, scored: Iterable[Scored]) -> FamilyScore:
-    """Median absolute percentage error, median signed error, rank correlation of times, and memory verdicts."""
+    """Score a family: errors and rank correlation of step times, and predictions of whether a run fits in memory."""
     items = list(scored)
     timed = [item for item in items if item.error is not None]
     errors = [item.error for item in timed if item.error is not None]
@@ -143,7 +160,7 @@ def summarize(family: str, scored: Iterable[Scored]) -> FamilyScore:
 
 
 def summaries(scored: Sequence[Scored]) -> list[FamilyScore]:
-    """One score per family in order of appearance, then one over all rows named ``all``."""
+    """One score per family, in order of appearance, then one over all rows with the name ``all``."""
     families = list(dict.fromkeys(item.run.family for item in scored))
     found = [summarize(name, [item for item in scored if item.run.family == name]) for name in families]
     overall = summarize("all", scored)

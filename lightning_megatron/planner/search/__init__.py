@@ -1,1 +1,1 @@
-"""Which layouts fit, which is fastest, and why."""
+"""Searches the layouts that fit a cluster, ranks them by speed, and explains the ranking."""

@@ -1,4 +1,4 @@
-"""Pictures of a plan: throughput against GPUs, and memory of the best layouts. Needs matplotlib (extra ``plots``)."""
+"""Plots of a plan: throughput over GPUs, and memory of the best layouts. Needs matplotlib (extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _COLORS = {
 
 
 def plan_svg(found: Plan, limits: Limits | None = None) -> str:
-    """An SVG document: left, tokens/s of the best layout on a quarter to four times the GPUs; right, memory by kind.
+    """Plot a plan as an SVG document.
+
+    Left: tokens/s of the best layout on a quarter to four times the GPUs. Right: memory by kind of the best 8 layouts.
+
+    Args:
+        found: the plan.
+        limits: of the search on other numbers of GPUs.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -33,7 +39,7 @@ def plan_svg(found: Plan, limits: Limits | None = None) -> str:
 
 
 def scaling(found: Plan, limits: Limits | None = None) -> list[tuple[int, Prediction]]:
-    """The best layout on a quarter, half, once, twice and four times the GPUs, where one fits."""
+    """(GPUs, best layout) on a quarter, half, once, twice and four times the GPUs; without those that fit no layout."""
     points = []
     for numerator, denominator in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
         gpus, rest = divmod(found.gpus * numerator, denominator)
@@ -44,13 +50,13 @@ def scaling(found: Plan, limits: Limits | None = None) -> list[tuple[int, Predic
                 found.shape, found.cluster, gpus, found.global_batch, limits=limits, top=1
             ).best  # fmt: skip
         except ValueError:
-            continue  # fewer GPUs may not hold the model, more may not divide the batch: the plot has a point less
+            continue  # the model does not fit on so few GPUs, or the batch does not divide over so many
         points.append((gpus, best))
     return points
 
 
 def _throughput(axes: Any, points: Sequence[tuple[int, Prediction]]) -> None:
-    """Tokens per second against GPUs; the dashed line is the first point's rate per GPU."""
+    """Plot tokens per second over GPUs; the dashed line scales the first point linearly."""
     gpus = [count for count, _ in points]
     rates = [item.tokens_per_second for _, item in points]
     axes.plot([0, gpus[-1]], [0, rates[0] / gpus[0] * gpus[-1]], "--", color="#999999", label="no loss")
@@ -64,7 +70,7 @@ def _throughput(axes: Any, points: Sequence[tuple[int, Prediction]]) -> None:
 
 
 def _memory(axes: Any, ranked: Sequence[Prediction]) -> None:
-    """Stacked bars of memory by kind, one per layout, with the capacity as a line."""
+    """Plot stacked bars of memory by kind, one per layout, and a line for the capacity."""
     names = [f"{rank}. {item.recipe.describe().rsplit(' ', 4)[0]}" for rank, item in enumerate(ranked, start=1)]
     below = [0.0] * len(ranked)
     for kind, color in _COLORS.items():

@@ -1,4 +1,4 @@
-"""Why a layout won, in the terms of the papers that layouts come from (arXiv 2104.04473, takeaways 1 to 3)."""
+"""Explains why a layout is the fastest, in the terms of SC21 (arXiv 2104.04473, takeaways 1 to 3)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def explain(
     least: int | None = None,
     constants: Constants = DEFAULT_CONSTANTS,
 ) -> str:
-    """A paragraph on the first layout, and what the second loses on.
+    """Explain the fastest layout in a paragraph, and compare it with the second.
 
     Args:
         shape: the model.
         cluster: the machine.
         ranked: predictions, fastest first; at least one.
-        least: the fewest GPUs t p that one replica fits on, where known.
-        constants: calibrated efficiencies.
+        least: the fewest GPUs t p that one replica fits on, if known.
+        constants: calibrated constants.
     """
     best = ranked[0]
     sentences = [_tensor(best, cluster), _pipeline(best), _micro_batch(best, shape, cluster, constants)]
@@ -48,7 +48,7 @@ def explain(
 
 
 def _tensor(best: Prediction, cluster: Cluster) -> str:
-    """On the tensor-parallel size."""
+    """Sentence on the tensor-parallel size."""
     tensor = best.recipe.tensor
     share = 100 * best.breakdown.tensor_communication / best.iteration_seconds
     if tensor == 1:
@@ -58,7 +58,7 @@ def _tensor(best: Prediction, cluster: Cluster) -> str:
 
 
 def _pipeline(best: Prediction) -> str:
-    """On the pipeline's size, schedule and bubble."""
+    """Sentence on the pipeline's size, schedule and bubble."""
     recipe = best.recipe
     if recipe.pipeline == 1:
         return "No pipeline: the model fits without one, so there is no bubble."
@@ -71,7 +71,7 @@ def _pipeline(best: Prediction) -> str:
 
 
 def _ideal_bubble(best: Prediction) -> str:
-    """The paper's bubble beside the simulated one, for the schedules it is about."""
+    """Clause that compares the simulated bubble with the closed form of SC21, for GPipe, 1F1B and interleaved."""
     recipe = best.recipe
     if recipe.schedule in VEE_SCHEDULES or recipe.schedule.startswith("zb"):
         return ", for weight gradients fill it"
@@ -81,7 +81,7 @@ def _ideal_bubble(best: Prediction) -> str:
 
 
 def _micro_batch(best: Prediction, shape: ModelShape, cluster: Cluster, constants: Constants) -> str:
-    """On the micro-batch: larger ones fill the GPU, smaller ones the pipeline."""
+    """Sentence on the micro-batch size: larger ones use the GPU better, smaller ones shorten the bubble."""
     recipe = best.recipe
     reasons = []
     for size in (recipe.micro_batch // 2, 2 * recipe.micro_batch):
@@ -98,21 +98,21 @@ def _micro_batch(best: Prediction, shape: ModelShape, cluster: Cluster, constant
 
 
 def _gaps(best: Prediction, other: Prediction) -> dict[str, float]:
-    """Seconds by kind that ``other`` takes more than ``best`` for as many sequences."""
+    """Kind -> seconds that ``other`` takes more than ``best`` for the same number of sequences."""
     ours, theirs = asdict(best.breakdown), asdict(other.breakdown)
     scale = best.recipe.global_batch / other.recipe.global_batch
     return {name: scale * theirs[name] - ours[name] for name in _KINDS}
 
 
 def _reason(best: Prediction, other: Prediction) -> str:
-    """The kind of seconds by which ``other`` exceeds ``best`` most."""
+    """The kind of time by which ``other`` exceeds ``best`` most, in words."""
     gaps = _gaps(best, other)
     worst = max(gaps, key=lambda name: gaps[name])
     return "recomputation" if worst == "compute" and other.recomputed > best.recomputed else _KINDS[worst]
 
 
 def _data(best: Prediction, least: int | None) -> str:
-    """On data parallelism."""
+    """Sentence on data parallelism; empty for one replica."""
     recipe = best.recipe
     if recipe.replicas == 1:
         return ""
@@ -125,7 +125,7 @@ def _data(best: Prediction, least: int | None) -> str:
 
 
 def _memory(best: Prediction, shape: ModelShape) -> str:
-    """On memory and recomputation."""
+    """Sentence on memory and recomputation."""
     used, capacity = best.memory.total / GIB, best.capacity / GIB
     recompute = "layers are recomputed, or it would not fit" if best.recomputed else "nothing is recomputed"
     size = f"{shape.parameters / 1e9:.1f}B parameters"
@@ -133,7 +133,7 @@ def _memory(best: Prediction, shape: ModelShape) -> str:
 
 
 def compare(best: Prediction, other: Prediction) -> str:
-    """What ``other`` loses against ``best``, and what it gains in return."""
+    """Sentence on the time that ``other`` loses against ``best``, and the time that it gains."""
     slower = 100 * (best.tokens_per_second / other.tokens_per_second - 1)
     gaps = _gaps(best, other)
     lost = f"{100 * max(gaps.values()) / best.iteration_seconds:.1f}%"

@@ -1,8 +1,7 @@
-"""Search of layouts: every way to run a model on so many GPUs, the ones that fit, and which is fastest.
+"""Searches all layouts of a model on a number of GPUs for the fastest ones that fit.
 
-The search is exhaustive but for rules that cannot change the winner: recomputation is added only where memory needs it,
-for it only costs time. Closed forms of the bubble rank all candidates; the best are predicted again with their real
-schedules.
+The search is exhaustive, except that recomputation, which only costs time, is added only if memory requires it. All
+candidates are ranked with closed forms of the bubble; the best are then predicted again with their real schedules.
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ _LARGEST_MICRO_BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the search may choose from.
+    """Limits of the search.
 
     Args:
-        schedules: pipeline schedules by name.
-        shardings: ``none`` and ``zero1`` for this package's strategy; ``fsdp`` also where there is no pipeline.
+        schedules: names of the pipeline schedules to try.
+        shardings: optimizer shardings to try: this package's strategy has ``none`` and ``zero1``; ``fsdp`` and ``hsdp``
+            are only tried without a pipeline.
         precision: of the matrix products.
         software: traits of the training stack.
-        tensor, pipeline, micro_batch: fixed values, or None for all.
-        largest_tensor: most tensor ranks; None means those of one node.
-        headroom: share of memory that stays free, for a prediction of memory is not exact either.
+        tensor, pipeline, micro_batch: fixed values, or None to try all.
+        largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
+        headroom: share of memory to leave free, as predictions of memory are not exact.
 
     Raises:
-        ValueError: ``headroom`` is no share.
+        ValueError: ``headroom`` is negative, or 1 or more.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -59,14 +59,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Ranked layouts.
+    """Result of a search: layouts ranked by speed.
 
     Args:
-        shape, cluster, gpus, global_batch: the question.
+        shape, cluster, gpus: as given.
+        global_batch: of the fastest layout, in sequences.
         ranked: predictions of layouts that fit, fastest first.
-        considered: layouts looked at.
-        too_large: of these, how many do not fit even with full recomputation.
-        explanation: why the first is first, and what the second loses on.
+        considered: number of layouts tried.
+        too_large: number of these that do not fit even with full recomputation.
+        explanation: why the first is the fastest, and where the second loses time.
     """
 
     shape: ModelShape
@@ -84,7 +85,7 @@ class Plan:
         return self.ranked[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the question, the ranking and the explanation."""
+        """The plan as plain data for JSON."""
         return {
             "gpus": self.gpus,
             "gpu": self.cluster.gpu.name,
@@ -108,21 +109,22 @@ def plan(
     constants: Constants = DEFAULT_CONSTANTS,
     top: int = 10,
 ) -> Plan:
-    """Find the fastest layouts of a model on so many GPUs.
+    """Find the fastest layouts of a model on a number of GPUs.
 
     Args:
         shape: the model.
         cluster: the machine.
-        gpus: GPUs to use, all of them.
+        gpus: number of GPUs; every layout uses all of them.
         global_batch: sequences per optimizer step.
-        replica_batch: instead of these, sequences that each replica's loader gives; layouts with more replicas then
-            take more in a step.
-        limits: what to choose from.
-        constants: calibrated efficiencies.
-        top: layouts to return.
+        replica_batch: instead of ``global_batch``, sequences per optimizer step and replica; layouts with more replicas
+            then have a larger global batch.
+        limits: of the search.
+        constants: calibrated constants.
+        top: number of layouts to return.
 
     Raises:
-        ValueError: no layout divides, or none fits; the message says which and what would help.
+        ValueError: not exactly one of ``global_batch`` and ``replica_batch`` is given, a number is below 1, no layout
+            divides, or none fits; the message says what would help.
     """
     if (global_batch is None) == (replica_batch is None):
         raise ValueError("give either `global_batch` or `replica_batch`")
@@ -150,7 +152,7 @@ def plan(
 
 
 def _slowness(prediction: Prediction) -> float:
-    """Seconds per token: orders layouts also where their steps take different batches."""
+    """Seconds per token, which also compares layouts with different global batches."""
     return 1.0 / prediction.tokens_per_second
 
 
@@ -162,7 +164,7 @@ def candidates(
     limits: Limits,
     replica_batch: int | None = None,
 ) -> Iterator[Recipe]:
-    """All recipes that divide the GPUs, the heads, the layers and the batch, without recomputation."""
+    """Yield all recipes whose sizes divide the GPUs, the heads, the layers and the batch, without recomputation."""
     largest = limits.largest_tensor or cluster.gpus_per_node
     for tensor in _divisors(gpus, limits.tensor):
         if tensor > largest or not _tensor_divides(shape, tensor):
@@ -178,7 +180,7 @@ def candidates(
 def _recipes(
     shape: ModelShape, tensor: int, pipeline: int, data: int, global_batch: int, limits: Limits
 ) -> Iterator[Recipe]:
-    """Recipes of one choice of tensor, pipeline and data sizes."""
+    """Yield the recipes of one choice of tensor, pipeline and data sizes."""
     per_replica = global_batch // data
     schedules = list(_schedules(shape, pipeline, limits.schedules))
     for micro_batch in _divisors(per_replica, limits.micro_batch):
@@ -187,7 +189,7 @@ def _recipes(
         for schedule, chunks in schedules:
             for sharding in limits.shardings:
                 if data == 1 and sharding != limits.shardings[0]:
-                    continue  # one replica has nothing to shard over: all choices are the same
+                    continue  # with one replica all shardings are the same
                 if sharding in ("fsdp", "hsdp") and pipeline > 1:
                     continue
                 for sequence in (True, False) if tensor > 1 else (True,):
@@ -207,21 +209,21 @@ def _recipes(
 
 
 def _divisors(number: int, fixed: int | None) -> list[int]:
-    """Divisors of ``number``, or the fixed one where it divides."""
+    """Divisors of ``number``; with a fixed value only this one, if it divides."""
     if fixed is not None:
         return [fixed] if number % fixed == 0 else []
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
 def _tensor_divides(shape: ModelShape, tensor: int) -> bool:
-    """Whether heads and the MLP split evenly over the tensor ranks (key/value heads split or are repeated)."""
+    """Whether heads and the MLP split evenly over the tensor ranks (key/value heads are split or replicated)."""
     heads = shape.key_value_heads
     shared = heads % tensor == 0 or tensor % heads == 0
     return shape.heads % tensor == 0 and shared and shape.inner % tensor == 0
 
 
 def _schedules(shape: ModelShape, pipeline: int, allowed: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Schedules and chunks that ``pipeline`` ranks can have; the layers must divide into interleaved chunks."""
+    """Yield (schedule, chunks) for a pipeline size; interleaved chunks must divide the layers."""
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -239,7 +241,14 @@ def _schedules(shape: ModelShape, pipeline: int, allowed: Iterable[str]) -> Iter
 
 
 def cheapest_fitting(shape: ModelShape, recipe: Recipe, cluster: Cluster, headroom: float = 0.0) -> Recipe | None:
-    """The recipe with the least recomputation that fits and leaves the share ``headroom`` of memory free, or None."""
+    """The recipe without recomputation if it fits, else with full recomputation if that fits, else None.
+
+    Args:
+        shape: the model.
+        recipe: with any recomputation.
+        cluster: the machine.
+        headroom: share of memory to leave free.
+    """
     for recompute in ("none", "full"):
         tried = replace(recipe, recompute=recompute)
         share = recompute_share(shape, tried, cluster)
@@ -251,7 +260,7 @@ def cheapest_fitting(shape: ModelShape, recipe: Recipe, cluster: Cluster, headro
 def _nothing_found(
     shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, considered: int, limits: Limits
 ) -> str:
-    """Why a search came back empty, and what would help."""
+    """Error message of a search without result: the reason, and what would help."""
     if not considered:
         fixed = [f"`{name}={getattr(limits, name)}`" for name in ("tensor", "pipeline", "micro_batch")]
         asked = [text for text in fixed if "None" not in text]

@@ -1,1 +1,1 @@
-"""The ``lightning-megatron`` command line, one file per command."""
+"""The ``lightning-megatron`` command line: one file per command."""

@@ -1,6 +1,6 @@
-"""``lightning-megatron checkpoint``: look into checkpoints, check them, and turn them into what others read.
+"""``lightning-megatron checkpoint``: inspects, verifies, exports and imports checkpoints.
 
-No process group and no GPU is needed; export and import hold one tensor in memory at a time.
+It needs no process group and no GPU; export and import hold one tensor in memory at a time.
 """
 
 from __future__ import annotations

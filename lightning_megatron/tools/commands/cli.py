@@ -1,6 +1,6 @@
-"""The ``lightning-megatron`` command: questions about layouts and schedules that need no GPU and start no process.
+"""The ``lightning-megatron`` command: studies layouts, schedules and checkpoints without a GPU or a launch.
 
-Each command is a function of its own file in ``commands/``; it is registered here by one line.
+Each command is a function in its own file in ``commands/``, and is registered here by one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ app = typer.Typer(
 @app.callback()
 def _several_commands() -> None:
     """Study pipeline schedules and layouts before training with lightning_megatron."""
-    # Without a callback typer would drop the command's name while there is only one.
+    # Without a callback typer would drop the command's name if there were only one command.
 
 
 app.command("timeline")(timeline)

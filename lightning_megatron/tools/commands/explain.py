@@ -1,4 +1,4 @@
-"""``lightning-megatron explain``: how a model's layers would be split, before a machine is asked for."""
+"""``lightning-megatron explain``: shows how a model's layers would be split, without any GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def explain(
 
 
 def _weightless_model(path: Path) -> Any:
-    """The model that a config describes, on the meta device: its own architecture, or a causal language model."""
+    """Build the model of a config on the meta device: of its first known architecture, or a causal language model."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""``lightning-megatron plan``: which layout to run a model in, how fast it will be, and what of memory it takes."""
+"""``lightning-megatron plan``: ranks the layouts of a model by predicted speed, and shows their memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ def _shape(
     seq: int | None,
     untied: bool,
 ) -> ModelShape:
-    """The model from its configuration file, or from flags."""
+    """The model's shape from its configuration file, or from flags.
+
+    Raises:
+        ValueError: there is no configuration file, and a required flag is missing.
+    """
     if config is not None:
         return ModelShape.from_config(config, seq=seq)
     if layers is None or hidden is None or heads is None:
@@ -87,7 +91,7 @@ def _shape(
 
 
 def _print(found: Plan) -> None:
-    """Table and explanation for people."""
+    """Print the table and the explanation."""
     from rich.console import Console
     from rich.table import Table
 

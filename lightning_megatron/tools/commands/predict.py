@@ -1,4 +1,4 @@
-"""``lightning-megatron predict``: predict every run of a CSV file, and on request say how far off that was."""
+"""``lightning-megatron predict``: predicts every run of a CSV file, and scores the predictions on request."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def predict(
 
 
 def _document(predicted: Sequence[PredictedRow], scored: Sequence[Scored | None], score: bool) -> object:
-    """A list of rows; with scores, an object of ``rows`` and ``families``."""
+    """Content of the JSON output: a list of rows; with scores, an object with ``rows`` and ``families``."""
     rows = [record(item, found) for item, found in zip(predicted, scored, strict=True)]
     return {"rows": rows, "families": family_records(scored)} if score else rows
 
 
 def _print_tables(predicted: Sequence[PredictedRow], scored: Sequence[Scored | None], score: bool) -> None:
-    """Tables for people."""
+    """Print the table of runs, and with scores that of families."""
     from rich.console import Console
     from rich.table import Table
 

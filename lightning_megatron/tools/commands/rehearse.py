@@ -1,4 +1,4 @@
-"""``lightning-megatron rehearse``: be one rank of a launch, without the launch."""
+"""``lightning-megatron rehearse``: runs one step of one rank of a launch, in a single process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rehearse(
             devices_per_node=devices_per_node,
             **_named(trainer or [], "--trainer"),
         )
-    except Exception as error:  # whatever a launch may raise is the answer
+    except Exception as error:  # any error of the launch is a result of the rehearsal
         if show_traceback:
             traceback.print_exc()
         typer.echo(f"{type(error).__name__}: {error}", err=True)
@@ -73,7 +73,12 @@ def rehearse(
 
 
 def strategy_arguments(sizes: Sequence[str], schedule: str | None, extra: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``MegatronStrategy`` from ``["t8", "p64", "d6"]`` and ``["activation_recompute=full"]``.
+    """Parse arguments of ``MegatronStrategy`` from the command line.
+
+    Args:
+        sizes: such as ``["t8", "p64", "d6"]``.
+        schedule: name of the schedule; None means ``interleaved`` with several chunks, else the strategy's default.
+        extra: such as ``["activation_recompute=full"]``.
 
     Raises:
         ValueError: a size or an argument cannot be read.
@@ -92,7 +97,11 @@ def strategy_arguments(sizes: Sequence[str], schedule: str | None, extra: Sequen
 
 
 def _named(pairs: Sequence[str], option: str) -> dict[str, Any]:
-    """``["a=1", "b=x"]`` as ``{"a": 1, "b": "x"}``."""
+    """Parse ``["a=1", "b=x"]`` to ``{"a": 1, "b": "x"}``.
+
+    Raises:
+        ValueError: an entry has no ``=``; the message names ``option``.
+    """
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -106,7 +115,7 @@ def _named(pairs: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """The function that ``file.py:function`` or ``module:function`` names.
+    """Import the function that ``file.py:function`` or ``module:function`` names.
 
     Raises:
         ValueError: there is no such file or function.

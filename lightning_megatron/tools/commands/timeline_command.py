@@ -1,4 +1,4 @@
-"""``lightning-megatron timeline``: check, simulate and draw a schedule on paper before a cluster runs it."""
+"""``lightning-megatron timeline``: checks, simulates and draws a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.schedules.custom import UserSchedule
 from lightning_megatron.pipeline.schedules.dependencies import Costs
 from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
 
-_WIDEST = 1000  # characters of a text grid that a pager still shows well
+_WIDEST = 1000  # widest text grid that is printed, in characters
 
 
 def timeline(
@@ -85,7 +85,7 @@ def timeline(
 
 
 def figures(found: Timeline) -> dict[str, Any]:
-    """What ``--json`` prints.
+    """Content of the JSON output.
 
     Returns:
         ``makespan``, ``bubble_fraction`` (idle/busy), ``step_bubble_fraction``, ``peak_activations`` (per rank, in
@@ -106,7 +106,11 @@ def figures(found: Timeline) -> dict[str, Any]:
 
 
 def _schedule(name: str) -> str | UserSchedule:
-    """A schedule's name, or the function that ``module:function`` names, looked up from the current directory too."""
+    """The schedule's name, or the function that ``module:function`` names, also from the current directory.
+
+    Raises:
+        ValueError: there is no such function.
+    """
     if ":" not in name:
         return name
     module, _, function = name.partition(":")
@@ -124,7 +128,7 @@ def _schedule(name: str) -> str | UserSchedule:
 
 
 def _write(found: Timeline, svg_file: Path | None, png_file: Path | None, trace_file: Path | None) -> list[Path]:
-    """Write the pictures asked for; which they are."""
+    """Write the requested files; returns their paths."""
     if svg_file is not None:
         svg_file.write_text(svg(found), encoding="utf-8")
     if png_file is not None:

@@ -1,7 +1,7 @@
-"""A rehearsal of a launch: one rank of thousands, in one process, without a GPU and without memory for weights.
+"""Rehearses a launch: runs one rank of thousands in one process, without a GPU and without memory for weights.
 
-Read ``run`` (what is run), then ``paper`` (the process group), ``weightless`` (the tensors), ``neighbours`` (what other
-ranks would have said), ``meter`` (bytes) and ``report``.
+Read ``one_rank`` (the run), then ``paper`` (the process group), ``weightless`` (the tensors), ``neighbours`` (messages
+of other stages) and ``meter`` (bytes).
 """
 
 from lightning_megatron.strategy.rehearsed import Communication, Rehearsal

@@ -1,7 +1,7 @@
-"""Bytes of tensors by when they live: what a step keeps between forward and backward, and the most at any moment.
+"""Measures the memory of tensors: the activations that a step keeps for its backward, and the peak.
 
-Every storage that an operation returns is noted, and forgotten when torch frees it. The same meter reads a rehearsal,
-whose storages have a size but no memory, and a real run on the CPU; that is how the two are compared.
+The meter records the storage of every tensor that an operation returns, until torch frees it. It measures rehearsals,
+whose storages have a size but no memory, as well as real runs on the CPU, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_megatron.mesh.autograd import in_backward
 
 
 class MemoryMeter:
-    """Counts live storages.
+    """Counts the bytes of live storages.
 
     Attributes:
-        alive: bytes of the storages that live now.
-        peak: the most that lived at once since :meth:`start`.
-        kept: the most that lived when a backward began, above what lived at :meth:`start`: activations.
+        alive: bytes of the storages that are alive now.
+        peak: largest number of bytes alive at once since :meth:`start`.
+        kept: activations: largest number of bytes alive when a backward began, minus those alive at :meth:`start`.
     """
 
     def __init__(self) -> None:
@@ -34,18 +34,18 @@ class MemoryMeter:
         self.alive = self.peak = self.kept = 0
 
     def start(self) -> None:
-        """Begin to measure a step: what lives now is not an activation."""
+        """Begin to measure a step; storages alive now do not count as activations."""
         self._base = self.peak = self.alive
         self._started = self._kept_at = self._births
         self.kept = 0
 
     def within(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of ``tensors`` that ``kept`` counts: made in this step, and there when it was at its fullest."""
+        """Bytes of those ``tensors`` that ``kept`` counts: made in this step, and alive when ``kept`` was measured."""
         born = {id(s): self._known.get(id(s), (None, 0, 0)) for s in (t.untyped_storage() for t in tensors)}
         return sum(size for _, size, at in born.values() if self._started < at <= self._kept_at)
 
     def seen(self, tensor: Tensor) -> None:
-        """Note a tensor that an operation returned."""
+        """Record a tensor that an operation returned."""
         backward = in_backward()
         if backward and not self._in_backward and self.alive - self._base > self.kept:
             self.kept, self._kept_at = self.alive - self._base, self._births
@@ -64,10 +64,10 @@ class MemoryMeter:
 
 
 class Metered(TorchDispatchMode):
-    """Shows a meter every tensor of a real run.
+    """Dispatch mode that passes every tensor of a real run to a meter.
 
     Attributes:
-        meter: what counts.
+        meter: the meter.
     """
 
     def __init__(self, meter: MemoryMeter) -> None:
@@ -76,7 +76,7 @@ class Metered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            # A wrapper such as DTensor: its own operations come back here with the tensors inside.
+            # A wrapper such as DTensor: the operations on the tensors inside of it are dispatched here again.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

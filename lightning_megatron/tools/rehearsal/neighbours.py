@@ -1,8 +1,8 @@
-"""What a rehearsed rank would have heard from the stage before it.
+"""Replaces the first message of the previous stage, which does not exist in a rehearsal.
 
-The first message between two stages says which tensors will follow: shapes, types, whether a gradient comes back.
-Nobody sends it in a rehearsal, but this rank can find it out. Its own copy of the user's step, run with stand-ins up
-to the call of its first layer, sees the arguments that the previous stage sees there::
+The first message between two stages announces the tensors of the boundary: their shapes and dtypes, and whether a
+gradient is returned. In a rehearsal no stage sends it, so this rank computes it. It runs the user's step with stand-ins
+up to the call of its first layer, where it sees the same arguments as the previous stage would::
 
     stage 37   ... layer 75 │ call of layer 76: (hidden, mask)  ──▶  "[1, 2048, 25600] float32, with gradient"
     stage 38   stand-ins    │ call of layer 76: (zeros, mask)        the same, found here
@@ -30,35 +30,35 @@ from lightning_megatron.tools.rehearsal.weightless import Weightless
 
 
 class _NoWatch(FailureWatch):
-    """Nobody else can fail, and nobody waits for news of this rank."""
+    """A failure watch without other ranks."""
 
     def start(self) -> None:
-        """Look for nothing."""
+        """Do nothing."""
 
     def linger(self, seconds: float = 0.0) -> None:
-        """Wait for nobody."""
+        """Do not wait."""
 
     def remote(self, wait_s: float = 0.0) -> None:
-        """Nobody failed."""
+        """Report no failure."""
 
     def gather(self, seconds: float) -> bool:
-        """There is nobody to wait for."""
+        """Return at once: there are no other ranks."""
         return True
 
 
 class _PaperLinks(StageLinks):
-    """Links to stages that do not exist, and would have loaded the same batch."""
+    """Links to stages that do not exist, and are assumed to have the same batch."""
 
     def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
-        """The notes of the stage before are this stage's own."""
+        """Return this stage's own notes in place of the previous stage's."""
         return None if super().compare_notes(stage, mine) is None else mine
 
 
 class _PaperExecutor(PipelineExecutor):
-    """Learns by itself what the stage before would have told."""
+    """Executor that computes the first message of the previous stage itself."""
 
     def announced(self, slot: Slot) -> tuple[Leaf, ...]:
-        """Receive buffers of the sizes that the message would have, and return what it would say."""
+        """Record receives of the message's sizes, and return its content."""
         leaves = _leaves(self, slot)
         for length, dtype in ((1, torch.int64), (objects.encode(leaves).numel(), torch.uint8)):
             self._links.receive(slot.peer, [((length,), dtype)], slot.tag).wait()
@@ -66,10 +66,10 @@ class _PaperExecutor(PipelineExecutor):
 
 
 class PaperWorld(World):
-    """A world of which only this rank exists, and in which weights need no memory.
+    """World of a rehearsal: only this rank exists, and weights take no memory.
 
     Args:
-        mode: makes tensors weightless.
+        mode: replaces large tensors by fake ones.
     """
 
     def __init__(self, mode: Weightless) -> None:
@@ -77,26 +77,26 @@ class PaperWorld(World):
         self._mode = mode
 
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
-        """Nobody can fail."""
+        """Make a failure watch without other ranks."""
         return _NoWatch(*args, **kwargs)
 
     def materialize(self, module: nn.Module, *args: Any) -> None:
-        """Give memory as in a launch, so that errors are the same, and take it back."""
+        """Materialize the parameters as in a launch, for the same errors, and then free their memory."""
         super().materialize(module, *args)
         self._mode.weightless(module)
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
-        """Links that the process group writes down."""
+        """Make links whose messages go to the ledger of the process group."""
         group = mesh.group("pipeline_parallel")
         return _PaperLinks(group, mesh.pipeline_ranks, device, replicas, self.link_options)
 
     def executor(self, *args: Any) -> PipelineExecutor:
-        """One that needs to be told nothing."""
+        """Make an executor that does not need the first message of the previous stage."""
         return _PaperExecutor(*args)
 
 
 def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
-    """Tensors that arrive at the first layer of a virtual stage."""
+    """Describe the tensors that the first layer of a virtual stage receives."""
     step = executor._step
     stage: Any = executor._stage
     first = stage.partition.bounds[slot.virtual][0]
@@ -113,7 +113,7 @@ def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
 
 
 def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:
-    """Whether any parameter on the way to a virtual stage is trained, so that its input has a gradient."""
+    """Whether any parameter before a virtual stage is trained, so that the stage's input has a gradient."""
     stage: Any = executor._stage
     partition = stage.partition
     later = {*partition.trunk.layer_names[partition.bounds[virtual][0] :], *partition.after}

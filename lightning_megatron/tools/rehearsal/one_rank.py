@@ -1,9 +1,9 @@
-"""Being one rank of a launch that does not take place.
+"""Runs one step as one rank of a launch, without the launch.
 
-Nothing is modelled here. The Trainer, the strategy, the mesh, the tensor-parallel plan, the stages, the buckets and
-the user's own step run as in training; only the process group is made of paper, the weights have no memory, and the
-one message that must be understood is imagined. So a configuration that cannot run fails in a rehearsal by the very
-error of the real launch.
+A rehearsal is not a model. The Trainer, the strategy, the mesh, the tensor-parallel plan, the stages, the buckets and
+the user's own step run as in training. Only three things are replaced: the process group sends nothing, the weights
+have no memory, and the first message of the previous stage is computed. A configuration that cannot run therefore
+raises the same error as the real launch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _OneBatch:
 
 
 class _Witness:
-    """Looks at a step from Lightning's hooks, while everything is still there."""
+    """Measures a step from Lightning's hooks, before the Trainer frees anything."""
 
     def __init__(self, ledger: Ledger, meter: MemoryMeter) -> None:
         self._ledger, self._meter = ledger, meter
@@ -67,7 +67,7 @@ class _Witness:
         self._ledger.phase = "optimizer"
 
     def _end(self, strategy: Any, module: LightningModule) -> None:
-        # Room for gradients is made in the step; it is no activation.
+        # Gradient buffers are allocated in the step, but are not activations.
         activations = self._meter.kept - self._meter.within(_gradients(strategy, module))
         self.found = {
             "bytes_by_kind": held_bytes(strategy, module) | {"activations": activations, "peak": self._meter.peak},
@@ -101,7 +101,7 @@ def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
 
 
 def _gradients(strategy: Any, module: LightningModule) -> list[Tensor]:
-    """Where gradients collect, in buckets or not."""
+    """All tensors that hold gradients, in buckets or in ``.grad``."""
     return [
         *_tensors(strategy.run.engine.model_gradients.sink),
         *(p.grad for p in module.parameters() if p.grad is not None),
@@ -127,7 +127,7 @@ def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the Trainer from advising on hardware and loggers that a rehearsal does not use."""
+    """Silence the Trainer's warnings about hardware and loggers, which do not apply to a rehearsal."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -154,22 +154,22 @@ def rehearse(
     """Build and run one step as ``rank`` of ``world_size`` would, in this process and without memory for weights.
 
     Args:
-        strategy: how to train; it stays as it is.
-        module: the module to train, or a function that makes it (and may return it together with a batch). It is used
-            up: cut, and without values. Build large ones on the meta device, as for a real launch.
-        batch: what the loader of one replica would give; by default the first batch of the module's own
-            ``train_dataloader``.
-        world_size: ranks of the launch.
-        rank: which of them to be.
-        devices_per_node: ranks on each node.
-        trainer: further arguments of the Trainer that matter to a step, such as ``precision`` or
-            ``gradient_clip_val``.
+        strategy: of the launch; it stays unchanged.
+        module: the module to train, or a function that makes it (and may return it together with a batch). The module
+            cannot be used afterwards: it is cut, and has no values. Build large ones on the meta device, as for a real
+            launch.
+        batch: a batch of one replica's loader; by default the first batch of the module's own ``train_dataloader``.
+        world_size: number of ranks of the launch.
+        rank: global rank to run.
+        devices_per_node: ranks per node.
+        trainer: further arguments of the Trainer that affect a step, such as ``precision`` or ``gradient_clip_val``.
 
     Returns:
-        What the rank holds, does and sends.
+        The rank's parameters, bytes, instructions and communication.
 
     Raises:
-        ValueError: ``rank`` lies outside of the world, or whatever the launch itself would have raised.
+        ValueError: ``rank`` lies outside of the world, ``module`` does not make a LightningModule, or the Trainer took
+            no step. Errors of the launch itself are raised unchanged.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
@@ -186,7 +186,7 @@ def rehearse(
 
 
 def _built(module: Any, batch: Any) -> tuple[LightningModule, Any]:
-    """The module and its batch, from whatever the user gave."""
+    """The module and its batch, from a module or from a function that makes them."""
     made = module if isinstance(module, LightningModule) else module()
     if isinstance(made, tuple) and len(made) == 2:
         made, batch = made[0], made[1] if batch is None else batch
@@ -199,7 +199,7 @@ def _built(module: Any, batch: Any) -> tuple[LightningModule, Any]:
 
 
 def _fit(runner: Any, module: LightningModule, batch: Any, witness: _Witness) -> None:
-    """One step; an error comes out as the launch would have shown it, not as what tidying up made of it."""
+    """Run one step; an error in it is raised as such, even if another error follows during teardown."""
     try:
         if batch is None:
             runner.fit(module)

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="override,assignment"
-"""A process group of which only one rank exists: what it would send is written down, and nothing is sent.
+"""A process group with only one rank: it records communication in a ledger, and sends nothing.
 
-A rehearsal runs one rank's own code, so every collective is called as in a real launch; here it returns at once. The
-other ranks are taken to hold what this rank holds: a sum leaves its tensor as it is, a gather repeats it. That is true
-of everything ranks agree on (seeds, sizes, plans), and values of activations do not exist in a rehearsal anyway.
+A rehearsal runs the code of one rank, which calls every collective as in a real launch; here each returns at once. The
+other ranks are assumed to have the same values as this rank: a gather repeats its tensor, but a sum leaves it
+unchanged. This is right for all values on which ranks agree (seeds, sizes, plans); activations have no values in a
+rehearsal.
 
 ::
 
@@ -25,15 +26,15 @@ BACKEND = "rehearsal"
 
 
 class Entry(NamedTuple):
-    """One kind of communication: what, in which phase, with whom, how large.
+    """One kind of communication: operation, phase, ranks and size.
 
     Attributes:
         phase: ``setup``, ``step`` or ``optimizer``.
         operation: such as ``all-reduce``.
         ranks: global ranks of the group; for a transfer the ranks of the pipeline group.
         peer: global rank on the other side of a transfer, -1 for a collective.
-        bytes: of the whole tensor: what is summed, broadcast or transferred, the result of a gather, the operand of a
-            scatter.
+        bytes: size of the full tensor: the operand of a reduction, broadcast, scatter or transfer, the result of an
+            all-gather.
     """
 
     phase: str
@@ -45,53 +46,53 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts what a rank would have sent.
+    """Counts the communication of a rank.
 
     Attributes:
-        counts: how often each kind of communication happened, in order of first appearance.
-        phase: under which new entries are put.
+        counts: kind of communication -> number of calls, in order of first appearance.
+        phase: phase of new entries.
     """
 
     counts: dict[Entry, int] = field(default_factory=dict)
     phase: str = "setup"
 
     def write(self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int = -1) -> None:
-        """Note one operation of ``group`` on ``tensors``."""
+        """Record one operation of ``group`` on ``tensors``; ``peer`` is a rank in the group."""
         self.write_bytes(group, operation, sum(tensor.numel() * tensor.element_size() for tensor in tensors), peer)
 
     def write_bytes(self, group: dist.ProcessGroup, operation: str, size: int, peer: int = -1) -> None:
-        """Note one operation of ``group`` on ``size`` bytes."""
+        """Record one operation of ``group`` on ``size`` bytes; ``peer`` is a rank in the group."""
         ranks = tuple(dist.get_process_group_ranks(group))
         entry = Entry(self.phase, operation, ranks, ranks[peer] if peer >= 0 else -1, size)
         self.counts[entry] = self.counts.get(entry, 0) + 1
 
 
 class _Done(dist.Work):
-    """Work that was finished when it began."""
+    """Work that is complete from the start."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """Nothing to wait for."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Give a real tensor its value; tensors without values have nothing to copy."""
+    """Copy a real tensor into another; does nothing for fake tensors, which have no values."""
     if not isinstance(target, FakeTensor) and not isinstance(source, FakeTensor):
         target.detach().copy_(source.detach().view_as(target))
 
 
 class PaperGroup(dist.ProcessGroup):
-    """A process group that writes operations into a ledger.
+    """A process group that records operations in a ledger.
 
     Args:
-        rank: this rank's number in the group.
-        size: ranks in the group.
+        rank: this rank in the group.
+        size: number of ranks in the group.
         name: torch's name of the group.
-        ledger: where operations are noted.
+        ledger: records the operations.
     """
 
     def __init__(self, rank: int, size: int, name: str, ledger: Ledger) -> None:
@@ -106,7 +107,7 @@ class PaperGroup(dist.ProcessGroup):
         return self._name
 
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self._size
 
     def getBackendName(self) -> str:
@@ -118,26 +119,26 @@ class PaperGroup(dist.ProcessGroup):
         return _Done()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Sum over the group."""
+        """Record an all-reduce; the tensors stay unchanged."""
         return self._note("all-reduce", tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Copy from one rank to all."""
+        """Record a broadcast; the tensors stay unchanged."""
         return self._note("broadcast", tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all."""
+        """Record a barrier."""
         return self._note("barrier", [])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Collect everyone's tensor in a list."""
+        """Record an all-gather into lists; each entry becomes a copy of this rank's tensor."""
         for output, own in zip(outputs, inputs, strict=True):
             for target in output:
                 _copy(target, own)
         return self._note("all-gather", [target for output in outputs for target in output])
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        """Collect everyone's tensor in one."""
+        """Record an all-gather into one tensor; each block becomes a copy of this rank's tensor."""
         if not isinstance(output, FakeTensor):
             for block in output.view(self._size, -1):
                 _copy(block, own.reshape(-1))
@@ -146,7 +147,7 @@ class PaperGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        """Sum over the group and keep one block."""
+        """Record a reduce-scatter of one tensor; the output becomes this rank's block of it."""
         if not isinstance(output, FakeTensor) and not isinstance(whole, FakeTensor):
             _copy(output, whole.view(self._size, -1)[self.rank()])
         return self._note("reduce-scatter", [whole])
@@ -154,20 +155,20 @@ class PaperGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """Sum lists over the group and keep one entry."""
+        """Record a reduce-scatter of lists; the output becomes this rank's entry."""
         for output, blocks in zip(outputs, inputs, strict=True):
             _copy(output, blocks[self.rank()])
         return self._note("reduce-scatter", [block for blocks in inputs for block in blocks])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Collect everyone's tensor on one rank."""
+        """Record a gather; on the destination each entry becomes a copy of this rank's tensor."""
         for output, own in zip(outputs, inputs, strict=False):
             for target in output:
                 _copy(target, own)
         return self._note("gather", inputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """Hand out one rank's tensors."""
+        """Record a scatter; on the source the output becomes its own entry."""
         for output, blocks in zip(outputs, inputs, strict=False):
             _copy(output, blocks[self.rank()])
         return self._note("scatter", outputs)
@@ -175,7 +176,7 @@ class PaperGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, own: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        """Everyone sends a block to everyone."""
+        """Record an all-to-all; the output becomes a copy of this rank's input if the shapes match."""
         if output.shape == own.shape:
             _copy(output, own)
         return self._note("all-to-all", [own])
@@ -183,16 +184,16 @@ class PaperGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Send to one rank of the group."""
+        """Record a send to a rank of the group."""
         return self._note("send", tensors, peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Receive from one rank of the group."""
+        """Record a receive from a rank of the group; the tensors stay unchanged."""
         return self._note("receive", tensors, peer)
 
 
 class _Maker:
-    """What torch calls for every new group; knows the ledger of the rehearsal under way."""
+    """Factory that torch calls for every new group; it holds the ledger of the rehearsal under way."""
 
     ledger: Ledger | None = None
 
@@ -204,7 +205,7 @@ class _Maker:
 
 @contextmanager
 def paper_world(rank: int, world_size: int) -> Iterator[Ledger]:
-    """Be ``rank`` of ``world_size`` ranks that do not exist, and write down what is sent to them.
+    """Initialize the default process group as ``rank`` of ``world_size``, and record communication in a ledger.
 
     Raises:
         RuntimeError: this process is part of a real process group.

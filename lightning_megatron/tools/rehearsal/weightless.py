@@ -1,8 +1,8 @@
-"""Tensors without memory for everything large, real ones for everything small.
+"""Replaces large tensors by fake tensors, which have no memory, and leaves small ones real.
 
-Code that only moves large tensors about (layers, buckets, optimizers) never notices that they hold no numbers. Code
-that decides something reads small ones: seeds, sizes, checksums of batches. So parameters, and whatever is computed
-from them or is large, become fake tensors, which know their shape, type and place; the rest is computed as always.
+Code that only computes with large tensors (layers, buckets, optimizers) does not read their values. Code that makes
+decisions reads small tensors: seeds, sizes, checksums of batches. Parameters, all results computed from them, and other
+large tensors therefore become fake tensors, which have a shape, a dtype and a device; all other tensors stay real.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LARGE = 1 << 20
-"""Elements from which a tensor gets no memory, even if no parameter is in it."""
+"""Number of elements above which a tensor is fake, even if it does not depend on a parameter."""
 
 BUFFER = 1 << 10
-"""Elements from which a tensor of zeros, or without values, is a buffer and gets no memory once weights have none."""
+"""Once weights are fake: number of elements above which new zeros and empty tensors, which are buffers, are fake."""
 
 _aten = torch.ops.aten
 _device = torch.ops.prim.device.default
@@ -30,13 +30,13 @@ _FACTORIES = _BUFFERS | {"ones", "full", "rand", "randn"}
 
 
 class Weightless(TorchDispatchMode):
-    """While active, large tensors get no memory.
+    """Dispatch mode that makes large tensors fake.
 
     Args:
         seen: called with every tensor that an operation returns.
 
     Attributes:
-        guesses: places in the code that read a number out of a tensor that has none, and what they were told.
+        guesses: ``file:line`` of code that read a value of a fake tensor -> the value it got.
     """
 
     def __init__(self, seen: Callable[[Tensor], None]) -> None:
@@ -48,7 +48,7 @@ class Weightless(TorchDispatchMode):
         self._apply = nn.Module._apply
 
     def __enter__(self) -> Any:
-        # torch offers no way to tell modules how to convert fake parameters, so its own method makes room meanwhile.
+        # torch has no option for modules to convert fake parameters in place, so its method is replaced meanwhile.
         nn.Module._apply = apply_in_place  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
@@ -72,14 +72,14 @@ class Weightless(TorchDispatchMode):
         return result
 
     def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation on real tensors alone would read or make a large one."""
+        """Whether an operation on real tensors reads or makes a large one."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         place = kwargs.get("device") or (tensors[0].device if tensors else torch.device("cpu"))
         if torch.device(place).type == "meta":
             return False
         if tensors:
             if func is _aten.empty_like.default and tensors[0].is_meta:
-                return True  # a parameter built on the meta device is given its place
+                return True  # materializes a parameter of the meta device
             limit = BUFFER if self._weightless else LARGE
             return any(t.is_floating_point() and not t.is_meta and t.numel() > limit for t in tensors)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -90,7 +90,7 @@ class Weightless(TorchDispatchMode):
         return torch.Size(size).numel() > (BUFFER if buffer else LARGE)
 
     def _guess(self, func: Any, tensor: Tensor) -> Any:
-        """A number for code that asks: the same every time, and remembered, for the answer is made up."""
+        """A fixed value for code that reads a fake tensor; recorded in :attr:`guesses`, as it is made up."""
         if func is not _aten._local_scalar_dense.default:
             answer: Any = True
         elif tensor.dtype is torch.bool:
@@ -103,9 +103,9 @@ class Weightless(TorchDispatchMode):
         return answer
 
     def weightless(self, module: nn.Module) -> None:
-        """Take the memory of all parameters of ``module``, the small ones too; tied ones stay tied.
+        """Make all parameters of ``module`` fake, also small ones; tied parameters stay tied.
 
-        Small parameters are real until here, so that a tensor-parallel plan can be tried with numbers.
+        Small parameters are real before, so that the trial of a tensor-parallel plan can compare values.
         """
         self._weightless = True
         known: dict[int, nn.Parameter] = {}
@@ -120,9 +120,10 @@ class Weightless(TorchDispatchMode):
 
 
 def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stands in for ``nn.Module._apply``, which swaps fake tensors for new ones and cannot where they are referred to.
+    """Replaces ``nn.Module._apply``, which swaps fake parameters with new tensors and fails if other code refers to
+    them.
 
-    Parameters stay the objects they are and change their data, as real ones do.
+    As for real parameters, the objects stay the same and their data changes.
     """
     if recurse:
         for child in module.children():
