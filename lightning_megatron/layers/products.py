@@ -12,7 +12,7 @@ gradient:
 `SharedInput` also passes the weights through, so that autograd delivers the weight gradients that it computes late, and
 calls their hooks. Until then the node of the linear returns a zero-stride tensor in place of each weight gradient.
 
-Gradients of parameters have the dtype in which they are accumulated, whatever the dtype of the factors.
+Gradients of parameters have the dtype in which they are accumulated, which may be wider than that of the factors.
 """
 
 from __future__ import annotations
