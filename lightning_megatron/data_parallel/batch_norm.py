@@ -1,14 +1,14 @@
-"""Batch norm over the samples of all replicas, as ``Trainer(sync_batchnorm=True)`` asks for.
+"""Batch norm over the samples of all replicas, for ``Trainer(sync_batchnorm=True)``.
 
-torch's own ``SyncBatchNorm`` takes its statistics over the whole world, where tensor-parallel ranks would count twice
-and other pipeline stages never come by, and it needs a GPU. This one is told its replicas and runs anywhere. With n_r
-samples, means m_r and squared deviations s_r per channel on replica r::
+torch's own ``SyncBatchNorm`` needs a GPU, and by default reduces over the whole world: tensor-parallel ranks would
+count several times, and other pipeline stages do not take part. This one reduces over the data group, on any device.
+With n_r elements per channel, means m_r and squared deviations s_r per channel on replica r::
 
     n = sum n_r,   mean = sum n_r m_r / n,   var = sum (s_r + n_r (m_r - mean)²) / n
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-which is batch norm of all samples together (Chan et al., 1979). Forward costs one all-gather of 2 C + 1 numbers,
-backward one all-reduce of 2 C.
+which is batch norm over all samples together (Chan et al., 1979). For C channels the forward costs one all-gather of
+2 C + 1 numbers, the backward one all-reduce of 2 C.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class SyncedBatchNorm(nn.SyncBatchNorm):
-    """Batch norm whose training statistics are those of all replicas. x: [batch, channels, ..] -> the same shape.
+    """Batch norm with training statistics over all replicas. x: [batch, channels, ..] -> the same shape.
 
-    Made of an existing layer by :func:`sync_batch_norms`; evaluation is that of ``nn.BatchNorm``.
+    :func:`sync_batch_norms` converts existing layers to it; evaluation is that of ``nn.BatchNorm``.
     """
 
     replicas: _Replicas
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [batch, channels, ..]."""
+        """input: [batch, channels, ..] -> the same shape; collective over the data group in training."""
         group = self.replicas.group
         if not self.training or group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
-        if input.is_meta or isinstance(input, FakeTensor):  # asked for shapes only
+        if input.is_meta or isinstance(input, FakeTensor):  # only shapes are wanted
             return torch.empty_like(input)
         mean_and_var: list[Tensor] = []
         output = cast(Tensor, _Normalized.apply(input, self.weight, self.bias, self.eps, group, mean_and_var))
@@ -50,7 +50,7 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards those of this batch; ``var`` [C] is the unbiased one."""
+        """Update the running statistics with those of this batch: mean [C] and unbiased variance [C]."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor = self.momentum
@@ -62,7 +62,7 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
 
 
 class _Replicas:
-    """The group of a layer; a copy of the layer shares it, and one that is pickled leaves it behind."""
+    """The data group of a layer: deep copies of the layer share it, and pickling drops it."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -75,7 +75,7 @@ class _Replicas:
 
 
 class _Normalized(torch.autograd.Function):
-    """x, weight, bias -> y by the statistics of all replicas, which go to ``found`` as mean and unbiased variance."""
+    """x, weight, bias -> y, normalized over all replicas; appends mean and unbiased variance to ``found``."""
 
     @staticmethod
     def forward(
@@ -127,17 +127,21 @@ class _Normalized(torch.autograd.Function):
 
 
 def _as(channels: Tensor, x: Tensor) -> Tensor:
-    """[C] -> [1, C, 1, ..], to be broadcast over ``x``."""
+    """View [C] as [1, C, 1, ..], which broadcasts over ``x``."""
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def sync_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
-    """Let the batch norms in ``module`` take their statistics over ``group``, or, for ``None``, alone again.
+    """Make the batch norms in ``module`` compute their statistics over ``group``, or, for ``None``, locally again.
 
-    They stay the same objects, with their hooks and under their names.
+    The layers stay the same objects and keep their hooks and names; only their class changes.
+
+    Args:
+        module: the module; changed in place.
+        group: the data group.
 
     Returns:
-        Names of batch norms with a forward of their own, which stay as they are.
+        Names of batch norms with a custom forward, which stay unchanged.
     """
     left = []
     for name, child in module.named_modules():

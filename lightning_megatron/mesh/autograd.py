@@ -1,6 +1,4 @@
-"""Tells whether autograd runs a backward, inside of which layers and random streams behave differently, and whether
-layers are to be differentiated twice.
-"""
+"""State of autograd that layers and random streams depend on: inside a backward, and under double differentiation."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _depth = 0
 
 
 class differentiating_twice:
-    """Inside, split layers and losses compute by functions whose gradients have gradients, which take more memory."""
+    """Context in which split layers and losses support ``create_graph=True``, which takes more memory; reentrant."""
 
     def __enter__(self) -> None:
         global _depth
@@ -37,13 +35,13 @@ def is_differentiated_twice() -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of a custom function of which there is no backward.
+    """Decorate the backward of a custom autograd function that cannot be differentiated again.
 
-    torch's ``once_differentiable`` takes what such a backward gives for a constant where the gradient that comes in
-    does not depend on anything, as that of a loss. A penalty on gradients would silently be another one.
+    torch's ``once_differentiable`` is not enough: if the incoming gradient does not require grad, as that of a loss,
+    the result counts as a constant, and a penalty on gradients would silently have a wrong gradient.
 
-    Raises:
-        RuntimeError: in a backward with ``create_graph=True``.
+    Returns:
+        A backward that raises ``RuntimeError`` if it runs with ``create_graph=True``.
     """
 
     @functools.wraps(backward)

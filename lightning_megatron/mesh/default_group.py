@@ -1,9 +1,10 @@
-"""Which ranks a call of ``torch.distributed`` means that names no group.
+"""Makes the data group the default group of ``torch.distributed`` inside the user's step.
 
-Written for one process per replica, a step says ``dist.all_reduce(x)``, ``dist.get_rank()`` or ``dist.all_gather(...)``
-and means the replicas: ranks that hold the same part of the model and different samples. Over the whole world such a
-line would count tensor-parallel ranks several times, and wait for pipeline stages that never get to it. So while the
-user's step and its backward run, the default group is that of the replicas; between steps it is the world::
+User code written for one process per replica calls ``dist.all_reduce(x)``, ``dist.get_rank()`` or ``dist.all_gather``
+without a group and means the replicas: ranks with the same part of the model and different samples. Over the whole
+world such a call would count tensor-parallel ranks several times, and wait for pipeline stages that do not make it.
+While the user's step and its backward run, the default group is therefore that of the replicas; between steps it is the
+world::
 
     2 stages × 2 replicas       world      default group in the step
     stage 0                     2   3      [2, 3]   dist.get_rank() 0 and 1, of 2
@@ -16,10 +17,10 @@ import torch.distributed as dist
 
 
 class default_group:
-    """Inside, ``group`` is the default group of ``torch.distributed``; may be entered again inside of itself.
+    """Context in which ``group`` is the default group of ``torch.distributed``; reentrant.
 
     Args:
-        group: its ranks.
+        group: process group of the replicas.
     """
 
     __slots__ = ("_before", "_group")

@@ -131,7 +131,7 @@ def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 
 def _mesh(layout: Layout, device_mesh: DeviceMesh) -> ParallelMesh:
-    """The mesh; it remembers the world, which is not torch's default group while the user's step runs."""
+    """Make the mesh; it keeps the group of the world, which is not the default group inside the user's step."""
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     return ParallelMesh(layout, dist.get_rank(), device_mesh, {"world": world})
 

@@ -1,4 +1,4 @@
-"""The weights of a bucket in one buffer, so that one all-gather hands every replica what the others updated."""
+"""The weights of a bucket in one flat buffer, so that one all-gather distributes the updated shards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_megatron.data_parallel.buckets.shards import Placement
 
 @dataclass
 class FlatWeights:
-    """Weights that moved into the bucket, because this rank's optimizer updates only a shard of them.
+    """Weights of a bucket, moved into a flat buffer as this rank's optimizer updates only a shard of them.
 
     Attributes:
-        flat: ``[placement.total]``, what the layers compute with.
-        own: this rank's shard of ``flat``, a view.
-        master: ``[placement.shard]``, what the optimizer updates: ``own`` itself, or a float32 copy of it.
-        views: by index of the parameter, its elements in ``flat``; ``parameter.data`` is this view.
+        flat: [placement.total], the weights that the layers compute with.
+        own: [placement.shard], this rank's shard of ``flat``, a view.
+        master: [placement.shard], the weights that the optimizer updates: ``own`` itself, or a float32 copy of it.
+        views: per parameter, the view of ``flat`` that is its ``parameter.data``.
     """
 
     flat: Tensor
@@ -33,7 +33,7 @@ class FlatWeights:
         return self.master.dtype != self.flat.dtype
 
     def recover(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take over weights that user code replaced: ``parameter.data = ...``, or lowered weights written by hand."""
+        """Take over weights that user code has changed: ``parameter.data = ...``, or writes to lowered weights."""
         for parameter, view in zip(parameters, self.views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
@@ -55,12 +55,12 @@ def take_weights(
     """Move the weights of ``parameters`` into one buffer, and this rank's shard of them into the master weights.
 
     Args:
-        parameters: in the order of ``placement``; afterwards each is a view of the buffer and has no gradient.
-        placement: where each lies in the buffer.
-        rank: this rank's place among those that share the buffer out.
-        dtype: what the layers compute with.
-        master: what the optimizer updates.
-        gradients: of the main gradients; parameters of another dtype accept gradients of this one.
+        parameters: in the order of ``placement``; afterwards their data are views of the buffer, and ``.grad`` is None.
+        placement: layout of the buffer.
+        rank: index of this rank's shard.
+        dtype: dtype of the weights that the layers compute with.
+        master: dtype of the weights that the optimizer updates.
+        gradients: dtype of the main gradients; parameters of another dtype get it as their ``grad_dtype``.
     """
     flat = torch.zeros(placement.total, dtype=dtype, device=parameters[0].device)
     low, high = placement.bounds(rank)

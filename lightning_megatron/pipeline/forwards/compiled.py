@@ -1,4 +1,4 @@
-"""Compiling the trunk layer by layer.
+"""Compiles the trunk layer by layer.
 
 All layers of a trunk run the same code on different weights. ``torch.compile`` of the whole module would unroll them
 into one graph and compile every layer again. Here one function that takes the layer as an argument is compiled per
@@ -60,7 +60,7 @@ class CompiledCall(Wrapper):
     Args:
         module: the layer.
         run: compiled ``run(layer, *args, **kwargs)``.
-        by_user: whether the user's code has compiled it, rather than ``compile_layers``.
+        by_user: whether the user's code has compiled the layer, rather than the option ``compile_layers``.
     """
 
     slot = ForwardSlot.COMPILE
@@ -118,9 +118,12 @@ def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Co
 
 
 def compile_by_class(modules: Mapping[nn.Module, Compiler]) -> None:
-    """Compile modules as the user has asked for: those of one class and compiler by code that they share.
+    """Compile modules with the user's compilers; modules of one class and compiler share their compiled code.
 
-    A module whose forward is not that of its class is left as it is.
+    A module that does not run the forward of its class is not compiled.
+
+    Args:
+        modules: module -> its compiler.
     """
     run: dict[tuple[type, int], Callable[..., Any]] = {}
     for module, compiler in modules.items():

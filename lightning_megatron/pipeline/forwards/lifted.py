@@ -1,13 +1,13 @@
-"""Modules that the user has compiled, made ready to be cut.
+"""Prepares modules that the user has compiled for the cut into stages.
 
-``torch.compile(body)`` and ``body.compile()`` trace through every call inside, and a stage has code of its own around
-each layer that a trace cannot follow: stand-ins, messages, random streams. So what is compiled around the layers runs
-as it was written, and each layer is compiled by itself, with the options that the user gave::
+``torch.compile(body)`` and ``body.compile()`` trace through every call inside of a module. A stage runs code around
+each layer that cannot be traced: stand-ins, messages, random streams. A compiled module that contains the layers
+therefore runs eagerly, and each layer is compiled by itself, with the options that the user gave::
 
     compiled body [ layer 0, layer 1, layer 2 ]   ──▶   body [ compiled layer 0, compiled layer 1, compiled layer 2 ]
 
-What is compiled beside the layers, or inside one, stays compiled, within the wrappers that a stage puts around it.
-Names of parameters do not change.
+Modules compiled outside of the layers, or inside of one, stay compiled, inside the wrappers of the stage. Names of
+parameters do not change.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lightning_megatron.pipeline.forwards.compiled import Compiler, compile_by_c
 
 
 def lift_compilation(module: nn.Module, trunk: Trunk, around: Compiler | None, *, compiles: bool) -> list[str]:
-    """Take compilation off what contains the layers, and put it where a stage can work around it.
+    """Move compilation from the modules that contain the layers to the layers.
 
     Args:
         module: the whole module, not cut yet; changed in place.
         trunk: its layers.
-        around: what compiled ``module`` itself.
-        compiles: whether layers may be compiled; otherwise they run as they were written.
+        around: the compiler of ``module`` itself, or ``None`` if it is not compiled.
+        compiles: whether layers may be compiled; otherwise they run eagerly.
 
     Returns:
-        Names of what was compiled together with the layers in it.
+        Names of the compiled modules that contain layers, and now run eagerly.
 
     Raises:
         ValueError: a layer is a TorchScript module, whose parameters belong to compiled code.
@@ -70,7 +70,7 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 def _taken_off(module: nn.Module) -> Compiler | None:
-    """What compiles ``module``, which runs as it was written from now on."""
+    """Make a compiled ``module`` run eagerly, and return its compiler; ``None`` if it is not compiled."""
     if isinstance(module, OptimizedModule):
         compiler: Any = module.dynamo_ctx
         module.forward = module._orig_mod.__call__
@@ -83,7 +83,7 @@ def _taken_off(module: nn.Module) -> Compiler | None:
 
 
 def _compiler_of(compiled: Any) -> Compiler:
-    """The options with which torch has made a compiled function, as something that compiles another one."""
+    """A compiler with the options of an existing compiled function."""
     cells = (cell.cell_contents for cell in compiled.__closure__ or ())
     found: Compiler | None = next((value for value in cells if isinstance(value, OptimizeContext)), None)
     return found or torch.compile
