@@ -151,6 +151,8 @@ class Options:
             bucket_size_mb=self.bucket_size_mb,
             micro_batch_loss_weight=self.micro_batch_loss_weight,
         )
+        checks.check_times(self.timeout, self.hang_timeout)
+        checks.check_placement(self.pipeline_placement, self.topology)
         check_recompute(self.activation_recompute)
         check_compile(self.compile_layers, self.pipeline_schedule, self.activation_recompute)
         check_sharding(self.optimizer_sharding)
