@@ -115,6 +115,11 @@ def split_batch(batch: Any, micro_batch_size: int) -> list[Any]:
     return [_slice(batch, size, start, min(start + micro_batch_size, size)) for start in starts]
 
 
+def samples_of(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of ``batch``, cut as :func:`split_batch` cuts it."""
+    return _slice(batch, batch_size_of(batch), start, stop)
+
+
 def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
     """Refuse a batch of which fewer or more tensors would be split than of the first batch.
 
@@ -134,7 +139,7 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
     _add_lengths(batch, lengths)
     uncut = 0
     if lengths.count(size) != len(lengths):
-        lengths = [tensor.shape[0] for tensor in _tensors_of(batch) if tensor.ndim]
+        lengths = [tensor.shape[0] for tensor in _even_tensors(batch) if tensor.ndim]
         uncut = len(lengths) - lengths.count(size)
     before = known.setdefault(len(lengths), uncut)
     if uncut != before:
@@ -144,6 +149,25 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
             f"{len(lengths) - before} of {len(lengths)} were, now {len(lengths) - uncut}. Let all parts of a batch "
             "have one length (`drop_last=True`, `CombinedLoader(..., 'min_size')`), or set `micro_batch_size` to at "
             "least the batch size."
+        )
+
+
+def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
+    """Add to an error in a step on micro-batches what was not cut, if anything was not: it may be the cause.
+
+    Args:
+        error: raised by the step.
+        batch: the user's batch.
+        parts: how many micro-batches it was cut into.
+    """
+    lengths = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim]
+    size = batch_size_of(batch)
+    if parts > 1 and any(length != size for length in lengths):
+        error.add_note(
+            f"The batch was cut into {parts} micro-batches along dimension 0 of the tensors as long as its first one, "
+            f"{size}; its tensors are {', '.join(map(str, lengths))} long, and those of another length went whole to "
+            "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
+            f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
         )
 
 
@@ -157,12 +181,12 @@ def _add_lengths(batch: Any, found: list[int]) -> None:
         _add_lengths(child, found)
 
 
-def _tensors_of(batch: Any) -> Iterator[Tensor]:
+def _even_tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif not _is_ragged(batch):
         for child in _children(batch):
-            yield from _tensors_of(child)
+            yield from _even_tensors(child)
 
 
 def _slice(value: Any, size: int, start: int, stop: int) -> Any:
@@ -247,7 +271,7 @@ def checksum(batch: Any, samples: int = 1024) -> float:
         samples: about how many elements of each tensor are summed.
     """
     total = 0.0
-    for index, tensor in enumerate(_tensors(batch)):
+    for index, tensor in enumerate(tensors_of(batch)):
         flat = tensor.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // samples)]
         if flat.is_complex():
@@ -257,10 +281,11 @@ def checksum(batch: Any, samples: int = 1024) -> float:
     return total
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors in ``batch``, depth first."""
     if isinstance(batch, Tensor):
         return [batch]
-    return [tensor for child in _children(batch) for tensor in _tensors(child)]
+    return [tensor for child in _children(batch) for tensor in tensors_of(child)]
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], where: str) -> Any:

@@ -65,6 +65,7 @@ class SegmentStreams:
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
+        self._alike = False
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and the number of training and evaluation steps so far; equal on all ranks."""
@@ -91,6 +92,17 @@ class SegmentStreams:
         finally:
             restore_rng_state(state, self._device)
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Run a step that does not count, in which all micro-batches draw from the same streams."""
+        before, state = self.step_state, _current_rng_state(self._device)
+        self.step_state, self._alike = absorb(_START, mix(self._seed, self._steps[True], -1), self._replica), True
+        try:
+            yield
+        finally:
+            self.step_state, self._alike = before, False
+            restore_rng_state(state, self._device)
+
     def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
         """Reseed torch's generators for a segment.
 
@@ -99,7 +111,7 @@ class SegmentStreams:
             segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
             call: how often this segment of this micro-batch has been entered before.
         """
-        self.enter_known(self._seed_of(absorb(self.step_state, micro_batch), segment, call))
+        self.enter_known(self._seed_of(self._state_of(micro_batch), segment, call))
 
     def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = ()) -> dict[int, int]:
         """Enter segment 0 of a micro-batch; reseeds Python's and NumPy's generators too.
@@ -112,7 +124,7 @@ class SegmentStreams:
             Segment -> seed for :meth:`enter_known`. Hashing all seeds in a row takes a third of the time of hashing
             them one by one between layers.
         """
-        state = absorb(self.step_state, micro_batch)
+        state = self._state_of(micro_batch)
         seed = self._seed_of(state, 0)
         self.enter_known(seed)
         random.seed(seed)
@@ -125,6 +137,9 @@ class SegmentStreams:
         torch.default_generator.manual_seed(seed)
         if self._on_gpu:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+
+    def _state_of(self, micro_batch: int) -> int:
+        return absorb(self.step_state, 0 if self._alike else micro_batch)
 
     @staticmethod
     def _seed_of(state: int, segment: int, call: int = 0) -> int:

@@ -71,6 +71,10 @@ class Options:
         micro_batch_loss_weight: weight of a micro-batch in the step's loss, as a function of the micro-batch; by
             default its number of samples. Return the number of unpadded tokens to make a token mean over padded
             batches exact.
+        whole_batch_loss: whether code outside the layers sees each batch whole. ``"auto"`` tries the step on parts of a
+            batch and does what makes it that of one process: weighs micro-batches by samples or by counted targets,
+            adds them up, or keeps the batch whole. ``True`` keeps every batch whole; ``False`` takes the mean of the
+            micro-batches' losses as it is (the default).
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
@@ -116,6 +120,7 @@ class Options:
     activation_recompute: Recompute = None
     compile_layers: CompileOptions = False
     micro_batch_loss_weight: LossWeight | None = None
+    whole_batch_loss: bool | str = False
     variable_shapes: bool = False
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
@@ -150,9 +155,8 @@ class Options:
             pipeline_parallel_size=self.pipeline_parallel_size,
             bucket_size_mb=self.bucket_size_mb,
             micro_batch_loss_weight=self.micro_batch_loss_weight,
+            whole_batch_loss=self.whole_batch_loss,
         )
-        checks.check_times(self.timeout, self.hang_timeout)
-        checks.check_placement(self.pipeline_placement, self.topology)
         check_recompute(self.activation_recompute)
         check_compile(self.compile_layers, self.pipeline_schedule, self.activation_recompute)
         check_sharding(self.optimizer_sharding)
@@ -231,6 +235,7 @@ class Options:
             chunks=self.virtual_pipeline_parallel_size,
             schedule_options=dict(self.pipeline_schedule_options or {}),
             loss_weight=self.micro_batch_loss_weight,
+            whole_batch_loss=self.whole_batch_loss,
             variable_shapes=self.variable_shapes,
             record_timeline=self.record_timeline or self.profiles_layers,
             sequence_parallel=self.sequence_parallel,

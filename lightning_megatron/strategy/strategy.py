@@ -78,7 +78,7 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_layers: str = "auto", pipeline_split: str | Sequence[int] = "auto",
         pipeline_placement: Mapping[str, str] | None = None, activation_recompute: given.Recompute = None,
         compile_layers: given.CompileOptions = False, micro_batch_loss_weight: given.LossWeight | None = None,
-        variable_shapes: bool = False, record_timeline: bool = False,
+        whole_batch_loss: bool | str = False, variable_shapes: bool = False, record_timeline: bool = False,
         optimizer_sharding: given.OptimizerSharding = True, overlap_parameter_gather: bool = False,
         gradient_reduce_dtype: torch.dtype | None = None, nonfinite: given.NonFinite = None,
         log_gradient_norm: bool = False, bucket_size_mb: float = 25.0, process_group_backend: str | None = None,
@@ -160,7 +160,7 @@ class MegatronStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         resolve_layout(self.num_nodes * self.num_processes, **self.options.sizes)  # refuses sizes that do not fit
         environment = present(self.cluster_environment, "cluster environment")
-        self._launcher = Launcher(environment, self.num_processes, self.num_nodes, processes=self._processes)
+        self._launcher = Launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
@@ -264,7 +264,7 @@ class MegatronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers alike on all stages of a replica; training goes on where the checkpoint's run stopped."""
         seed_workers(dataloader, self.mesh.coordinates.data)
-        return dataloader if self._run is None else self._run.continue_loader(dataloader)
+        return dataloader if self._run is None else self._run.saving.continue_loader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; tells that this rank takes part."""

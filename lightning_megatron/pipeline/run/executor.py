@@ -24,7 +24,7 @@ from lightning_megatron.pipeline.forwards.weight_gradients import Factors, Weigh
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
-from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, loss_of
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, trained_loss_of
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
@@ -220,10 +220,9 @@ class PipelineExecutor:
             self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
 
     def _backward_from_loss(self, run: StageRun) -> None:
-        loss = loss_of(run.output)
-        if loss.requires_grad or not run.received.leaves:  # a module that is not cut fails as in one process
-            scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
-            torch.autograd.backward(loss, scale)
+        loss = trained_loss_of(run.output)
+        scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
+        torch.autograd.backward(loss, scale)
 
     def _backward_input(self, slot: Slot) -> None:
         queue: list[Factors] = []

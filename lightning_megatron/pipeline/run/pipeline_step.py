@@ -93,4 +93,24 @@ def loss_of(output: Any) -> Tensor:
             "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
             f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
         )
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"`training_step` returned a loss of shape {tuple(loss.shape)}; a gradient is that of a scalar, so take "
+            "the mean or the sum over it."
+        )
+    return loss
+
+
+def trained_loss_of(output: Any) -> Tensor:
+    """:func:`loss_of` for a backward.
+
+    Raises:
+        RuntimeError: there is no gradient to go back.
+    """
+    loss = loss_of(output)
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "the loss that `training_step` returned does not require grad: it was detached, or computed from "
+            "nothing that is trained."
+        )
     return loss

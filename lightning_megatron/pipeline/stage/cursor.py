@@ -118,7 +118,7 @@ class StageCursor:
     def check_output(self, output: Any, module: nn.Module) -> None:
         """Complain about a step whose results are made of stand-ins."""
         if self._watch is not None:
-            self._watch.refuse_away(output, f"what `{self.where}` returned")
+            self._watch.refuse_away(output, f"what `{self.where.split()[0]}` returned")
             self._watch.refuse_away_metrics(module)
 
     def refuse_away(self, value: Any, what: str) -> None:

@@ -13,9 +13,10 @@ the step leaves behind (:mod:`~lightning_megatron.strategy.step.step`), and then
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,6 +71,7 @@ class _Recorded:
     key: LogKey
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
     sources: list[BatchValue | None] = field(default_factory=list)
     batch_size: int | None = None
 
@@ -101,6 +103,8 @@ class LogRecorder:
         module: the user's module.
         metric_calls: follows the module's metrics, in a step of several micro-batches.
         check: called with each value and what it is; raises if it cannot be right.
+        within: by key, how the values of micro-batches combine, where that is known: see :func:`combine`, or
+            ``weights`` or ``sizes``, means by the weights or the sizes of the micro-batches.
     """
 
     def __init__(
@@ -108,18 +112,20 @@ class LogRecorder:
         module: pl.LightningModule,
         metric_calls: MetricCalls | None = None,
         check: Callable[[Any, str], None] | None = None,
+        within: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._within = within
         self._module = module
         self._check = check
         self._records: dict[tuple[str, int], _Recorded] = {}
         self._counts: dict[str, int] = {}
-        self._weight = 1.0
+        self._weight = self._size = 1.0
         self.rank_zero_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.metric_calls = metric_calls
 
-    def begin_micro_batch(self, weight: float) -> None:
-        """Say that the calls which follow belong to a new micro-batch of this weight."""
-        self._weight = weight
+    def begin_micro_batch(self, weight: float, size: float = 1.0) -> None:
+        """Say that the calls which follow belong to a new micro-batch of this weight and size."""
+        self._weight, self._size = weight, size
         self._counts = {}
         if self.metric_calls is not None:
             self.metric_calls.begin_micro_batch()
@@ -127,6 +133,10 @@ class LogRecorder:
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""
         name, value, options = _log_call(self._module, args, kwargs)
+        if value is None or isinstance(value, (str, bytes)):  # in Lightning's words
+            raise ValueError(
+                f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+            )
         if options.get("rank_zero_only"):
             self.rank_zero_calls.append((args, kwargs))
             return
@@ -142,6 +152,7 @@ class LogRecorder:
             record.sources.append(self.metric_calls.behind(value))
         batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
+        record.sizes.append(self._size)
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
 
@@ -184,10 +195,17 @@ class LogRecorder:
             found = record.values if whole is None else [self._as_tensor(whole)] * len(record.values)
             values = torch.stack([value.to(device) for value in found]).to(torch.float64)
             weights = torch.tensor(record.weights, dtype=torch.float64, device=device)
-            row[0] = combine(record.key.operation if whole is None else "max", values, weights)
+            row[0] = self._combined(record, values, weights) if whole is None else values[0]
             row[1] = weights.sum()
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
         return StepLogs(keys, rows)
+
+    def _combined(self, record: _Recorded, values: Tensor, weights: Tensor) -> Tensor:
+        """The value of the whole batch."""
+        how = self._within.get(record.key.name) or record.key.operation
+        if how == "sizes":
+            weights = torch.tensor(record.sizes, dtype=torch.float64, device=values.device)
+        return combine("mean" if how in ("sizes", "weights") else how, values, weights)
 
 
 def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
@@ -233,10 +251,10 @@ class Recording:
         self.recorder: LogRecorder | None = None
 
     @contextmanager
-    def step(self, micro_batches: int = 1) -> Iterator[LogRecorder]:
-        """Record ``self.log`` calls while the user's step runs on this many micro-batches."""
+    def step(self, micro_batches: int = 1, within: Mapping[str, str] = MappingProxyType({})) -> Iterator[LogRecorder]:
+        """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`."""
         calls = MetricCalls(self._metric_copies) if micro_batches > 1 else None
-        self.recorder = recorder = LogRecorder(self._module, calls, self._check)
+        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within)
         try:
             yield recorder
         finally:

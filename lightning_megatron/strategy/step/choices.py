@@ -23,6 +23,7 @@ class EngineOptions:
     chunks: int | None
     schedule_options: Mapping[str, Any]
     loss_weight: LossWeight | None
+    whole_batch_loss: bool | str
     variable_shapes: bool
     record_timeline: bool
     sequence_parallel: bool

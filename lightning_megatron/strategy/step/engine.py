@@ -19,6 +19,7 @@ from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
@@ -84,7 +85,8 @@ class StepEngine:
         self._stages = stages
         self.recording = Recording(module, check)
         shared = self.model_gradients, self.recording, self.losses
-        self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared)
+        layers = _layers_of(module, stage)
+        self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared, layers)
         self.whole: Step = self._in_parts
         if stage is None:
             copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
@@ -141,3 +143,12 @@ class StepEngine:
         """Release hooks, buffers and connections."""
         self.model_gradients.close()
         self._stages.close()
+
+
+def _layers_of(module: nn.Module, stage: Stage | None) -> list[str]:
+    """Names of the trunk's layers; none, if there is no trunk."""
+    try:
+        trunk = stage.partition.trunk if stage is not None else find_trunk(module)
+    except ValueError:
+        return []
+    return list(trunk.layer_names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_megatron.mesh.batches import (
     batch_size_of,
     check_alike,
     merge_outputs,
+    say_how_cut,
     split_batch,
     weighted_mean,
 )
@@ -27,10 +29,13 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.loss.traces import Counters
+from lightning_megatron.strategy.loss.weighing import Counted
 from lightning_megatron.strategy.step.among_stages import Stages
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+from lightning_megatron.strategy.step.tries import LossTrials
 
 
 class ScheduledStep:
@@ -46,6 +51,7 @@ class ScheduledStep:
         gradients: of the module.
         recording: of the logs.
         losses: looked at here.
+        layers: names of the trunk's layers.
 
     Attributes:
         schedules: by number of micro-batches, and whether only forwards run.
@@ -62,6 +68,7 @@ class ScheduledStep:
         gradients: ModelGradients,
         recording: Recording,
         losses: LossChecks,
+        layers: Sequence[str] = (),
     ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
         self._stages, self._streams, self._options = stages, streams, options
@@ -71,16 +78,25 @@ class ScheduledStep:
         self._uncut: dict[int, int] = {}
         self._outcome: Outcome | None = None
         self.schedules: dict[tuple[int, bool], Schedule] = {}
+        forwards = partial(self._schedule, forward_only=True)
+        self._trials = LossTrials(module, layers, mesh, device, stages, streams, recording, forwards)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
         sink = self._gradients.sink
         self._stages.begin_training()
-        parts = self._split(batch, self._options.micro_batch_size, alike=True)
-        weights, total = self._replica_weights(parts)
-        scales = [weight / (total * window.batches) * window.scale for weight in weights]
-        sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
-        self._outcome = self._run(call, batch, parts, scales, weights, "training_step")
+        split = [batch]
+        if self._options.whole_batch_loss is not True:
+            split = self._split(batch, self._options.micro_batch_size, alike=True)
+        try:
+            parts, cut = self._cut(call, batch, split)
+            scales = [weight / (cut.total * window.batches) * window.scale for weight in cut.weights]
+            sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
+            self._outcome = self._run(call, batch, parts, scales, cut, "training_step")
+        except Exception as error:
+            say_how_cut(error, batch, len(split))
+            raise
+        self._trials.note_logged([key.name for key in self._outcome.logs.keys])
         sink.withdraw()
         return self._outcome.training_output()
 
@@ -98,8 +114,8 @@ class ScheduledStep:
         self._stages.begin_evaluation()
         chosen = self._options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self._split(batch, chosen)
-        weights = self._weights(parts) if len(parts) > 1 else [1.0]
-        outcome = self._run(call, batch, parts, [], weights, name)
+        cut = _Cut(self._weights(parts) if len(parts) > 1 else [1.0])
+        outcome = self._run(call, batch, parts, [], cut, name)
         self._stages.settle()
         return outcome
 
@@ -110,20 +126,41 @@ class ScheduledStep:
             check_alike(batch, size, self._uncut)
         return split_batch(batch, part)
 
+    def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], _Cut]:
+        """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
+        whole, replicas = self._options.whole_batch_loss, self._mesh.layout.data
+        logs: Mapping[str, str] = {}
+        counters, sums = Counters(()), False
+        weigh: Callable[[Any], float] | None = self._options.loss_weight
+        if whole == "auto" and weigh is None and (len(parts) > 1 or self._trials.reading.fits):
+            read = self._trials.read(call, batch, parts) if len(parts) > 1 else self._trials.reading
+            if read.whole:
+                parts = [batch]
+            else:
+                logs, counters, sums = read.logs, self._trials.counters, read.way == "sum"
+                weigh = read.way if isinstance(read.way, Counted) else None
+        elif len(parts) > 1:
+            self._trials.say_statistics()
+        if sums:
+            return parts, _Cut([1.0] * len(parts), float(replicas), logs, counters, sums)
+        weights = [float((weigh or batch_size_of)(part)) for part in parts]
+        if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
+            parts, weights = [batch], [sum(weights) or 1.0]
+        return parts, _Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters)
+
     def _weights(self, parts: Sequence[Any]) -> list[float]:
         """Weight of each micro-batch in the means of this replica."""
         weight_of = self._options.loss_weight
         return [float(weight_of(part) if weight_of is not None else batch_size_of(part)) for part in parts]
 
-    def _replica_weights(self, parts: Sequence[Any]) -> tuple[list[float], float]:
-        """The same, and their total over all replicas, so that losses divided by it add up."""
-        weights, replicas = self._weights(parts), self._mesh.layout.data
-        total = sum(weights)
-        if self._options.loss_weight is None or replicas == 1:
-            return weights, total * replicas
+    def _over_replicas(self, weights: Sequence[float], differ: bool) -> float:
+        """The total of the weights over all replicas, so that losses divided by it add up."""
+        total, replicas = sum(weights), self._mesh.layout.data
+        if not differ or replicas == 1:
+            return total * replicas
         shared = torch.tensor(total, dtype=torch.float64, device=self._device)
         dist.all_reduce(shared, group=self._mesh.group("data_parallel"))
-        return weights, float(shared)
+        return float(shared)
 
     def _run(
         self,
@@ -131,20 +168,18 @@ class ScheduledStep:
         batch: Any,
         parts: list[Any],
         scales: list[float],
-        weights: list[float],
+        cut: _Cut,
         name: str,
     ) -> Outcome:
         training = bool(scales)
-        with self._recording.step(len(parts)) as recorder, self._streams.step(training=training):
-            schedule, recorded = (
-                self._schedule(len(parts), forward_only=not training),
-                _Recorded(call, recorder, weights),
-            )
+        with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
+            schedule = self._schedule(len(parts), forward_only=not training)
+            recorded = _Recorded(call, recorder, parts, cut)
             step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink)
             self._appended.snapshot()
             with self._stages.running(batch, len(parts), training=training) as executor:
                 executor.run(step)
-            return self._stages.outcome(partial(self._merge, step, recorder, weights), name)
+            return self._stages.outcome(partial(self._merge, step, recorder, cut), name)
 
     def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         key = (micro_batches, forward_only)
@@ -152,9 +187,9 @@ class ScheduledStep:
             self.schedules[key] = self._stages.schedule(micro_batches, forward_only=forward_only)
         return self.schedules[key]
 
-    def _merge(self, step: PipelineStep, recorder: LogRecorder, weights: list[float]) -> Outcome:
+    def _merge(self, step: PipelineStep, recorder: LogRecorder, cut: _Cut) -> Outcome:
         """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""
-        parts = step.micro_batches
+        parts, weights = step.micro_batches, cut.weights
         outputs = [step.outputs[index] for index in range(len(parts))]
         sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
         self._appended.merge(weights, sizes)
@@ -162,8 +197,10 @@ class ScheduledStep:
         if step.name == "training_step":
             losses = [loss_of(output).detach() for output in outputs]
             self._losses.note(losses)
-            loss = weighted_mean(losses, weights)
+            loss = torch.stack(losses).sum() if cut.sums else weighted_mean(losses, weights)
             self._losses.compare(loss)
+            if not cut.sums and cut.total:  # of what all replicas count, rather than their mean
+                loss = loss * (sum(weights) * self._mesh.layout.data / cut.total)
             outputs = [_without_loss(output) for output in outputs]
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         outcome = Outcome(logs, loss, output, stop=stops(self._module))
@@ -172,16 +209,41 @@ class ScheduledStep:
         return outcome
 
 
+@dataclass
+class _Cut:
+    """What the micro-batches of a batch count.
+
+    Attributes:
+        weights: in means.
+        total: of the weights, over all replicas.
+        logs: how logged values combine, where that is known.
+        counters: put back before each of them.
+        sums: whether their losses are added up.
+    """
+
+    weights: list[float]
+    total: float = 1.0
+    logs: Mapping[str, str] = field(default_factory=dict)
+    counters: Counters = field(default_factory=lambda: Counters(()))
+    sums: bool = False
+
+
 class _Recorded:
     """The user's step, telling the recorder which micro-batch its logs belong to."""
 
-    def __init__(self, call: Callable[[Any], Any], recorder: LogRecorder, weights: list[float]) -> None:
+    def __init__(self, call: Callable[[Any], Any], recorder: LogRecorder, parts: Sequence[Any], cut: _Cut) -> None:
         self._call = call
         self._recorder = recorder
-        self._weights = weights
+        self._weights = cut.weights
+        self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
+        self._counters = cut.counters if len(cut.counters) else None
+        if self._counters is not None:
+            self._counters.begin()
 
     def __call__(self, part: Any, index: int) -> Any:
-        self._recorder.begin_micro_batch(self._weights[index])
+        if self._counters is not None:
+            self._counters.put_back()
+        self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
         return self._call(part)
 
 

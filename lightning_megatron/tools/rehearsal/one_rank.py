@@ -179,7 +179,11 @@ def rehearse(
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = _Witness(ledger, meter)
-        rehearsed = strategy.unstarted(PaperWorld(mode), process_group_backend=BACKEND)
+        rehearsed = strategy.unstarted(
+            PaperWorld(mode),
+            process_group_backend=BACKEND,
+            whole_batch_loss=bool(strategy.options.whole_batch_loss is True),
+        )
         runner = one_step_trainer(rehearsed, rank, world_size, devices_per_node, witness.moments, trainer)
         _fit(runner, built, batch, witness)
         return _report(rehearsed, built, whole, ledger, witness, mode)

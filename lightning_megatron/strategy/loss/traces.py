@@ -1,0 +1,232 @@
+"""What a run of the user's step writes on the module: noted, put back, and compared.
+
+A step may count its calls, keep a running mean, append to a list. A trial of the step must leave none of it behind; and
+what the steps of the parts of a batch write must add up to what the step of the whole batch writes, or be put back
+between them::
+
+    self.calls += 1                   the same for every part      put back before each micro-batch: once per batch
+    self.right += (p == y).sum()      adds up                      left to add up
+    self.ema = 0.9 * ema + 0.1 * x    neither                      the batch has to stay whole
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+_NUMBERS = (bool, int, float, complex, str)
+_LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
+_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
+_DEPTH = 3
+
+Table = dict[Any, Any]
+Name = tuple[str, Any]
+_MISSING = object()
+
+
+@dataclass
+class _Kept:
+    """A table of values, as it was."""
+
+    name: str
+    table: Table
+    compared: bool
+    values: dict[Any, tuple[Any, Any]]
+
+
+class Traces:
+    """The state of a module's plain attributes and buffers at one moment.
+
+    Args:
+        module: the user's module, with all modules in it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        metrics = tuple(f"{name}." for name, child in module.named_modules() if isinstance(child, Metric))
+        self._kept = [
+            _Kept(name, table, not f"{name}.".startswith(metrics), {k: (value, _copy_of(value)) for k, value in items})
+            for name, table, items in _tables(module)
+        ]
+
+    def changes(self) -> dict[Name, tuple[Any, Any]]:
+        """Numbers and tensors written since: name of the table and key -> value before and now."""
+        found: dict[Name, tuple[Any, Any]] = {}
+        for kept in self._kept:
+            for key in list(kept.table) if kept.compared else ():
+                if key not in kept.values and _is_kept_aside(key):
+                    continue
+                value, copy = kept.values.get(key, (_MISSING, None))
+                now, before = kept.table[key], value if copy is None else copy
+                if isinstance(now, (*_NUMBERS, Tensor)) and not _equal(before, now):
+                    found[kept.name, key] = (before, _copy_of(now) if type(now) is Tensor else now)
+        return found
+
+    def put_back(self) -> None:
+        """Leave everything as it was."""
+        for kept in self._kept:
+            for key in [key for key in kept.table if key not in kept.values and not _is_kept_aside(key)]:
+                del kept.table[key]
+            for key, (value, copy) in kept.values.items():
+                if key not in kept.table or kept.table[key] is not value:
+                    kept.table[key] = value
+                _restore(value, copy)
+
+    def slots(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
+        """Where the values called ``names`` are kept."""
+        found = []
+        for name, key in names:
+            tables = [kept for kept in self._kept if kept.name == name]
+            found.append((next((kept.table for kept in tables if key in kept.values), tables[0].table), key))
+        return found
+
+
+class Counters:
+    """Values that a step writes alike whatever its batch: each micro-batch finds them as the first one did.
+
+    Args:
+        slots: where they are.
+    """
+
+    def __init__(self, slots: Sequence[tuple[Table, Any]]) -> None:
+        self._slots = list(slots)
+        self._start: list[tuple[Any, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def begin(self) -> None:
+        """Remember them at the start of a batch."""
+        values = [table.get(key, _MISSING) for table, key in self._slots]
+        self._start = [(value, _copy_of(value)) for value in values]
+
+    def put_back(self) -> None:
+        """Set them as they were then."""
+        for (table, key), (value, copy) in zip(self._slots, self._start, strict=True):
+            if value is _MISSING:
+                table.pop(key, None)
+            else:
+                table[key] = value
+                _restore(value, copy)
+
+
+def judge(
+    parts: Sequence[dict[Name, tuple[Any, Any]]], whole: dict[Name, tuple[Any, Any]], layers: Sequence[str] = ()
+) -> tuple[list[Name], str]:
+    """What the steps of the parts of a batch have written, against the step of all of it.
+
+    Args:
+        parts: changes by each part, from one and the same state.
+        whole: changes by the whole, from that state.
+        layers: names of modules that may write what depends on their micro-batch.
+
+    Returns:
+        Names of what is the same for all, and the name of one value that has to be written by the whole batch, or "".
+    """
+    counters: list[Name] = []
+    others: list[Name] = []
+    for name in dict.fromkeys(name for found in (*parts, whole) for name in found):
+        values = [found[name] for found in (*parts, whole) if name in found]
+        before, together = values[-1]
+        apart = [now for _, now in values[:-1]]
+        if len(values) <= len(parts):
+            others.append(name)
+        elif all(_equal(now, together) for now in apart):
+            counters.append(name)
+        elif not _adds_up(before, apart, together):
+            others.append(name)
+    inside = tuple(f"{layer}." for layer in layers)
+    outside = [name for name in others if not f"{name[0]}.".startswith(inside or "\0")]
+    return counters, ".".join(str(part) for part in outside[0] if part) if outside else ""
+
+
+def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
+    """Whether the parts change a number by what the whole changes it, or append to a tensor what the whole appends."""
+    if not all(isinstance(value, (int, float, Tensor)) for value in (before, together, *apart)):
+        return False
+    start, end = torch.as_tensor(before), torch.as_tensor(together)
+    ends = [torch.as_tensor(value) for value in apart]
+    if any(value.shape != start.shape for value in (end, *ends)):
+        alike = all(value.ndim == start.ndim > 0 for value in (end, *ends))
+        grown = sum(len(value) - len(start) for value in ends) if alike else -1
+        return alike and len(end) - len(start) == grown and _equal(end[: len(start)], start)
+    change, changes = (end - start).double(), sum((value - start).double() for value in ends)
+    return bool(torch.allclose(change, torch.as_tensor(changes), rtol=1e-4, atol=1e-7))
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+    seen: set[int] = set()
+    for name, child in module.named_modules():
+        if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
+            keys = [key for key in child.__dict__ if key not in _OWN]
+        else:
+            ignored = _LIGHTNINGS if isinstance(child, pl.LightningModule) else _OWN
+            keys = [key for key in child.__dict__ if key not in ignored]
+        own = [(key, child.__dict__[key]) for key in keys]
+        yield name, child.__dict__, own
+        if child._buffers:
+            yield name, child._buffers, list(child._buffers.items())
+        for key, value in own:
+            yield from _inner(f"{name}.{key}" if name else str(key), value, seen, _DEPTH)
+
+
+def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+    """Tables of dictionaries, and of objects of the user's own classes, inside a value."""
+    if depth == 0 or id(value) in seen or isinstance(value, (*_NUMBERS, Tensor, nn.Module, type, type(None))):
+        return
+    if isinstance(value, dict):
+        table = value
+    elif hasattr(value, "__dict__") and not callable(value) and type(value).__module__.split(".")[0] not in _LIBRARIES:
+        table = value.__dict__
+    else:
+        return
+    seen.add(id(value))
+    items = list(table.items())
+    yield name, table, items
+    for key, item in items:
+        yield from _inner(f"{name}.{key}", item, seen, depth - 1)
+
+
+def _is_kept_aside(key: Any) -> bool:
+    """Whether an attribute that is new belongs to torch or to this package, rather than to the user."""
+    return isinstance(key, str) and (key in _OWN or key in _LIGHTNINGS or key == "forward")
+
+
+def _copy_of(value: Any) -> Any:
+    if type(value) is Tensor and not value.is_meta:
+        return value.detach().clone()
+    return value.copy() if isinstance(value, (list, deque, set)) else None
+
+
+def _restore(value: Any, copy: Any) -> None:
+    if copy is None:
+        return
+    if isinstance(value, Tensor):
+        if not _equal(value, copy):
+            with torch.no_grad():
+                value.copy_(copy)
+    elif isinstance(value, set):
+        if value != copy:
+            value.clear()
+            value.update(copy)
+    elif len(value) != len(copy) or any(a is not b for a, b in zip(value, copy, strict=True)):
+        value.clear()
+        value.extend(copy)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        return same and bool(torch.equal(one.detach(), other.detach()))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    return bool(one == other)

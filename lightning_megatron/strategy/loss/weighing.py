@@ -1,0 +1,202 @@
+"""What the loss of a batch is made of, read from the losses of two of its parts and of both together.
+
+::
+
+    parts of 2 and 2 samples, with 5 and 15 targets      losses 2.0 and 1.0      together
+        a mean over samples                              (2·2.0 + 2·1.0) / 4      1.50
+        a mean over targets                              (5·2.0 + 15·1.0) / 20    1.25
+        a sum                                            2.0 + 1.0                3.00
+        anything else                                    the batch has to stay whole
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+
+IGNORED = (-100, 0)  # torch's `ignore_index`, and what most tokenizers pad with
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
+_NARROW = 2e-3
+_MOST = 24  # candidates
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Weighs by the entries of one tensor of the batch that are not ignored.
+
+    Attributes:
+        place: its place among the tensors of the batch, depth first.
+        shifted: whether the first entry of each sample is no target, as for the next token.
+        ignored: what entries that are no targets are.
+    """
+
+    place: int
+    shifted: bool
+    ignored: int
+
+    def __call__(self, part: Any) -> float:
+        """How many there are in a part of a batch."""
+        tensor = tensors_of(part)[self.place]
+        return float(((tensor[:, 1:] if self.shifted else tensor) != self.ignored).sum())
+
+    def __str__(self) -> str:
+        which = "entries after the first of each sample" if self.shifted else "entries"
+        return f"{which} of tensor {self.place} of the batch that are not {self.ignored}"
+
+
+def candidates(batch: Any) -> list[Counted]:
+    """What a batch could be weighed by: tensors of integers, one row per sample."""
+    size, found = batch_size_of(batch), []
+    for place, tensor in enumerate(tensors_of(batch)):
+        if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim or tensor.shape[0] != size:
+            continue
+        shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
+        found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
+    return found[:_MOST]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of the step.
+
+    Attributes:
+        loss: what it returned.
+        dtype: of the loss, or of a narrower type that layers compute in.
+        logs: logged numbers by key.
+    """
+
+    loss: float
+    dtype: torch.dtype
+    logs: Mapping[str, float]
+
+
+@dataclass
+class Finding:
+    """What one trial says; of several replicas, what all of them say.
+
+    Attributes:
+        fits: the ways of weighing after which the loss is that of the whole, each with its distance; ``None`` stands
+            for the number of samples, ``"sum"`` for no weighing.
+        writes: name of a value on the module that only the whole batch can write, or "".
+        logs: logged key -> how the parts' values combine: ``weights``, ``sizes``, ``sum``, ``max``, ``min``, or "".
+        tells: whether the losses of the parts differ, so that the trial could tell.
+        numbers: loss of the whole, and the mean of the parts' losses.
+    """
+
+    fits: dict[Any, float] = field(default_factory=dict)
+    writes: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
+    tells: bool = True
+    numbers: tuple[float, float] = (0.0, 0.0)
+
+    def joined(self, others: Sequence[Finding]) -> Finding:
+        """What all findings say."""
+        every = [self, *others]
+        fits = {way: max(one.fits[way] for one in every) for way in self.fits if all(way in one.fits for one in every)}
+        logs = {key: how if all(o.logs.get(key) == how for o in every) else "" for key, how in self.logs.items()}
+        writes = next((one.writes for one in every if one.writes), "")
+        failed = next((one for one in every if not one.fits), self)
+        return replace(failed, fits=fits, writes=writes, logs=logs, tells=any(one.tells for one in every))
+
+
+def find(
+    parts: Sequence[Part], whole: Part, sizes: Sequence[float], counts: Mapping[Counted, Sequence[float]]
+) -> Finding:
+    """Compare the loss and the logged numbers of a batch with those of its parts.
+
+    Args:
+        parts: the parts, in order.
+        whole: all of them at once.
+        sizes: samples of each part.
+        counts: by candidate, the targets of each part.
+    """
+    losses = [part.loss for part in parts]
+    if not all(math.isfinite(loss) for loss in (*losses, whole.loss)):
+        return Finding({way: 0.0 for way in (None, *counts, "sum")}, tells=False)
+    scale = max(abs(loss) for loss in (*losses, whole.loss))
+    tolerance = _TOLERANCE.get(whole.dtype, _NARROW) * scale
+    ways: dict[Any, Sequence[float]] = {None: sizes, **{way: count for way, count in counts.items() if sum(count)}}
+    means = {way: _mean(losses, weights) for way, weights in ways.items()}
+    predicted = {**means, "sum": sum(losses)}
+    fits = {way: abs(value - whole.loss) for way, value in predicted.items() if abs(value - whole.loss) <= tolerance}
+    tells = max(losses) - min(losses) > 10 * tolerance
+    best = min(fits, key=lambda way: (fits[way] > 0.1 * tolerance, fits[way]), default=None)
+    logs = {
+        key: _how(values, value, ways.get(best, sizes), sizes, whole.dtype)
+        for key, value in whole.logs.items()
+        if _tell(values := [part.logs.get(key, math.nan) for part in parts], value)
+    }
+    return Finding(fits, "", logs, tells, (whole.loss, means[None]))
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _tell(values: Sequence[float], whole: float) -> bool:
+    """Whether these values can tell how they combine."""
+    finite = all(math.isfinite(value) for value in (*values, whole))
+    return finite and (max(values) > min(values) or whole != values[0])
+
+
+def _how(
+    values: Sequence[float], whole: float, weights: Sequence[float], sizes: Sequence[float], dtype: torch.dtype
+) -> str:
+    """How values of the parts give that of the whole; "" if in none of the known ways."""
+    tolerance = max(_TOLERANCE.get(dtype, _NARROW), 3e-5) * max(abs(value) for value in (*values, whole))
+    combined = {
+        "weights": _mean(values, weights),
+        "sizes": _mean(values, sizes),
+        "sum": sum(values),
+        "max": max(values),
+        "min": min(values),
+    }
+    return next((how for how, value in combined.items() if abs(value - whole) <= tolerance), "")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the batches of a run are cut, from what trials found.
+
+    Attributes:
+        fits: ways of weighing that no trial has ruled out, with the largest distance seen.
+        writes: see :class:`Finding`.
+        logs: see :class:`Finding`.
+        settled: whether the latest trial could tell.
+    """
+
+    fits: Mapping[Any, float] = field(default_factory=dict)
+    writes: str = ""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    settled: bool = False
+
+    def after(self, found: Finding) -> Reading:
+        """What is known after a further trial."""
+        if not self.fits:
+            fits = found.fits
+        else:
+            fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
+        logs = {**self.logs, **{k: h if self.logs.get(k, h) == h else "" for k, h in found.logs.items()}}
+        return Reading(fits, self.writes or found.writes, logs, found.tells)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the batch has to stay whole."""
+        return not self.fits or bool(self.writes)
+
+    @property
+    def way(self) -> Any:
+        """``None``: weigh by samples; ``"sum"``: add up; or what to count."""
+        least = min(self.fits.values())
+        near = [way for way, off in self.fits.items() if off <= 2 * least + 1e-12]
+        return None if None in near else near[0]
+
+    def open(self) -> Iterator[Counted]:
+        """Ways of counting that were not told apart from the one in use."""
+        return (way for way in self.fits if isinstance(way, Counted) and way != self.way)

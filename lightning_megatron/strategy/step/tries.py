@@ -1,0 +1,284 @@
+"""Trying a step on parts of a batch before it is run, to learn what the loss of the batch is made of.
+
+Two neighbouring micro-batches and both of them at once go through the pipeline, forward only, with the same random
+numbers for the same samples, and what the step writes and logs is put back and forgotten::
+
+    trial      F0 F1 F01          loss 0, loss 1, loss of both    ──▶ how to weigh; or keep the batch whole
+    step       F0 B0 F1 B1 ...    as found
+
+It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
+the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
+and then (steps 8, 64, 512, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of, tensors_of
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
+from lightning_megatron.strategy.loss.traces import Counters, Name, Traces, judge
+from lightning_megatron.strategy.loss.weighing import Counted, Finding, Part, Reading, candidates, find
+from lightning_megatron.strategy.step.among_stages import Stages
+from lightning_megatron.strategy.step.step import Outcome
+
+TRIAL = "training_step (tried)"
+_AGAIN = 8  # factor between the steps at which it is tried anyhow
+_UNSETTLED = 16  # steps in which equal losses are tried again
+
+
+class LossTrials:
+    """What is known of the losses of a run.
+
+    Args:
+        module: the user's module.
+        layers: names of the trunk's layers.
+        mesh: the grid.
+        device: where tensors live.
+        stages: of this rank's pipeline.
+        streams: random streams per segment.
+        recording: of the logs.
+        schedule: gives the schedule of a forward of so many micro-batches.
+
+    Attributes:
+        reading: what the loss is made of, as far as it was seen.
+        counters: values that a step writes once per batch.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layers: Sequence[str],
+        mesh: ParallelMesh,
+        device: torch.device,
+        stages: Stages,
+        streams: SegmentStreams,
+        recording: Recording,
+        schedule: Callable[[int], Schedule],
+    ) -> None:
+        self._module, self._layers, self._mesh, self._device = module, layers, mesh, device
+        self._stages, self._streams, self._recording, self._schedule = stages, streams, recording, schedule
+        self._steps, self._next = 0, 1
+        self._looks: set[Any] = set()
+        self._keys: set[str] = set()
+        self._new_keys, self._fresh = False, False
+        self.reading = Reading()
+        self.counters = Counters(())
+
+    def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
+        """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            batch: equal on all stages of a replica.
+            parts: its micro-batches, two or more.
+        """
+        self._steps += 1
+        if not self.reading.whole or self._steps == 1:
+            why = self._due(batch, parts)
+            if why:
+                self._try(call, batch, parts, why)
+        return self.reading
+
+    def note_logged(self, names: Sequence[str]) -> None:
+        """Say what a step has logged, on every stage alike."""
+        if not self._keys.issuperset(names):
+            self._new_keys = not self._fresh
+            self._keys.update(names)
+        self._fresh = False
+
+    def _due(self, batch: Any, parts: Sequence[Any]) -> str:
+        """Why the step has to be tried on this batch; "" if it need not be."""
+        look = _look_of(batch)
+        if look not in self._looks:
+            self._looks.add(look)
+            return "look"
+        if self._steps >= self._next:
+            return "time"
+        if self._new_keys or (not self.reading.settled and self._steps <= _UNSETTLED):
+            return "keys"
+        counts = list(self.reading.open())
+        if not counts:
+            return ""
+        differs = torch.tensor(int(_weighs_otherwise(counts, self.reading.way, batch, parts)), device=self._device)
+        if self._mesh.layout.data > 1:
+            differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
+        return "counts" if int(differs) else ""
+
+    def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
+        self._next = max(self._next, self._steps * _AGAIN if self._steps >= self._next else self._next)
+        self._new_keys, self._fresh = False, True
+        first = _pair(batch, parts)
+        sizes = [batch_size_of(part) for part in parts]
+        start, stop = sum(sizes[:first]), sum(sizes[: first + 2])
+        pieces = [parts[first], parts[first + 1], samples_of(batch, start, stop)]
+        pieces = [map_tensors(piece, torch.clone) for piece in pieces]
+        tried = _Tried(call, self._recording, Traces(self._module), len(pieces) - 1)
+        step = PipelineStep(self._schedule(len(pieces)), tried, pieces, TRIAL)
+        with self._streams.trial(), self._stages.running(pieces[-1], len(pieces), training=False) as executor:
+            executor.run(step)
+        names, writes = judge(*tried.changes(), self._layers)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, writes), TRIAL)
+        self._stages.settle()
+        before, found = self.reading, outcome.output
+        self.reading = before.after(found)
+        self.counters = Counters(tried.traces.slots(names))
+        self._say(before, found, len(parts), why)
+
+    def _found(self, step: PipelineStep, tried: _Tried, writes: str) -> Outcome:
+        """The finding of all replicas, on the stage that computes the loss."""
+        outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
+        runs = [
+            Part(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
+            for output, logs in zip(outputs, tried.logs(self._device), strict=True)
+        ]
+        *parts, whole = step.micro_batches
+        counts = {way: [way(part) for part in parts] for way in candidates(whole)}
+        sizes = [float(batch_size_of(part)) for part in parts]
+        found = find(runs[:-1], runs[-1], sizes, counts)
+        found.writes = writes
+        for axis in ("data_parallel", "tensor_parallel"):
+            first, *others = objects.gather(found, self._mesh.group(axis))
+            found = first.joined(others)
+        return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=found)
+
+    def say_statistics(self) -> None:
+        """One line, once, about layers that compute over what they see of a batch; for runs that are not tried."""
+        layers, self._layers = self._layers, ()
+        for name in layers:
+            for path, child in self._module.get_submodule(name).named_modules(prefix=name):
+                if isinstance(child, _BatchNorm) or type(child).__name__ == "_SpectralNorm":
+                    rank_zero_info(
+                        f"`{path}` ({type(child).__name__.lstrip('_')}), and whatever else in the layers computes "
+                        "statistics in each forward, does so micro-batch by micro-batch; `whole_batch_loss=True` lets "
+                        "it see whole batches."
+                    )
+                    return
+
+    def _say(self, before: Reading, found: Finding, parts: int, why: str) -> None:
+        """One line about what differs from the mean over samples, once."""
+        now = self.reading
+        if now.whole:
+            stages = self._mesh.layout.pipeline
+            if now.writes:
+                what = f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
+            else:
+                whole, mean = found.numbers
+                what = (
+                    f"the loss of `training_step` is {whole:.6g} for two micro-batches at once, and {mean:.6g} as the "
+                    "mean of their losses"
+                )
+            idle = f", in which each of the {stages} stages is busy a {stages}th of the time" if stages > 1 else ""
+            said = (
+                f"{what}. So that the step is that of one process, each batch runs whole{idle}, with the activations "
+                f"of all {parts} micro-batches. A loss that is a mean over samples, or `micro_batch_loss_weight=...`, "
+                "lets it run in micro-batches; `whole_batch_loss=False` takes the mean of their losses as it is."
+            )
+            rank_zero_info(said)
+        elif now.way != (before.way if before.fits else None):
+            what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
+            how = "added up" if now.way == "sum" else "weighted by their number of these"
+            rank_zero_info(f"the loss of `training_step` is {what}: micro-batches are {how}.")
+        if now.whole and before.settled and before.fits and why in ("time", "keys"):
+            rank_zero_warn(
+                f"up to step {self._steps - 1} the micro-batches' losses could not be told from those of a mean over "
+                "their samples; those steps may differ from the steps of one process. Pass `whole_batch_loss=True`."
+            )
+        new = [key for key, how in now.logs.items() if not how and before.logs.get(key)]
+        new += [key for key, how in now.logs.items() if not how and key not in before.logs]
+        if new and not now.whole:
+            rank_zero_info(
+                f"what `self.log` is given as {', '.join(f'`{key}`' for key in new)} for a batch is not made of what "
+                "its micro-batches give; the mean of theirs is logged. Log a torchmetrics object, or pass "
+                "`whole_batch_loss=True`."
+            )
+
+
+class _Tried:
+    """The user's step on the parts and on the whole; leaves nothing behind."""
+
+    def __init__(self, call: Callable[[Any], Any], recording: Recording, traces: Traces, parts: int) -> None:
+        self._call, self._recording, self.traces = call, recording, traces
+        self._draws = SameDraws(parts)
+        self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in range(parts + 1)]
+        self._recorders: list[LogRecorder | None] = [None] * (parts + 1)
+
+    def __call__(self, part: Any, index: int) -> Any:
+        try:
+            with self._recording.step() as recorder, self._draws.run(index):
+                self._recorders[index] = recorder
+                return map_tensors(self._call(part), torch.detach)
+        finally:
+            with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                self._changes[index] |= self.traces.changes()
+                self.traces.put_back()
+
+    def changes(self) -> tuple[list[dict[Name, tuple[Any, Any]]], dict[Name, tuple[Any, Any]]]:
+        """What the parts have written, and what the whole has."""
+        return self._changes[:-1], self._changes[-1]
+
+    def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
+        """What was logged as numbers, run by run."""
+        for recorder in self._recorders:
+            logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
+            plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
+            yield {name: float(row[0]) for name, row in plain}
+
+
+def _look_of(batch: Any) -> Any:
+    """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
+    size = batch_size_of(batch)
+    return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))
+
+
+def _narrowest(loss: Tensor, device: torch.device) -> torch.dtype:
+    """Type of the loss, or that in which layers compute under autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else loss.dtype
+
+
+def _weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether counting would give the micro-batches of this batch other weights than those in use."""
+    tensors = tensors_of(batch)
+    places = dict.fromkeys((way.place, way.ignored) for way in ways)
+    if isinstance(used, Counted):
+        places[used.place, used.ignored] = None
+    if not any(bool((tensors[place] == ignored).any()) for place, ignored in places):
+        return False
+    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
+    weights = _shares([weigh(part) for part in parts])
+    return any(_shares([way(part) for part in parts]) != weights for way in ways)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [round(weight / total, 9) for weight in weights] if total else []
+
+
+def _pair(batch: Any, parts: Sequence[Any]) -> int:
+    """The first of two neighbouring micro-batches that have as unlike numbers of targets as any."""
+    best, place = 0.0, 0
+    for way in candidates(batch):
+        counts = [way(part) / batch_size_of(part) for part in parts]
+        for index, (one, other) in enumerate(pairwise(counts)):
+            unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else 0.0
+            if way.ignored == -100:
+                unlike *= math.e  # torch's own mark for what is no target goes before a token that may be one
+            if unlike > best + 1e-9:
+                best, place = unlike, index
+    return place

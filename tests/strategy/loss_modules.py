@@ -1,0 +1,239 @@
+"""Losses that are no means over samples, and one that is; what strangers bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+VOCABULARY, LENGTH, BATCH, STEPS = 17, 6, 8, 3
+
+
+def tokens(count: int, *, padded_from: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [count, LENGTH]; samples from ``padded_from`` on have unlike numbers of ignored targets."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator) for _ in range(2))
+    for sample in range(padded_from, count):
+        y[sample, LENGTH - (3 * sample) % 5 :] = -100 if (3 * sample) % 5 else y[sample, LENGTH:]
+    return x, y
+
+
+class Task(LightningModule):
+    """A small language model in float64; the loss is that of :meth:`loss`, a token mean over padded targets."""
+
+    drop = 0.0
+    padded_from = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(self.drop)) for _ in range(4))
+        self.head = nn.Linear(8, VOCABULARY)
+        self.register_buffer("balance", torch.rand(VOCABULARY) + 0.1, persistent=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def each(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        """Cross entropy over the tokens."""
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten(), **options)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Any:
+        loss = self.loss(*batch)
+        self.log("loss", loss.detach().mean())
+        return {"loss": loss, "size": torch.ones(len(batch[0]))}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = TensorDataset(*tokens(BATCH * STEPS, padded_from=self.padded_from))
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        own = BATCH // options["num_replicas"]
+        chosen = [at for at in range(len(samples)) if at % BATCH // own == options["rank"]]
+        return DataLoader(Subset(samples, chosen), batch_size=own)
+
+
+class Late(Task):
+    """Nothing is ignored in the first batch."""
+
+    padded_from = BATCH
+
+
+class Shifted(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+
+
+class Rows(Task):
+    """A mean over samples of each sample's mean: nothing to weigh."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each, kept = self.each(x, y, reduction="none").view_as(y), y != -100
+        return ((each * kept).sum(1) / kept.sum(1)).mean()
+
+
+class Sum(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, reduction="sum") / 1000
+
+
+class OverBatchSize(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, reduction="sum") / BATCH
+
+
+class Balanced(Task):
+    """The mean is weighted by class."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, weight=self.balance)
+
+
+class Root(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x).mean(-1), y.double()).sqrt()
+
+
+class Hardest(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, reduction="none").topk(10).values.mean()
+
+
+class Focal(Task):
+    """Divided by the number of positives."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        positive = y.flatten() > 8
+        return (self.each(x, y, reduction="none") * positive).sum() / positive.sum().clamp(min=1)
+
+
+class InBatch(Task):
+    """The other samples are the negatives."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(self(x).mean(1), dim=-1)
+        return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+class Mixed(Task):
+    """Each sample is mixed with the next one of the batch."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        mixed = 0.3 * self.embed(x) + 0.7 * self.embed(x.roll(1, 0))
+        for layer in self.layers:
+            mixed = layer(mixed)
+        logits = self.head(mixed).flatten(0, 1)
+        return 0.3 * F.cross_entropy(logits, y.flatten()) + 0.7 * F.cross_entropy(logits, y.roll(1, 0).flatten())
+
+
+class Counted(Rows):
+    """Warms up by a counter of its own."""
+
+    calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return super().loss(x, y) / self.calls
+
+
+class Running(Rows):
+    """Follows its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 1.0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        self.calls = 0.9 * self.calls + 0.1 * loss.item()
+        return loss * self.calls
+
+
+class Seen(Rows):
+    """Counts its samples, which adds up by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += len(x)
+        return super().loss(x, y)
+
+
+class Dropping(Rows):
+    drop = 0.5
+
+
+class Noisy(Task):
+    """Draws noise for every sample."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        share = torch.rand(len(x), 1, 1, dtype=logits.dtype)
+        return (logits * share - torch.randn_like(logits)).square().mean()
+
+
+class Vector(Task):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, reduction="none").view_as(y).mean(1)
+
+
+class Detached(Rows):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y).detach()
+
+
+class LogsNothing(Rows):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.log("nothing", None)  # type: ignore[arg-type]
+        return super().loss(x, y)
+
+
+class LogsText(Rows):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.log("three", "3")  # type: ignore[arg-type]
+        return super().loss(x, y)
+
+
+class Reduced(Rows):
+    """Logs with other ways of combining the values of an epoch's steps."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        self.log("summed", loss, reduce_fx="sum")
+        self.log("largest", loss, reduce_fx="max")
+        self.log("samples", float(len(x)), reduce_fx="sum")
+        self.log("token", x.double().square().mean(), reduce_fx="min")
+        return loss
+
+
+WEIGHED: dict[str, Callable[[], Task]] = {
+    "rows": Rows, "padded": Task, "late": Late, "shifted": Shifted, "sum": Sum, "over_batch_size": OverBatchSize,
+    "counted": Counted, "seen": Seen, "reduced": Reduced,
+}  # fmt: skip
+WHOLE: dict[str, Callable[[], Task]] = {
+    "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
+    "running": Running,
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
+    "vector": (Vector, r"a loss of shape \(.*,\)"),
+    "detached": (Detached, "does not require grad"),
+    "logs_nothing": (LogsNothing, r"`self.log\(nothing, None\)` was called, but `NoneType` values cannot be logged"),
+    "logs_text": (LogsText, r"`self.log\(three, 3\)` was called, but `str` values cannot be logged"),
+}

@@ -1,0 +1,262 @@
+"""A step in micro-batches gives the loss, gradients, logs and counters of the whole batch, whatever the loss is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.strategy.loss.traces import Traces, judge
+from lightning_megatron.strategy.loss.weighing import Counted, Part, Reading, candidates, find
+from lightning_megatron.strategy.step import tries
+from tests.harness import RankInfo, run_trainers
+from tests.parity.scenario import Layout, differences, trainer_for
+from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Late, Noisy, Task, tokens
+from tests.strategy.test_step import engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
+
+BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
+
+
+def _steps(module: Task, mesh: ParallelMesh, batches: list[Any], **options: Any) -> tuple[list[Any], Reading, int]:  # noqa: F811
+    """What every step gives: loss, logs, the counter and the gradients; what was read; the most micro-batches."""
+    engine = engine_of(module, mesh, **{"whole_batch_loss": "auto", **options})
+    found = []
+    for batch in batches:
+        output, outcome = run(engine, module, batch)
+        logs = {key.name: float(row[0]) for key, row in zip(outcome.logs.keys, outcome.logs.rows, strict=True)}
+        found.append([output["loss"].detach(), logs, getattr(module, "calls", 0), *gradients(module)])
+    cuts = [count for count, forward_only in engine.schedules if not forward_only]
+    return found, engine._in_parts._trials.reading, max(cuts, default=0)
+
+
+@pytest.mark.parametrize("name", [*WEIGHED, *WHOLE])
+def test_a_step_in_micro_batches_is_that_of_the_whole_batch(mesh: ParallelMesh, name: str) -> None:  # noqa: F811
+    build = {**WEIGHED, **WHOLE}[name]
+    late = name == "late"
+    batches = [tokens(8, padded_from=8), tokens(8, padded_from=8, seed=1), *BATCHES] if late else BATCHES
+    expected, _, _ = _steps(build(), mesh, batches)
+    got, reading, cuts = _steps(build(), mesh, batches, micro_batch_size=2)
+    assert not list(differences("", got, expected, 1e-12))
+    assert reading.whole is (name in WHOLE)
+    assert cuts == (1 if name in WHOLE else 4), "micro-batches run where they may"
+
+
+@pytest.mark.parametrize("build", [Dropping, Noisy])
+def test_random_numbers_do_not_make_a_mean_look_like_something_else(mesh: ParallelMesh, build: type[Task]) -> None:  # noqa: F811
+    _, reading, _ = _steps(build(), mesh, BATCHES, micro_batch_size=2)
+    assert not reading.whole and reading.way is None
+
+
+def test_a_trial_leaves_nothing_behind(mesh: ParallelMesh) -> None:  # noqa: F811
+    found = []
+    for choice in ("auto", False):
+        module = Dropping()
+        engine = engine_of(module, mesh, micro_batch_size=2, whole_batch_loss=choice)
+        state = torch.get_rng_state()
+        output, outcome = run(engine, module, BATCHES[0])
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append([output["loss"].detach(), outcome.logs.rows, *gradients(module)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), "bit for bit as without it"
+
+
+def test_false_takes_the_mean_and_true_keeps_the_batch(mesh: ParallelMesh) -> None:  # noqa: F811
+    expected, _, _ = _steps(WHOLE["in_batch"](), mesh, BATCHES)
+    apart, _, cuts = _steps(WHOLE["in_batch"](), mesh, BATCHES, micro_batch_size=2, whole_batch_loss=False)
+    assert cuts == 4 and list(differences("", apart, expected, 1e-3))
+    whole, _, cuts = _steps(WHOLE["in_batch"](), mesh, BATCHES, micro_batch_size=2, whole_batch_loss=True)
+    assert cuts == 1 and not list(differences("", whole, expected, 1e-12))
+
+
+def test_a_micro_batch_without_a_target_keeps_its_batch_whole(mesh: ParallelMesh) -> None:  # noqa: F811
+    x, y = tokens(8, seed=3)
+    y[2:4] = -100
+    batches = [*BATCHES, (x, y)]
+    expected, _, _ = _steps(Task(), mesh, batches)
+    got, reading, _ = _steps(Task(), mesh, batches, micro_batch_size=2)
+    assert not list(differences("", got, expected, 1e-12)) and not reading.whole
+
+
+def test_an_error_after_a_wrong_cut_says_how_the_batch_was_cut(mesh: ParallelMesh) -> None:  # noqa: F811
+    class Masked(Task):
+        def loss(self, mask: Tensor, batch: Any) -> Tensor:
+            return self.each(*batch)
+
+    x, _ = tokens(8)
+    with pytest.raises(ValueError, match="batch_size") as caught:
+        _steps(Masked(), mesh, [(torch.ones(6, 6), (x, tokens(6)[1]))], micro_batch_size=2)
+    assert "along dimension 0 of the tensors as long as its first one, 6" in "".join(caught.value.__notes__)
+
+
+class Normed(Task):
+    """Batch norm in the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.BatchNorm1d(6).double() for _ in range(4))
+
+
+class Spectral(Task):
+    """Each forward goes on with the estimate of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            spectral_norm(layer[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("build", "cut"), [(Normed, 1), (Spectral, 4)])
+def test_statistics_in_the_layers_are_those_of_the_batch(mesh: ParallelMesh, build: type[Task], cut: int) -> None:  # noqa: F811
+    expected, _, _ = _steps(build(), mesh, BATCHES)
+    got, _, cuts = _steps(build(), mesh, BATCHES, micro_batch_size=2)
+    assert cuts == cut and not list(differences("", got, expected, 1e-12))
+
+
+def test_statistics_over_micro_batches_are_said_once(mesh: ParallelMesh) -> None:  # noqa: F811
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tries, "rank_zero_info", said.append)
+        _steps(Normed(), mesh, BATCHES, micro_batch_size=2, whole_batch_loss=False)
+    assert len(said) == 1 and "`layers.0` (BatchNorm1d)" in said[0]
+
+
+def _part(loss: float, **logs: float) -> Part:
+    return Part(loss, torch.float64, logs)
+
+
+def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
+    _, y = tokens(4, padded_from=1)
+    way = Counted(0, False, -100)
+    assert way in candidates(y)
+    counts = {way: [5.0, 15.0]}
+    for whole, fits in ((1.5, [None]), (1.25, [way]), (3.0, ["sum"]), (1.4, [])):
+        assert list(find([_part(2.0), _part(1.0)], _part(whole), [2, 2], counts).fits) == fits
+    equal = find([_part(2.0), _part(2.0)], _part(2.0), [2, 2], counts)
+    assert not equal.tells and list(equal.fits) == [None, way]
+    assert not find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], counts).tells
+
+
+def test_logged_values_combine_as_they_do_over_the_batch() -> None:
+    parts = [_part(2.0, mean=1.0, sum=3.0, most=4.0, other=1.0), _part(1.0, mean=3.0, sum=5.0, most=2.0, other=2.0)]
+    found = find(parts, _part(1.5, mean=2.0, sum=8.0, most=4.0, other=9.0), [2, 2], {})
+    assert found.logs == {"mean": "weights", "sum": "sum", "most": "max", "other": ""}
+
+
+def test_what_one_replica_rules_out_is_ruled_out() -> None:
+    whole = find([_part(2.0), _part(1.0)], _part(9.0), [2, 2], {})
+    mean = find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {})
+    assert mean.joined([mean]).fits and not mean.joined([whole]).fits
+
+
+def test_a_way_once_ruled_out_does_not_come_back() -> None:
+    way = Counted(0, False, -100)
+    both = find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {way: [4, 4]})
+    reading = Reading().after(both)
+    assert reading.way is None and list(reading.open()) == [way]
+    later = reading.after(find([_part(2.0), _part(1.0)], _part(1.25), [2, 2], {way: [5, 15]}))
+    assert later.way == way and not later.whole
+    assert later.after(find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {way: [5, 15]})).whole
+
+
+def test_what_a_step_writes_is_put_back_and_judged() -> None:
+    class Meter:
+        total = 0.0
+
+        def __init__(self) -> None:
+            self.best = 5.0
+
+    class Writes(torch.nn.Module):
+        seen = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.meter, self.kept, self.table = Meter(), [], {"samples": 0}
+            self.register_buffer("mean", torch.zeros(2))
+
+        def step(self, x: Tensor) -> None:
+            self.seen += 1
+            self.table["samples"] += len(x)
+            self.kept.append(x)
+            self.mean += x.mean()
+            self.meter.best = float(x.max())
+
+    module, x = Writes(), torch.arange(5.0)
+    traces, changes = Traces(module), []
+    for part in (x[:2], x[2:], x):
+        module.step(part)
+        changes.append(traces.changes())
+        traces.put_back()
+    assert "seen" not in vars(module) and module.table == {"samples": 0} and module.kept == []
+    assert not module.mean.any() and module.meter.best == 5.0
+    counters, writes = judge(changes[:2], changes[2])
+    assert counters == [("", "seen")] and writes in ("meter.best", "mean")
+    assert judge([{}, {}], {}) == ([], "")
+
+
+def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Losses, logged values, the counter and the weights of a run."""
+    from lightning_megatron.strategy.strategy import MegatronStrategy
+    from tests.strategy.habit_scenarios import Losses
+
+    losses = Losses()
+    trainer = trainer_for(info, layout, {"whole_batch_loss": "auto", **arguments}, max_epochs=1, callbacks=[losses])
+    refused = {key: build for key, (build, _) in REFUSED.items()}
+    module = {**WEIGHED, **WHOLE, **refused}[name]()
+    trainer.fit(module)
+    strategy = trainer.strategy
+    weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    whole = {key: value.clone() for key, value in weights.items()} if weights else {}
+    return {"losses": losses.values, "logged": logged, "calls": float(getattr(module, "calls", 0)), "weights": whole}
+
+
+EVERYDAY = [("padded", (2, 2), {}), ("in_batch", (2, 1), {}), ("counted", (2, 1), {"pipeline_schedule": "interleaved"})]
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    ((2, 1), {}),
+    ((4, 1), {}),
+    ((2, 1), {"pipeline_schedule": "gpipe"}),
+    ((2, 1), {"pipeline_schedule": "interleaved"}),
+    ((2, 1), {"pipeline_schedule": "zb-h1"}),
+    ((2, 1), {"pipeline_schedule": "zb-v"}),
+    ((2, 1), {"activation_recompute": "full"}),
+    ((2, 1), {"tensor_parallel_size": 2}),
+    ((1, 1), {}),
+]
+ROWS = [(name, layout, arguments) for name in (*WEIGHED, *WHOLE) for layout, arguments in LAYOUTS]
+
+
+def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    (expected,) = run_trainers(trained, None, name, {}, devices=1)
+    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
+    first, *others = run_trainers(trained, layout, name, arguments, devices=devices)
+    assert not list(differences("", first.value, expected.value, 1e-9))
+    for other in others:
+        assert not list(differences("logged", other.value["logged"], expected.value["logged"], 1e-9))
+
+
+@pytest.mark.parametrize(("name", "layout", "arguments"), EVERYDAY, ids=str)
+def test_a_pipeline_trains_on_the_loss_of_the_whole_batch(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    _check(name, layout, arguments)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
+def test_every_layout_trains_on_it(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    _check(name, layout, arguments)
+
+
+@pytest.mark.parametrize("name", ["vector", *(pytest.param(n, marks=pytest.mark.wide) for n in list(REFUSED)[1:])])
+def test_what_one_process_refuses_is_refused_under_a_pipeline(name: str) -> None:
+    for outcome in run_trainers(trained, (2, 1), name, {}, devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.output}"
+        assert outcome.error is not None and re.search(REFUSED[name][1], said), said
+
+
+def test_padding_that_comes_late_was_not_there_before() -> None:
+    _, first = tokens(2 * BATCH, padded_from=Late.padded_from)
+    assert (first[:BATCH] != -100).all() and (first[BATCH:] == -100).any()
