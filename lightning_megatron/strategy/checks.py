@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,9 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.pipeline.cut.partition import PLACES
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
+from lightning_megatron.planner.topology import Placement, Topology
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -97,6 +100,59 @@ def check_options(
         )
 
 
+def check_times(timeout: Any, hang_timeout: Any) -> None:
+    """Refuse times that are none.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    for name, value in {"timeout": timeout, "hang_timeout": hang_timeout}.items():
+        if value is None:
+            continue
+        if not isinstance(value, timedelta):
+            example = f"{name}=timedelta(seconds={value})" if isinstance(value, (int, float)) else "a timedelta"
+            raise ValueError(f"`{name}={value!r}` must be a datetime.timedelta or None; pass `{example}`.")
+        if value <= timedelta(0):
+            never = "None for never" if name == "hang_timeout" else "None for torch's own"
+            raise ValueError(f"`{name}={value!r}` must be longer than 0; pass a longer time, or {never}.")
+
+
+def check_placement(placement: Any, topology: Any) -> None:
+    """Refuse a placement of parts or of processes that is of another kind.
+
+    Raises:
+        ValueError: with the option's name and value.
+    """
+    if placement is not None and not isinstance(placement, Mapping):
+        raise ValueError(
+            f"`pipeline_placement={placement!r}` must be a dict of part -> {', '.join(map(repr, PLACES))}, such as "
+            "{'model.norm': 'last'}."
+        )
+    if topology is not None and not isinstance(topology, (Topology, Placement)):
+        raise ValueError(
+            f"`topology={topology!r}` must be a `lightning_megatron.planner.topology.Topology` of the cluster's "
+            "islands, or a placement on one; leave it out where all links are alike."
+        )
+
+
+def check_micro_batch(loader: Any, size: int | str) -> None:
+    """Refuse micro-batches that are larger than every batch.
+
+    Args:
+        loader: of training.
+        size: ``micro_batch_size``.
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    batch = getattr(loader, "batch_size", None)
+    if isinstance(size, int) and isinstance(batch, int) and size > batch:
+        raise ValueError(
+            f"`micro_batch_size={size}` is more than the samples of a batch (`DataLoader(batch_size={batch})`); use at "
+            f"most {batch}."
+        )
+
+
 def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micro_batch_size: int | str) -> None:
     """Refuse what a module or a callback does that this strategy cannot do.
 
@@ -104,6 +160,11 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
         MisconfigurationException: with what to change.
     """
     callbacks = callbacks_of(trainer)
+    clip = trainer.gradient_clip_val
+    if isinstance(clip, (int, float)) and not clip >= 0:
+        raise MisconfigurationException(
+            f"`Trainer(gradient_clip_val={clip})` must not be below 0; use a positive bound, or leave it out."
+        )
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise MisconfigurationException(

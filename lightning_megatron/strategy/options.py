@@ -157,6 +157,8 @@ class Options:
             micro_batch_loss_weight=self.micro_batch_loss_weight,
             whole_batch_loss=self.whole_batch_loss,
         )
+        checks.check_times(self.timeout, self.hang_timeout)
+        checks.check_placement(self.pipeline_placement, self.topology)
         check_recompute(self.activation_recompute)
         check_compile(self.compile_layers, self.pipeline_schedule, self.activation_recompute)
         check_sharding(self.optimizer_sharding)

@@ -39,9 +39,18 @@ _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "f
 
 
 def recipe_of(found: Plan | Prediction | Recipe) -> Recipe:
-    """The recipe in whatever the planner returned."""
+    """The recipe in whatever the planner returned.
+
+    Raises:
+        ValueError: something else.
+    """
     prediction = found.best if isinstance(found, Plan) else found
-    return prediction.recipe if isinstance(prediction, Prediction) else prediction
+    recipe = prediction.recipe if isinstance(prediction, Prediction) else prediction
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"`from_plan({found!r})` needs what the planner returned: `plan(...)`, one of its predictions, or a Recipe."
+        )
+    return recipe
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ Nothing here knows of modules or steps.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +24,8 @@ from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch import waits
-from lightning_megatron.mesh.watch.failure import AgreedFailure, FailureWatch, RemoteFailure, is_echo
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_echoes, is_echo, say_instead
+from lightning_megatron.mesh.watch.failure import AgreedFailure, Failure, FailureWatch
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
 from lightning_megatron.strategy.world import REAL_WORLD, World
@@ -41,6 +44,7 @@ class Processes:
         backend: of the process groups; ``None`` until they are made, if it was not given.
         numbers: rank of every process by the order of the launch; ``None`` where the two are the same.
         device: this rank's; the CPU until the processes connect.
+        exit_of: exit status of a process that this one started, by its number; ``None`` of others.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Processes:
         self.device = torch.device("cpu")
         self._timeout = timeout
         self._hang_s = None if hang_timeout is None else hang_timeout.total_seconds()
+        self.exit_of: Callable[[int], int | None] = lambda pid: None
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
         self._runs = 0
@@ -83,7 +88,10 @@ class Processes:
         for function in (rank_zero_only, fabric_rank_zero_only):
             function.rank = rank  # type: ignore[attr-defined]
         self.backend = self.backend or distributed.default_backend(device)
-        distributed.connect(environment, self.backend, rank, self._timeout, device)
+        try:
+            distributed.connect(environment, self.backend, rank, self._timeout, device)
+        except dist.DistNetworkError as error:
+            raise _not_connected(error, environment, rank) from error
         if self._mesh is None or self._mesh.device_mesh.size() != dist.get_world_size():
             self._mesh = build_mesh(resolve_layout(dist.get_world_size(), **sizes), device.type)
         self._watch_for_failures(self._mesh)
@@ -92,19 +100,41 @@ class Processes:
         self.stop_watching()
         self._runs += 1
         store = dist.distributed_c10d._get_default_store()
-        self._watch = self.world.watch(store, mesh.layout, mesh.rank, self._runs, hang_s=self._hang_s)
+        self._watch = self.world.watch(
+            store, mesh.layout, mesh.rank, self._runs, hang_s=self._hang_s, exit_of=self.exit_of
+        )
         if mesh.layout.world_size > 1:
             self._watch.start()
+            be_brief_about_echoes()
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether the ranks have connected and look after each other."""
+        return self._watch is not None
 
     def stop_watching(self) -> None:
         """Look for failures no more, at the end of a run."""
         if self._watch is not None:
-            self._watch.stop()
+            self._watch.leave()
 
     def beat(self) -> None:
         """Tell that this rank takes part."""
         if self._watch is not None:
             self._watch.beat()
+
+    def wants_batch(self, kind: str, batch: int | None = None, length: float = math.inf) -> None:
+        """This rank has a next batch of a loop; see :class:`~lightning_megatron.mesh.watch.turns.Turns`."""
+        if self._watch is not None:
+            self._watch.turns.wants(kind, batch, length)
+
+    def end_loop(self, kind: str, count: int | None = None) -> None:
+        """Wait until this loop over batches has ended on every rank, and after as many in training.
+
+        Raises:
+            RemoteFailure: it has not; the message names the ranks and their numbers of batches.
+        """
+        if self._watch is not None and self.mesh.layout.world_size > 1:
+            self._watch.end_loop(kind, count)
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -169,7 +199,7 @@ class Processes:
             yield
         except Exception as error:
             watch = self._watch
-            remote = watch.remote(wait_s=3.0 if is_echo(error) else 0.0) if watch is not None else None
+            remote = _cause(watch, error, 3.0) if watch is not None else None
             if watch is not None and remote is not None and not isinstance(error, (RemoteFailure, AgreedFailure)):
                 watch.stop()
                 raise RemoteFailure(str(remote)) from error
@@ -177,26 +207,70 @@ class Processes:
             raise
 
     def report(self, exception: BaseException) -> None:
-        """Tell the other ranks of a failure that began here."""
+        """Tell the other ranks of a failure that began here; not of the echo of another rank's."""
         if self._watch is not None and isinstance(exception, SIGTERMException):
             self._watch.stop()  # no failure: all ranks have agreed to stop
-        elif self._watch is not None and not isinstance(exception, RemoteFailure):
+        elif self._watch is not None and not self._repeats_another(exception):
             self._watch.report(exception)
+
+    def _repeats_another(self, error: BaseException) -> bool:
+        """Whether ``error`` is the echo of another rank's failure, which is known by now."""
+        if isinstance(error, RemoteFailure) or not is_echo(error) or self._watch is None:
+            return isinstance(error, RemoteFailure)
+        return self._watch.cause(3.0) is not None
 
     def end(self, exception: BaseException) -> None:
         """Tell the other ranks, and stay long enough for them to hear."""
         watch = self._watch
         if watch is None:
             return
-        remote = watch.remote(wait_s=2.0 if is_echo(exception) else 0.0)
+        remote = _cause(watch, exception, 2.0)
         self.report(exception)
         if remote is not None and not isinstance(exception, (RemoteFailure, AgreedFailure)):
             exception.add_note(str(remote))
+        if remote is not None and _repeats(exception, remote):
+            say_instead(exception, watch.message(remote))
+        elif watch.is_running and not isinstance(exception, (AgreedFailure, SIGTERMException)):
+            exception.add_note(f"This was {self.place}; the other ranks end with it.")
         watch.stop()
         first = watch.reported and remote is None
+        if isinstance(exception, SIGTERMException):
+            return  # all ranks have agreed, and nobody waits for news
         if self.mesh.layout.world_size > 1 and (first or self.mesh.rank == 0):  # rank 0 may host the others' store
             watch.linger()
 
     def can_meet(self) -> bool:
         """Whether all ranks can still take part in something: no rank has failed, or all have, together."""
         return self._watch is None or not self._watch.reported or self._watch.gather(seconds=5.0)
+
+
+def _cause(watch: FailureWatch, error: BaseException, wait_s: float) -> Failure | None:
+    """The failure of another rank behind ``error``; ``None`` if it began here.
+
+    Args:
+        watch: of this rank.
+        error: raised here.
+        wait_s: seconds to wait for news, if ``error`` may be an echo.
+    """
+    return watch.cause(wait_s) if is_echo(error) else watch.remote()
+
+
+def _repeats(error: BaseException, remote: Failure) -> bool:
+    """Whether ``error`` says no more than the failure that another rank has reported."""
+    last = "".join(traceback.format_exception_only(error)).strip()
+    return isinstance(error, RemoteFailure) or is_echo(error) or last.splitlines()[0] in remote.traceback
+
+
+def _not_connected(error: Exception, environment: ClusterEnvironment, rank: int) -> Exception:
+    """What to say where the ranks could not meet."""
+    address = f"{environment.main_address}:{environment.main_port}"
+    if "EADDRINUSE" in str(error) or "already in use" in str(error):
+        return RuntimeError(
+            f"rank {rank} cannot open {address}, where the ranks are to meet: another process has that port "
+            "(MASTER_PORT). End it (perhaps a run that was left behind), or set MASTER_PORT to a free port on all "
+            "nodes."
+        )
+    return RuntimeError(
+        f"rank {rank} cannot reach {address}, where the ranks are to meet (MASTER_ADDR, MASTER_PORT): rank 0 has not "
+        f"started or has ended, or a firewall is between. {error}"
+    )

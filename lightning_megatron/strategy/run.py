@@ -30,6 +30,7 @@ from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
+from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
@@ -142,6 +143,16 @@ class Run:
             self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
         )
 
+    def continue_loader(self, loader: object) -> object:
+        """A training loader that goes on where the checkpoint's run stopped; others as they are.
+
+        Raises:
+            ValueError: micro-batches are larger than its batches.
+        """
+        if self._trainer.training:
+            checks.check_micro_batch(loader, self._options.micro_batch_size)
+        return self.saving.continue_loader(loader)
+
     def training_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
         batch = args[0] if args else next(iter(kwargs.values()))
@@ -164,6 +175,8 @@ class Run:
         """The user's step of evaluation or prediction called ``name``, through all stages."""
         batch = args[0] if args else next(iter(kwargs.values()))
         call = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
+        if name != "predict_step":  # whose replicas may have different numbers of batches
+            self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
             self.engine.model_gradients.finish_gather()
             with self._replicas:
@@ -251,6 +264,7 @@ class Run:
         self._logs.release()
         self._summaries.remove()
         clips_gradients_of(self._precision, None)
+        remove_loop_ends(self._trainer)
 
 
 def start_run(
@@ -281,6 +295,8 @@ def start_run(
     """
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.insert_failure_callback(trainer, processes.report)
+    if processes.mesh.layout.world_size > 1:
+        insert_loop_ends(trainer, processes.end_loop)
     if options.profiles_layers:
         insert_profile(trainer)
     if options.log_gradient_norm:

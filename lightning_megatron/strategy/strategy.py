@@ -160,7 +160,7 @@ class MegatronStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         resolve_layout(self.num_nodes * self.num_processes, **self.options.sizes)  # refuses sizes that do not fit
         environment = present(self.cluster_environment, "cluster environment")
-        self._launcher = Launcher(environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(environment, self.num_processes, self.num_nodes, processes=self._processes)
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
@@ -264,7 +264,7 @@ class MegatronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers alike on all stages of a replica; training goes on where the checkpoint's run stopped."""
         seed_workers(dataloader, self.mesh.coordinates.data)
-        return dataloader if self._run is None else self._run.saving.continue_loader(dataloader)
+        return dataloader if self._run is None else self._run.continue_loader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; tells that this rank takes part."""

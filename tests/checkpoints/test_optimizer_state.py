@@ -8,6 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lightning_megatron.checkpoints.files.sources import load_plain
+from lightning_megatron.checkpoints.state.stored import load_optimizer
 from lightning_megatron.tools.commands.cli import app
 from tests.checkpoints.optimizer_scenarios import losses_of
 from tests.checkpoints.reshard_scenarios import SAVED, Grid
@@ -38,6 +40,25 @@ def test_counts_lists_and_values_of_other_types_come_back(kind: str, first: Grid
         assert rest == whole[SAVED:]
     else:
         assert rest == pytest.approx(whole[SAVED:], rel=1e-9)
+
+
+def test_the_state_of_another_optimizer_is_refused_with_what_it_lacks() -> None:
+    module = torch.nn.Linear(2, 2)
+    names = [["weight", "bias"]]
+    adam, sgd = torch.optim.AdamW(module.parameters()), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    saved = {"state": {}, "param_groups": [{**adam.state_dict()["param_groups"][0], "params": names[0]}]}
+    load_optimizer(adam, names, [], saved)
+    with pytest.raises(
+        ValueError, match=r"has no momentum, dampening, which SGD needs, but .*betas.*load_optimizer=False"
+    ):
+        load_optimizer(sgd, names, [], saved)
+
+
+@pytest.mark.parametrize(("content", "found"), [(b"", "it is empty"), (b"\x13random bytes", "it begins with b'")])
+def test_what_is_no_checkpoint_is_said_to_be_none(content: bytes, found: str) -> None:
+    for trust in (False, True):
+        with pytest.raises(RuntimeError, match=f"last.ckpt is not a checkpoint: {found}"):
+            load_plain(content, "last.ckpt", trust)
 
 
 @WIDE

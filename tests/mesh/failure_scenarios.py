@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.mesh.watch.failure import FailureWatch
 from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.language import LearnedPositions
@@ -131,3 +139,100 @@ def train_hanging(info: RankInfo, sizes: tuple[int, ...], culprit: int, stopped:
     arguments = {"hang_timeout": timedelta(seconds=4), "tensor_parallel_size": sizes[2]}
     options: dict[str, Any] = {"max_steps": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0}
     trainer_for(info, sizes[:2], arguments, **options).fit(Hanging(info.rank, culprit, stopped))
+
+
+class Killed(TokenTask):
+    """One rank ends in its third step without a word.
+
+    Args:
+        guilty: whether it is this one.
+        number: of the signal.
+    """
+
+    def __init__(self, guilty: bool, number: int) -> None:
+        super().__init__(LearnedPositions())
+        self.guilty, self.number = guilty, number
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.guilty and batch_idx == 2:
+            os.kill(os.getpid(), self.number)
+        return super().training_step(batch, batch_idx)
+
+
+def train_killed(info: RankInfo, sizes: tuple[int, int], culprit: int, number: int = int(signal.SIGKILL)) -> None:
+    """One rank's process is killed while all train."""
+    trainer_for(info, sizes, {}, max_epochs=3, limit_val_batches=0).fit(Killed(info.rank == culprit, number))
+
+
+class Uneven(TokenTask):
+    """Rank 1 loads one batch where the others load four, in one kind of loop.
+
+    Args:
+        rank: this process.
+        loop: ``train`` or ``val``.
+        logs: whether evaluation logs, which the replicas exchange in every step.
+    """
+
+    def __init__(self, rank: int, loop: str, logs: bool) -> None:
+        super().__init__(LearnedPositions())
+        self.fewer, self.loop, self.logs = rank == 1, loop, logs
+
+    def _loader(self, loop: str) -> DataLoader[Any]:
+        whole: DataLoader[Any] = super().train_dataloader()
+        samples = [whole.dataset[number % 4] for number in range(2 if self.fewer and loop == self.loop else 8)]
+        return DataLoader(samples, batch_size=2, collate_fn=self.collate)
+
+    def train_dataloader(self) -> Any:
+        return self._loader("train")
+
+    def val_dataloader(self) -> Any:
+        return self._loader("val")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.logs:
+            super().validation_step(batch, batch_idx)
+
+
+def train_uneven(info: RankInfo, sizes: tuple[int, int], loop: str, logs: bool = True) -> int:
+    """Trains with loaders of different lengths; the steps taken, where that is possible."""
+    options: dict[str, Any] = {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    trainer = trainer_for(info, sizes, {}, max_epochs=2, **options)
+    trainer.fit(Uneven(info.rank, loop, logs))
+    return trainer.global_step
+
+
+class SilentLink:
+    """Passes bytes on between a port of its own and another one, until it goes silent: nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self.silent = threading.Event()
+        self._to = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            far = socket.create_connection(("127.0.0.1", self._to))
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(65536):
+            if self.silent.is_set():
+                time.sleep(3600)
+            sink.sendall(data)
+
+
+def lose_the_store(info: RankInfo, seconds: float) -> None:
+    """A rank whose link to the store goes silent after a while, and which only waits."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    link = SilentLink(store.port)
+    far = dist.TCPStore("127.0.0.1", link.port, is_master=False, wait_for_workers=False)
+    watch = FailureWatch(far, Layout(data=2), 1, 1, poll_s=0.1, hang_s=seconds)
+    watch.start()
+    time.sleep(2 * seconds)
+    print("ALIVE BEFORE THE LINK WENT SILENT", flush=True)
+    link.silent.set()
+    time.sleep(60)

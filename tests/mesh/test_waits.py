@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.watch import hang, waits
-from lightning_megatron.mesh.watch.failure import RemoteFailure, is_echo
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.mesh.watch.waits import Waiting
 from tests.harness import run_ranks
 

@@ -1,4 +1,4 @@
-"""A training script as a user would start it: ``python launch_script.py ordinary|fail|wait``."""
+"""A training script as a user would start it: ``python launch_script.py ordinary|fail|wait|save|early``."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ class Say(Callback):
             print(f"STARTED rank={trainer.global_rank} pid={os.getpid()}", flush=True)
         if self.mode == "fail" and trainer.global_step == 2 and trainer.global_rank == 1:
             raise ArithmeticError("deliberate failure in a launched rank")
-        if self.mode == "wait":
+        if self.mode in ("wait", "save"):
             time.sleep(0.05)
 
 
 def main(mode: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
+    if mode == "early" and os.environ.get("LOCAL_RANK") == "1":
+        sys.exit(7)
     trainer = Trainer(
         strategy=MegatronStrategy(pipeline_parallel_size=2, micro_batch_size=2),
         accelerator="cpu",
         devices=2,
-        max_steps=100_000 if mode == "wait" else 6,
+        max_steps=100_000 if mode in ("wait", "save") else 6,
         limit_val_batches=0,
         callbacks=[Say(mode)],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=mode == "save",
+        default_root_dir=os.getcwd(),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)],
     "slurm": [sys.executable, str(Path(__file__).with_name("like_srun.py")), "2", str(SCRIPT)],
 }
+WIDE = pytest.mark.wide
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")]
 
 
@@ -116,18 +118,59 @@ def test_a_failing_rank_ends_the_launch_and_is_named(launch: type) -> None:
     assert "rank 1 (pipeline 0" in said and "deliberate failure in a launched rank" in said, said
 
 
-@pytest.mark.parametrize("whom", ["terminal", "launcher"])
-def test_ctrl_c_ends_every_process(launch: type, whom: str) -> None:
+def test_ctrl_c_in_a_terminal_saves_says_so_in_one_line_and_ends_every_process(launch: type) -> None:
+    run = launch("lightning", "save")
+    run.wait_for_start()
+    before = run.said()
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.assert_all_end()
+    said = run.said()[len(before) :].strip().splitlines()
+    assert len([line for line in said if line.strip()]) == 1, run.said()
+    told = re.match(r"Stopped by Ctrl-C after step \d+: saved (.*preempted.ckpt); go on with `ckpt_path=", said[0])
+    assert told and Path(told[1]).exists(), said
+    assert run.process.returncode == 130
+
+
+def test_ctrl_c_for_the_first_process_alone_ends_all(launch: type) -> None:
     run = launch("lightning", "wait")
     run.wait_for_start()
-    if whom == "terminal":
-        os.killpg(run.process.pid, signal.SIGINT)
-    else:
-        os.kill(run.process.pid, signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     run.assert_all_end()
+    assert "Stopped by Ctrl-C" in run.said() and "nothing was saved" in run.said()
 
 
-def test_a_killed_rank_ends_the_others(launch: type) -> None:
-    run = launch("lightning", "wait")
-    os.kill(run.wait_for_start()[1], signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [("lightning", 1), pytest.param("lightning", 0, marks=WIDE), pytest.param("slurm", 1, marks=WIDE)],
+)
+def test_a_killed_rank_is_named_once_and_ends_the_others(launch: type, launcher: str, rank: int) -> None:
+    run = launch(launcher, "wait")
+    pids = run.wait_for_start()
+    before = run.said()
+    os.kill(pids[rank], signal.SIGKILL)
     run.assert_all_end()
+    said = run.said()[len(before) :]
+    assert said.count(f"rank {rank} (pipeline {1 - rank}, data 0, tensor 0) died") == 1, said
+    assert said.count("SIGKILL") == 1 and len(said.splitlines()) < 20, said
+    assert f"rank {1 - rank} (" not in said.replace(f"rank {1 - rank} (pipeline {rank}, data 0, tensor 0) ends", ""), (
+        said
+    )
+    assert run.process.returncode != 0
+
+
+@WIDE
+def test_a_process_that_ends_before_the_ranks_have_met_ends_the_launch(launch: type) -> None:
+    run = launch("lightning", "early")
+    run.assert_all_end(60)
+    assert run.process.returncode != 0
+    assert "the process of local rank 1 ended with exit code 7 before the ranks had met" in run.said(), run.said()
+
+
+@WIDE
+def test_a_port_that_is_taken_is_said_and_ends_the_launch(launch: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        run = launch("lightning", "ordinary")
+        run.assert_all_end(60)
+    assert run.process.returncode != 0
+    assert "another process has that port (MASTER_PORT)" in run.said(), run.said()

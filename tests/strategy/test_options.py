@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.planner import Recipe
 from lightning_megatron.planner.topology import Topology
+from lightning_megatron.strategy.checks import check_micro_batch, check_run
 from lightning_megatron.strategy.options import Options
 
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
@@ -50,6 +57,17 @@ def test_the_strategy_keeps_what_it_was_given() -> None:
         ({"pipeline_parallel_size": 2, "pipeline_split": [1, 2, 3]}, "must be 'auto' or a list of 2"),
         ({"nonfinite": "stop"}, "`nonfinite='stop'` must be"),
         ({"overlap_parameter_gather": True, "optimizer_sharding": False}, "needs `optimizer_sharding`"),
+        (
+            {"hang_timeout": 20},
+            r"`hang_timeout=20` must be .* `hang_timeout=timedelta\(seconds=20\)`",
+        ),
+        ({"hang_timeout": timedelta(0)}, "must be longer than 0; pass a longer time, or None for never"),
+        ({"timeout": timedelta(seconds=-1)}, "`timeout=.*` must be longer than 0"),
+        ({"pipeline_placement": ["model.norm"]}, r"`pipeline_placement=\['model.norm'\]` must be a dict"),
+        (
+            {"topology": "two islands"},
+            "`topology='two islands'` must be a `lightning_megatron",
+        ),
         ({"compile_layers": True, "pipeline_schedule": "zb-h1"}, "`pipeline_schedule='zb-h1'` splits the backward"),
     ],
 )
@@ -86,3 +104,25 @@ def test_nothing_is_gathered_late_where_the_planner_shares_nothing_out() -> None
     options = Options(layout="auto", overlap_parameter_gather=True)
     assert not options.with_recipe(dataclasses.replace(RECIPE, sharding="none")).overlap_parameter_gather
     assert options.with_recipe(dataclasses.replace(RECIPE, sharding="zero1")).overlap_parameter_gather
+
+
+def test_a_plan_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`from_plan\('fast'\)` needs what the planner returned"):
+        MegatronStrategy.from_plan("fast")  # type: ignore[arg-type]
+
+
+def test_micro_batches_larger_than_a_batch_are_refused() -> None:
+    loader = DataLoader(range(64), batch_size=8)
+    check_micro_batch(loader, 8)
+    check_micro_batch(loader, "auto")
+    check_micro_batch([1, 2], 64)
+    with pytest.raises(ValueError, match=r"`micro_batch_size=64` is more than .*batch_size=8.* use at most 8"):
+        check_micro_batch(loader, 64)
+
+
+def test_a_negative_bound_of_gradients_is_refused() -> None:
+    trainer: Any = SimpleNamespace(callbacks=[], loggers=[], gradient_clip_val=-1.0)
+    with pytest.raises(MisconfigurationException, match=r"`Trainer\(gradient_clip_val=-1.0\)` must not be below 0"):
+        check_run(trainer, BoringModel(), Layout(), "auto")
+    trainer.gradient_clip_val = 0.5
+    check_run(trainer, BoringModel(), Layout(), "auto")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from lightning_megatron.tools.commands.cli import app
 
@@ -102,3 +102,26 @@ def test_plan_without_a_model_says_what_to_give() -> None:
     result = RUNNER.invoke(app, ["plan", "--gpus", "8", "--global-batch", "8"])
     assert result.exit_code == 2
     assert "--hf-config" in result.output
+
+
+def _unwrapped(result: Result) -> str:
+    """What was printed, without the box around it and its line breaks."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_predict_refuses_a_file_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(RUNS.read_text().splitlines()[0] + "\n")
+    result = RUNNER.invoke(app, ["predict", "--runs", str(path)])
+    assert result.exit_code != 0 and "no rows" in _unwrapped(result)
+
+
+def test_plan_refuses_heads_that_are_no_whole_number_of_channels() -> None:
+    arguments = ["--gpus", "8", "--global-batch", "8", "--layers", "4", "--hidden", "2080", "--heads", "64"]
+    result = RUNNER.invoke(app, ["plan", *arguments])
+    assert result.exit_code != 0 and "heads of 32.5 channels" in _unwrapped(result)
+
+
+def test_explain_does_not_ask_the_hub_for_a_file_that_is_not_there() -> None:
+    result = RUNNER.invoke(app, ["explain", "--hf-config", "typo.json"])
+    assert result.exit_code != 0 and "there is no such file" in _unwrapped(result)

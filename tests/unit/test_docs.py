@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron import MegatronStrategy
+from tools import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -33,7 +34,7 @@ def messages() -> list[str]:
 
 def documented_messages() -> list[list[str]]:
     """The literal pieces, in order, of every message in the tables of ``errors.md``."""
-    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    text = errors.PAGE.read_text(encoding="utf-8").partition(errors.START)[0]
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     quotes = [re.findall(r"`([^`]+)`", cell) for cell in cells]
     return [[piece.strip() for quote in row for piece in quote.split(HIDDEN) if piece.strip()] for row in quotes]
@@ -50,6 +51,31 @@ def is_said(pieces: list[str], message: str) -> bool:
             return False
         place = at + len(piece)
     return True
+
+
+def test_every_message_that_the_code_raises_has_a_row_in_the_error_guide() -> None:
+    rows, by_hand = set(errors.PAGE.read_text(encoding="utf-8").splitlines()), documented_messages()
+    texts = [text for room in errors.messages().values() for text in room]
+    assert len(texts) > 290
+    missing = [
+        text for text in texts if errors.row(text) not in rows and not any(is_said(row, text) for row in by_hand)
+    ]
+    assert missing == [], "write a row in docs/errors.md, or run `python -m tools.errors`"
+
+
+def test_messages_are_read_through_names_functions_and_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "raising.py"
+    path.write_text(
+        "def told(x):\n    if x:\n        return f'the first of {x} failed'\n    return 'the second ' + 'failed'\n"
+        "def act(x):\n    advice = f'use at most {x} of them'\n    if x > 3:\n        raise ValueError(told(x))\n"
+        "    raise RuntimeError(f'`x={x!r}` is too large; {advice}' if x else 'nothing was given')\n"
+    )
+    assert set(errors.raised(path)) == {
+        "the first of … failed",
+        "the second failed",
+        "`x=…` is too large; …",
+        "nothing was given",
+    }
 
 
 def test_every_message_in_the_error_guide_is_one_that_the_code_gives() -> None:

@@ -35,6 +35,7 @@ from lightning_megatron.checkpoints.state.stored import optimizer_names, plain_v
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
+_BEGINNINGS = (b"PK", b"\x80")  # of what torch.save writes: a zip archive, or, in old versions, a pickle
 _SAFE_TYPES = ("lightning.fabric.utilities.data:AttributeDict",)
 """Types besides plain data that files may hold: Lightning's dict of hyperparameters. Imported when a file is read."""
 
@@ -170,8 +171,14 @@ def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
         trust: whether objects other than plain data may be loaded, which runs code from the file.
 
     Raises:
-        RuntimeError: it holds other objects, and ``trust`` is false.
+        RuntimeError: it is no such file, or it holds other objects and ``trust`` is false.
     """
+    if not content.startswith(_BEGINNINGS):
+        found = f"begins with {content[:8]!r}" if content else "is empty"
+        raise RuntimeError(
+            f"{what} is not a checkpoint: it {found}, as no file of torch.save does. It was not written to its end, or "
+            "is another file; take another checkpoint."
+        )
     with _safe_types():
         try:
             return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust))

@@ -187,6 +187,7 @@ def load_optimizer(
     template = optimizer.state_dict()["param_groups"]
     merged = [{**group, "params": own["params"]} for group, own in zip(groups, template, strict=True)]
     optimizer.load_state_dict({"state": {}, "param_groups": merged})
+    _check_kind(optimizer, groups[0])
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for place in places:
         entries = by_name.get(place.name)
@@ -196,6 +197,23 @@ def load_optimizer(
             optimizer.state[place.key] = {
                 key: _local(key, value, place, on_device, keep_types) for key, value in entries.items()
             }
+
+
+def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer of another kind, which lacks options that this one reads in every step.
+
+    Raises:
+        ValueError: with the options that are missing.
+    """
+    missing = [name for group in optimizer.param_groups for name in optimizer.defaults if name not in group]
+    if missing:
+        kind = type(optimizer).__name__
+        theirs = ", ".join(sorted(name for name in saved if name != "params"))
+        raise ValueError(
+            f"the checkpoint's optimizer is another one: it has no {', '.join(dict.fromkeys(missing))}, which {kind} "
+            f"needs, but {theirs}. Return the same optimizer from `configure_optimizers`, or load the weights only: "
+            "`MegatronCheckpointIO(load_optimizer=False)`."
+        )
 
 
 def _local(key: str, value: Any, place: StatePlace, step_on_device: bool, keep_types: bool) -> Any:

@@ -9,6 +9,14 @@ dead usually wakes by itself, because the connection closes; whoever does not is
     rank 5  raise ─ report ──────────────▶ store
     rank 2  blocked in a receive            │ poll ─ notice ─ grace ─ message, exit 1
     rank 0  RuntimeError: connection closed │ look ─ note "rank 5 (pipeline 1, data 0, tensor 1) failed"
+
+A rank that is killed reports nothing. It is known by its process, which its neighbours look after
+(:mod:`~lightning_megatron.mesh.watch.peers`), or, where its whole host is gone, by the roll call that a rank asks for
+whose connection broke without a reason. A store that does not answer ends the process by a clock
+(:mod:`~lightning_megatron.mesh.watch.dead_man`).
+
+One cause, one message: of the ranks that write to one terminal, one speaks, and none if the failed rank has printed its
+own traceback there.
 """
 
 from __future__ import annotations
@@ -19,59 +27,60 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.mesh.watch.dead_man import ASKING_S, LIMIT_S, DeadManClock
+from lightning_megatron.mesh.watch.echoes import RemoteFailure
 from lightning_megatron.mesh.watch.hang import HangWatch
+from lightning_megatron.mesh.watch.peers import Peers, Process, told
+from lightning_megatron.mesh.watch.turns import Turns, ranks_waited_for
 
 _FAILURE = "failure"
 _ACKNOWLEDGED = "acknowledged"
 _GATHER = "gather"
+_ROLL = "roll"
+_LOCK_S = 10.0
+_CLOSING_S = 0.05  # a process that ends closes its connections a moment before it is gone,
+_ENDING_S = 3.0  # or some seconds, on a busy machine
+RAISED, DIED, HUNG, REFUSED = "raised", "died", "hung", "refused"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a run: who, and the traceback as text."""
+    """The first failure of a run.
+
+    Attributes:
+        rank: who.
+        where: its coordinates, in words.
+        traceback: as text, or what else is known.
+        kind: ``raised`` an exception, ``died`` without a word, ``hung``, or ``refused`` for what several ranks do
+            together.
+    """
 
     rank: int
     where: str
     traceback: str
+    kind: str = RAISED
 
     def __str__(self) -> str:
-        return f"{self.where} failed:\n{self.traceback}"
-
-
-class RemoteFailure(RuntimeError):
-    """Raised on a rank that had to stop because another one failed; the message carries the other's traceback."""
+        if self.kind == REFUSED:
+            return self.traceback
+        return f"{self.where} {self.traceback}" if self.kind == DIED else f"{self.where} failed:\n{self.traceback}"
 
 
 class AgreedFailure(RuntimeError):
     """Raised by all ranks alike, which have agreed on it: nobody has to be told of another's."""
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether ``error`` may be the echo of another rank's failure: a connection that broke, or was silent for too long.
-
-    Such an error was raised while this rank waited for others: in one of our own calls, which say that they wait, or in
-    a call of ``torch.distributed`` that a user's code made. Everything else began on this rank.
-    """
-    if isinstance(error, RemoteFailure) or not isinstance(error, (RuntimeError, ConnectionError)):
-        return False
-    if isinstance(error, dist.DistError) or waits.interrupted(error) or _raised_by_torch(error):
-        return True
-    return error.__cause__ is not None and is_echo(error.__cause__)
-
-
-def _raised_by_torch(error: BaseException) -> bool:
-    """Whether it was raised inside of ``torch.distributed``."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
+class _StoreIsSilent(RuntimeError):
+    """The store does not answer, or its host is gone."""
 
 
 class FailureWatch:
@@ -85,6 +94,10 @@ class FailureWatch:
         poll_s: seconds between looks.
         hang_s: seconds until a rank that others wait for is reported, or ``None`` for never.
         grace_s: seconds between noticing a remote failure and ending a process that does not end by itself.
+        exit_of: exit status of a process that this one started, by its number; ``None`` of others.
+
+    Attributes:
+        turns: ends of loops, which all ranks reach together.
     """
 
     def __init__(
@@ -96,6 +109,7 @@ class FailureWatch:
         poll_s: float = 0.5,
         grace_s: float = 5.0,
         hang_s: float | None = None,
+        exit_of: Callable[[int], int | None] = lambda pid: None,
     ) -> None:
         base = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"lightning_megatron/{run}", base)
@@ -106,13 +120,27 @@ class FailureWatch:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._seen: Failure | None = None
+        self._silent = False
+        self._all_alive = False
+        self._answered = 0
+        self._doubtful: set[int] = set()
         self.reported = False
+        self.turns = Turns(self._store, rank, layout.world_size, ranks_waited_for)
+        self._peers = Peers(self._store, rank, layout.world_size, exit_of)
+        self._clock = DeadManClock(LIMIT_S if hang_s is None else hang_s + ASKING_S, self._ring)
         self._hang = HangWatch(self._store, rank, layout.world_size, hang_s) if hang_s is not None else None
         self._thread = threading.Thread(target=self._watch, name="lightning_megatron failure watch", daemon=True)
 
     def start(self) -> None:
         """Start looking for failures."""
+        self._peers.publish()
+        self._clock.start()
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started: there are other ranks."""
+        return self._thread.ident is not None
 
     def beat(self) -> None:
         """A batch begins."""
@@ -122,6 +150,18 @@ class FailureWatch:
     def stop(self) -> None:
         """Stop looking; a remote failure no longer ends this process."""
         self._stopped.set()
+        self._clock.stop()
+
+    def leave(self) -> None:
+        """The run is over on this rank, whose process may end; stop looking."""
+        running = self.is_running and not self._stopped.is_set()
+        self.stop()
+        if running:
+            try:
+                with self._asking():
+                    self._store.set(f"left/{self._rank}", "1")
+            except RuntimeError:
+                return
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks; only the first report of a run is kept. Later calls do nothing."""
@@ -130,23 +170,22 @@ class FailureWatch:
             return
         self.reported = True
         text = "".join(traceback.format_exception(exception))
-        record = json.dumps({"rank": self._rank, "where": self._layout.describe(self._rank), "traceback": text})
         try:
-            with self._lock:
-                self._store.compare_set(_FAILURE, "", record)
-        except RuntimeError as error:
-            print(f"{self._layout.describe(self._rank)} could not report its failure: {error}", file=sys.stderr)
+            with self._asking():
+                self._tell(self._rank, text, RAISED)
+        except RuntimeError:  # the store's host is gone; whoever looks after that process says so
+            return
 
     def linger(self, seconds: float = 4.0) -> None:
         """Keep this process (which may host the store) alive until the others have read the report."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
-                with self._lock:
+                with self._asking():
                     acknowledged = self._store.add(_ACKNOWLEDGED, 0)
             except RuntimeError:
                 return
-            if acknowledged >= self._layout.world_size - 1:
+            if acknowledged >= self._layout.world_size - 1 - len(self._peers.ended()):
                 return
             time.sleep(0.1)
 
@@ -156,10 +195,64 @@ class FailureWatch:
         while True:
             failure = self._look()
             if failure is not None:
-                return failure if failure.rank != self._rank else None
-            if time.monotonic() >= deadline:
+                return failure if failure.rank != self._rank or failure.kind == REFUSED else None
+            if time.monotonic() >= deadline or self._silent:
                 return None
             time.sleep(0.05)
+
+    def cause(self, wait_s: float) -> Failure | None:
+        """As :meth:`remote`; if there is no news after that long, a roll call shows who does not answer."""
+        time.sleep(_CLOSING_S)
+        failure = self.remote(0.0 if self._all_alive else wait_s)
+        if failure is not None or self._all_alive or not self.is_running:
+            return failure
+        try:
+            with self._asking():
+                question = self._store.add(_ROLL, 1)
+            time.sleep(4 * self._poll_s)
+            with self._asking():
+                for rank in range(self._layout.world_size):
+                    answers = [f"{_ROLL}/{question}/{rank}"], [f"left/{rank}"]
+                    if rank != self._rank and not any(map(self._store.check, answers)):
+                        self._tell(rank, "died: its connections are closed, and its process does not answer.", DIED)
+                        break
+                else:
+                    self._all_alive = True
+        except RuntimeError:
+            return self.remote()
+        return self.remote()
+
+    def end_loop(self, kind: str, count: int | None = None) -> None:
+        """Wait until this loop has ended on every rank.
+
+        Args:
+            kind: of loop, see :class:`~lightning_megatron.mesh.watch.turns.Turns`.
+            count: batches that it had here; by default as many as it wanted.
+
+        Raises:
+            RemoteFailure: it ended after other numbers of batches, or a rank failed meanwhile.
+        """
+        try:
+            with self._asking():
+                key = self.turns.end(kind, count)
+            with waits.on(waits.Waiting, f"end of {kind} on every rank"):
+                while not self._has_ended(key):
+                    time.sleep(0.02)
+        except _StoreIsSilent as error:
+            failure = self.remote(wait_s=2.0)
+            raise RemoteFailure(str(failure) if failure is not None else self._lost()) from error
+
+    def _has_ended(self, key: str) -> bool:
+        """Whether the loop behind ``key`` has ended on every rank; a RemoteFailure if it cannot."""
+        with self._asking():
+            found = self.turns.differ(key)
+            if found is not None:
+                self._tell(*found, REFUSED)
+            ended = self.turns.all_ended(key)
+        failure = self.remote()
+        if failure is not None:
+            raise RemoteFailure(str(failure))
+        return ended
 
     def gather(self, seconds: float) -> bool:
         """Whether every rank calls this within ``seconds``; after a failure, decides if collectives are still
@@ -167,56 +260,140 @@ class FailureWatch:
         """
         deadline = time.monotonic() + seconds
         try:
-            with self._lock:
+            with self._asking():
                 arrived = self._store.add(_GATHER, 1)
             goal = (arrived + self._layout.world_size - 1) // self._layout.world_size * self._layout.world_size
             while arrived < goal and time.monotonic() < deadline:
                 time.sleep(0.05)
-                with self._lock:
+                with self._asking():
                     arrived = self._store.add(_GATHER, 0)
         except RuntimeError:
             return False
         return bool(arrived >= goal)
 
+    def message(self, failure: Failure) -> str:
+        """What this process prints when it ends because of ``failure``; empty if another one speaks for it."""
+        together = self._peers.same_output()
+        if failure.kind == RAISED and failure.rank in together:
+            return ""  # it prints its own traceback
+        speaker = min(together - {failure.rank}, default=failure.rank)
+        return f"\n{failure}\nAll ranks end with it." if speaker == self._rank else ""
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around questions to the store; a RuntimeError if it has not answered others before."""
+        self._silent = self._silent or self._host_has_ended()
+        if self._silent or not self._lock.acquire(timeout=_LOCK_S):
+            raise _StoreIsSilent("the store does not answer")
+        try:
+            yield
+        except dist.DistError as error:
+            self._lose_store()
+            raise _StoreIsSilent(str(error)) from error
+        finally:
+            self._lock.release()
+
+    def _tell(self, rank: int, text: str, kind: str) -> None:
+        """Write the failure of ``rank`` into the store, unless there is one already; inside :meth:`_asking`."""
+        failure = Failure(rank, self._layout.describe(rank), text, kind)
+        self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
+
     def _look(self) -> Failure | None:
         if self._seen is not None:
             return self._seen
         try:
-            with self._lock:
+            with self._asking():
                 if not self._store.check([_FAILURE]):
                     return None
-                record = json.loads(self._store.get(_FAILURE))
-                self._seen = Failure(**record)
+                self._seen = Failure(**json.loads(self._store.get(_FAILURE)))
                 if self._seen.rank != self._rank:
                     self._store.add(_ACKNOWLEDGED, 1)
         except RuntimeError:
-            return None
+            return self._seen
         return self._seen
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while not self._stopped.is_set():
+            self._peers.wait(self._poll_s)
+            if self._stopped.is_set():
+                break
             try:
-                with self._lock:
-                    self._look_for_hangs()
-                    failed = self._store.check([_FAILURE])
+                with self._asking():
+                    failed = self._ask_everything()
             except RuntimeError:
-                self._end("the process that hosts the store is gone, and with it the run")
-                return
+                self._lose_store()
+                failed = True
+            self._clock.wind()
             if failed:
-                failure = self._look()
-                self._end(str(failure) if failure is not None else "another rank failed")
-                return
+                self._end(self._look())
+                break
+        self._peers.close()
 
-    def _look_for_hangs(self) -> None:
-        found = self._hang.look() if self._hang is not None else None
-        if found is not None and not self._stopped.is_set():
-            rank, told = found
-            record = json.dumps({"rank": rank, "where": self._layout.describe(rank), "traceback": told})
-            self._store.compare_set(_FAILURE, "", record)
+    def _ask_everything(self) -> bool:
+        """One look at everything; whether a rank has failed."""
+        self._peers.learn()
+        asked = self._store.add(_ROLL, 0)
+        while self._answered < asked:
+            self._answered += 1
+            self._store.set(f"{_ROLL}/{self._answered}/{self._rank}", "1")
+        for rank, process in self._peers.ended().items():
+            self._look_at_the_dead(rank, process)
+        hung = self._hang.look() if self._hang is not None else None
+        for kind, found in ((REFUSED, self.turns.look()), (HUNG, hung)):
+            if found is not None and not self._stopped.is_set():
+                self._tell(*found, kind)
+        return bool(self._store.check([_FAILURE]))
 
-    def _end(self, reason: str) -> None:
+    def _look_at_the_dead(self, rank: int, process: Process) -> None:
+        """Report the end of another rank's process, if that was not the end of its run."""
+        if self._store.check([f"left/{rank}"]) or self._store.check([_FAILURE]):
+            self._peers.forget(rank)
+            return
+        status = process.status()
+        if status is None and rank not in self._doubtful:
+            self._doubtful.add(rank)  # at the next look, unless a rank that knows more has told meanwhile
+            return
+        self._tell(rank, f"died: its process ({self._peers.describe(rank)}) {told(status)}", DIED)
+
+    def _host_has_ended(self) -> bool:
+        """Whether the process of the store is known to be gone: torch would print a page about each question to it."""
+        process = self._peers.ended(0).get(0)
+        if process is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return False
+        text = f"died: its process ({self._peers.describe(0)}) {told(process.status())}"
+        self._seen = self._seen or Failure(0, self._layout.describe(0), text, DIED)
+        return True
+
+    def _lose_store(self) -> None:
+        """Ask the store no more; its host closes connections before its end can be seen, which is waited for."""
+        self._silent = True
+        deadline = time.monotonic() + _ENDING_S
+        while self._peers.knows(0) and not self._host_has_ended() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._seen = self._seen or Failure(0, self._layout.describe(0), self._lost(), DIED)
+
+    def _lost(self) -> str:
+        return "died: its process hosts the store that the ranks met at, and the connection to it is closed."
+
+    def _ring(self, seconds: float) -> None:
+        """The store has not answered for too long: end, without asking anybody."""
+        if self._stopped.is_set():
+            return
+        host = f"{os.environ.get('MASTER_ADDR', 'its host')}:{os.environ.get('MASTER_PORT', '?')}"
+        print(
+            f"\n{self._layout.describe(self._rank)} ends because the process that hosts the store ({host}, with rank "
+            f"0) has not answered for {seconds:.0f} s (`hang_timeout`): the network between the two is cut, or that "
+            'process is stopped. Once it is back, go on with `ckpt_path="last"`.',
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def _end(self, failure: Failure | None) -> None:
         """Give the main thread a while to end by itself, then end the process."""
         if self._stopped.wait(self._grace_s):
             return
-        print(f"\n{self._layout.describe(self._rank)} ends because {reason}", file=sys.stderr, flush=True)
+        said = self.message(failure) if failure is not None else "another rank failed"
+        if said:
+            print(f"\n{self._layout.describe(self._rank)} ends because {said.strip()}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -9,8 +9,8 @@ Docs and tests show schedules as text grids, with one row per stage and one colu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from typing import Any
-from xml.sax.saxutils import escape
 
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 from lightning_megatron.pipeline.schedules.simulation import Timeline

@@ -64,6 +64,11 @@ class ModelShape:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}` of the model shape")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"`hidden={self.hidden}` is not a multiple of `heads={self.heads}` (heads of "
+                f"{self.hidden / self.heads:g} channels); change one of them, or give `head_dim`"
+            )
         if self.heads % self.key_value_heads:
             raise ValueError(
                 f"`heads={self.heads}` is not a multiple of `kv_heads={self.key_value_heads}`; change `kv_heads`"

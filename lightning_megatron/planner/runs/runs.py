@@ -79,14 +79,17 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Read all rows of a CSV file with a header: column -> cell, with spaces stripped.
 
     Raises:
-        ValueError: a required column is missing.
+        ValueError: a required column is missing, or there is no row.
     """
     with Path(path).open(newline="", encoding="utf-8-sig") as handle:
         reader = csv.DictReader(handle)
         columns = set(reader.fieldnames or ())
         if missing := [name for name in _NEEDED if name not in columns]:
             raise ValueError(f"`{path}` has no columns {missing}; the planner needs {', '.join(_NEEDED)} at least")
-        return [{key: (value or "").strip() for key, value in row.items() if key is not None} for row in reader]
+        rows = [{key: (value or "").strip() for key, value in row.items() if key is not None} for row in reader]
+    if not rows:
+        raise ValueError(f"`{path}` has a header and no rows; add a line for each run")
+    return rows
 
 
 def without_measurements(row: Mapping[str, str]) -> dict[str, str]:

@@ -62,7 +62,7 @@ def _pipeline(best: Prediction) -> str:
     recipe = best.recipe
     if recipe.pipeline == 1:
         return "No pipeline: the model fits without one, so there is no bubble."
-    share = 100 * best.breakdown.pipeline_bubble / best.iteration_seconds
+    share = 100 * max(0.0, best.breakdown.pipeline_bubble) / best.iteration_seconds  # stages may differ in work
     chunks = f" with {recipe.chunks} chunks per rank" if recipe.chunks > 1 else ""
     return (
         f"{recipe.pipeline} pipeline stages run {recipe.schedule}{chunks} over {recipe.micro_batches} micro-batches of "

@@ -14,6 +14,7 @@ What a batch brings along is taken off before anyone sees it, and nothing draws 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class WorkerNotes:
 
     def start(self, worker: int) -> None:
         """Takes the place of ``worker_init_fn``."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains, which still needs batches
         if self._init is not None:
             self._init(worker)
         info = get_worker_info()

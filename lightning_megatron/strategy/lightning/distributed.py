@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,8 @@ def connect(
         timeout: of collectives.
         device: this rank's; a GPU is bound to the group.
     """
+    if environment.world_size() > 1:  # Lightning's own use of torch, said by every process and for nobody to change
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(environment, backend, rank, timeout=timeout, device_id=device_id)
 

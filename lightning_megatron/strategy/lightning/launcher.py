@@ -1,36 +1,143 @@
-"""Starts the processes of a node, and answers ``ckpt_path="last"`` from completion markers for the time of a launch.
+"""Starts and ends the processes of a node, and answers ``ckpt_path="last"`` from completion markers meanwhile.
 
 Lightning asks each ModelCheckpoint for files called ``last*`` and takes the one changed last. After a crash that can be
 an older one than ``step=40.ckpt`` beside it, or one that was not finished. So while a function of the Trainer runs
 under this launcher, which only our strategy has, its ModelCheckpoints answer from the markers instead, and what was
 saved on SLURM's signal counts too. Other Trainers' callbacks are left alone.
+
+Lightning kills all processes at once when one has failed, which may be before the others have said whose failure it
+was. Here they get some seconds to end by themselves; one that fails before the ranks have met is named here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from lightning_megatron.mesh.watch.peers import told
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.saving.newest import newest_checkpoint
 
+if TYPE_CHECKING:
+    from lightning_megatron.strategy.processes import Processes
+
 _QUESTION = "_find_last_checkpoints"
+_LOOK_S = 0.2
+_BEFORE_S = 1.0  # for what a failed process still prints
+_PATIENCE_S = 10.0  # for ranks that end by themselves, with the failure's name
+_EARLY = "before the ranks had met"
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher of one process per device; arguments as there."""
+    """Lightning's launcher of one process per device.
+
+    Args:
+        arguments: Lightning's.
+        processes: of the strategy; know whether the ranks have met.
+    """
+
+    def __init__(self, *arguments: Any, processes: Processes) -> None:
+        super().__init__(*arguments)
+        self._processes = processes
+        processes.exit_of = self.exit_of
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes of this node, then call ``function``."""
-        if trainer is None:
-            return super().launch(function, *args, **kwargs)
-        with answers_from_markers(trainer):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            # torch prints a page of C++ frames about each question to a store whose process, this one, is gone.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            self._call_children_scripts()
+            _Children(self.procs, lambda: self._processes.are_watched).start()
+        elif isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
+            _Orphan(lambda: self._processes.are_watched).start()
+        subprocess_script._set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            if trainer is None:
+                return function(*args, **kwargs)
+            with answers_from_markers(trainer):
+                return function(*args, **kwargs)
+        except BaseException:
+            if not self._processes.are_watched:  # the others would wait for this rank until their timeout
+                _kill(self.procs)
+            raise
+
+    def exit_of(self, pid: int) -> int | None:
+        """Exit status of a process that was started here and has ended; ``None`` of others."""
+        return next((process.poll() for process in self.procs if process.pid == pid), None)
+
+
+class _Children(threading.Thread):
+    """Ends all processes of this node some time after one of them has failed.
+
+    Args:
+        children: started here, local ranks from 1.
+        are_watched: whether the ranks have met, and name failures themselves.
+    """
+
+    def __init__(self, children: list[subprocess.Popen[bytes]], are_watched: Callable[[], bool]) -> None:
+        super().__init__(name="lightning_megatron children", daemon=True)
+        self._children, self._are_watched = children, are_watched
+
+    def run(self) -> None:
+        """Look after them until all have ended well."""
+        while True:
+            codes = [child.poll() for child in self._children]
+            if all(code == 0 for code in codes):
+                return
+            failed = [(number, code) for number, code in enumerate(codes, start=1) if code]
+            if failed:
+                self._end(*failed[0])
+            time.sleep(_LOOK_S)
+
+    def _end(self, local: int, code: int) -> None:
+        if not self._are_watched():
+            time.sleep(_BEFORE_S)
+            said = f"the process of local rank {local} {told(code)}".replace("in the middle of the run", _EARLY)
+            print(f"\n{said}\nAll ranks end with it.", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_PATIENCE_S)
+        _kill(self._children)
+        os._exit(1)
+
+
+class _Orphan(threading.Thread):
+    """Ends this process if the one that started it is gone before the ranks have met.
+
+    Args:
+        are_watched: whether they have met.
+    """
+
+    def __init__(self, are_watched: Callable[[], bool]) -> None:
+        super().__init__(name="lightning_megatron orphan", daemon=True)
+        self._are_watched, self._parent = are_watched, os.getppid()
+
+    def run(self) -> None:
+        """Look after the parent until the ranks look after each other."""
+        while not self._are_watched():
+            if os.getppid() != self._parent:
+                os._exit(1)
+            time.sleep(_LOOK_S)
+
+
+def _kill(children: list[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
 
 
 @contextmanager

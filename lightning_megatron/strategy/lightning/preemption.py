@@ -6,13 +6,18 @@ that place does::
 
     rank 0   step 7 ──────────── │ agree: stop │ checkpoint of step 7, end
     rank 1   step 7 ── SIGTERM ─ │ agree: stop │ checkpoint of step 7, end
+
+Ctrl-C in a terminal is such a notice, and reaches every rank by itself. One that is repeated, or comes outside of the
+training steps, ends the run at once.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,8 +30,12 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron.mesh.messages.collectives import world_maximum
+from lightning_megatron.mesh.watch.turns import TRAINING
 
 _NAME = "preempted.ckpt"
+_ONE_PRESS_S = 0.5
+_SLOW_S = 5.0
+_INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 
 
 class Preemption:
@@ -35,12 +44,15 @@ class Preemption:
     Args:
         trainer: is about to fit.
         device: of the message that the ranks agree by.
+        wants_batch: is told the kind of loop, the number of the next batch and how many there are.
     """
 
-    def __init__(self, trainer: pl.Trainer, device: torch.device) -> None:
+    def __init__(self, trainer: pl.Trainer, device: torch.device, wants_batch: Callable[..., None]) -> None:
         self._trainer = trainer
         self._device = device
+        self._wants_batch = wants_batch
         self._stop = False
+        self._interrupted_at: float | None = None
         self._requeue = False
         self._requeue_now: Callable[[], None] | None = None
 
@@ -63,6 +75,8 @@ class Preemption:
             signal.signal(number, self._note_requeue)
         if not requeues:  # under SLURM with requeuing, SIGTERM comes with the other signal and is passed over
             signal.signal(signal.SIGTERM, self._note_stop)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note_interrupt)
 
     def remove(self) -> None:
         """Give Lightning's loop its own question back; the signals' handlers Lightning puts back itself."""
@@ -73,6 +87,24 @@ class Preemption:
         if not self._stop and launcher is not None:
             launcher.kill(signal.Signals(number))
         self._stop = True
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        now, before = time.monotonic(), self._interrupted_at
+        if before is not None and now - before < _ONE_PRESS_S:  # the same one, by way of another process
+            return
+        if before is not None or not self._trainer.training:
+            if self._trainer.is_global_zero:
+                _say('Stopped at once, without saving; go on with the newest checkpoint: `ckpt_path="last"`.')
+            raise KeyboardInterrupt
+        self._interrupted_at = now
+        if self._trainer.is_global_zero:
+            timer = threading.Timer(_SLOW_S, self._ask_for_patience)
+            timer.daemon = True
+            timer.start()
+
+    def _ask_for_patience(self) -> None:
+        if self._interrupted_at is not None:
+            _say("Saving after the step that is running; Ctrl-C again stops at once.")
 
     def _note_requeue(self, number: int, frame: FrameType | None) -> None:
         self._requeue = True
@@ -87,19 +119,24 @@ class Preemption:
             SIGTERMException: on every rank, if one was told to stop.
         """
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._wants_batch(TRAINING, batches + 1, self._trainer.num_training_batches)
         if batches == 0 or batches % self._trainer.accumulate_grad_batches:
             return
-        notes = torch.tensor([int(self._stop), int(self._requeue)], device=self._device)
-        stop, requeue = world_maximum(notes).tolist()
+        interrupted = self._interrupted_at is not None
+        notes = torch.tensor([int(self._stop), int(self._requeue), int(interrupted)], device=self._device)
+        stop, requeue, interrupt = world_maximum(notes).tolist()
         if requeue:
             self._requeue = False
             if self._requeue_now is not None:
                 with self._in_the_foreground():  # SLURM ends the job as soon as it is back in the queue
                     self._requeue_now()
-        if stop:
-            self._stop = False
-            self._save()
-            raise SIGTERMException
+        if stop or interrupt:
+            with self._in_the_foreground():
+                saved = self._save()
+            self._stop, self._interrupted_at = False, None
+            if self._trainer.is_global_zero:
+                _say(f"Stopped by {'SIGTERM' if stop else 'Ctrl-C'} after step {self._trainer.global_step}: {saved}")
+            raise SIGTERMException if stop else SIGTERMException(_INTERRUPTED)
 
     @contextmanager
     def _in_the_foreground(self) -> Iterator[None]:
@@ -113,19 +150,29 @@ class Preemption:
             if background:
                 io.async_save = True  # type: ignore[attr-defined]
 
-    def _save(self) -> None:
-        """Save where ModelCheckpoint saves, unless a callback is going to."""
+    def _save(self) -> str:
+        """Save where ModelCheckpoint saves, unless a callback is going to; what was saved, in words."""
         trainer = self._trainer
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(c, OnExceptionCheckpoint) or getattr(c, "save_on_exception", False) for c in callbacks):
-            return
+        for callback in callbacks:
+            if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+                return f'{type(callback).__name__} saves; go on with its checkpoint, or `ckpt_path="last"`.'
         saver = next((c for c in callbacks if isinstance(c, ModelCheckpoint)), None)
-        if saver is not None and saver.dirpath is not None and trainer.global_step:
-            trainer.save_checkpoint(os.path.join(saver.dirpath, _NAME), weights_only=False)
+        if saver is None or saver.dirpath is None:
+            return "nothing was saved; a ModelCheckpoint among the Trainer's callbacks says where to."
+        if not trainer.global_step:
+            return "there was nothing to save yet."
+        path = os.path.join(saver.dirpath, _NAME)
+        trainer.save_checkpoint(path, weights_only=False)
+        return f'saved {path}; go on with `ckpt_path={path!r}`, or "last".'
 
 
-def listen(trainer: pl.Trainer, device: torch.device) -> Preemption:
-    """Install a :class:`Preemption` for this fit."""
-    preemption = Preemption(trainer, device)
+def _say(message: str) -> None:
+    print(f"\n{message}", file=sys.stderr, flush=True)
+
+
+def listen(trainer: pl.Trainer, device: torch.device, wants_batch: Callable[..., None]) -> Preemption:
+    """Install a :class:`Preemption` for this fit; arguments as there."""
+    preemption = Preemption(trainer, device, wants_batch)
     preemption.install()
     return preemption

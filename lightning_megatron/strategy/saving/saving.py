@@ -99,7 +99,7 @@ class Saving:
             self._resumption.begin()
         note_what_is_read_ahead(self._trainer)
         if self._mesh.layout.world_size > 1:
-            self._preemption = listen(self._trainer, self._processes.device)
+            self._preemption = listen(self._trainer, self._processes.device, self._processes.wants_batch)
 
     def close(self) -> None:
         """Listen to signals no more, and let Lightning choose samplers again."""

@@ -148,6 +148,8 @@ def import_(
 
 
 def _open(path: str, trust: bool) -> Any:
+    if "://" not in path and not Path(path).exists():  # before torch is imported, which takes seconds
+        raise typer.BadParameter(f"there is no checkpoint at {path}.")
     from lightning_megatron.checkpoints.files.sources import open_source
 
     try:

@@ -22,6 +22,8 @@ def explain(
     Neither weights nor processes are needed: the model is built without memory, and one layer of each kind is tried
     with random weights.
     """
+    if not hf_config.exists():  # before torch is imported, and before the hub is asked for a model of that name
+        raise typer.BadParameter(f"`--hf-config {hf_config}`: there is no such file or folder here")
     from lightning_megatron.parallelize import explain as explain_module
 
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +57,8 @@ def plan(
             micro_batch=micro_batch,
             headroom=headroom,
         )
-        found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
+        with _working(f"trying layouts of {gpus} GPUs"):
+            found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
         if plot:
             plot.write_text(plan_svg(found, limits), encoding="utf-8")
     except (ImportError, OSError, ValueError) as error:
@@ -64,6 +67,18 @@ def plan(
         typer.echo(json.dumps(found.as_dict(), indent=1))
     else:
         _print(found)
+
+
+@contextmanager
+def _working(what: str) -> Iterator[None]:
+    """Say on a terminal that the search goes on; it can take a minute."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
 
 
 def _shape(
@@ -113,7 +128,7 @@ def _print(found: Plan) -> None:
             f"{item.iteration_seconds:.3f}",
             f"{item.tokens_per_second / recipe.world:.0f}",
             f"{100 * item.mfu:.1f}%",
-            f"{100 * item.breakdown.pipeline_bubble / item.iteration_seconds:.1f}%",
+            f"{100 * max(0.0, item.breakdown.pipeline_bubble) / item.iteration_seconds:.1f}%",
             f"{item.memory.total / GIB:.0f}",
         )
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,7 @@ from lightning_megatron.pipeline.schedules.dependencies import Costs
 from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
 
 _WIDEST = 1000  # widest text grid that is printed, in characters
+_MOST_PASSES = 500_000  # forward passes of a schedule that is simulated within seconds
 
 
 def timeline(
@@ -55,6 +59,16 @@ def timeline(
         name: value for name, value in (("group_size", group_size), ("memory_limit", memory_limit)) if value is not None
     }
     try:
+        _check_numbers(
+            {
+                "--forward": forward,
+                "--backward-input": backward_input,
+                "--backward-weight": backward_weight,
+                "--p2p": p2p,
+                "--p2p-link": p2p_link,
+            },
+            stages * micro_batches * (chunks or 1),
+        )
         made = make_schedule(
             _schedule(schedule), stages, micro_batches, chunks=chunks, placement=placement,
             forward_only=forward_only, **options,
@@ -105,6 +119,22 @@ def figures(found: Timeline) -> dict[str, Any]:
     }
 
 
+def _check_numbers(costs: Mapping[str, float], passes: int) -> None:
+    """Refuse times that are none, and schedules that would take minutes to simulate.
+
+    Raises:
+        ValueError: with the argument to change.
+    """
+    for name, value in costs.items():
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"`{name} {value}` must be a finite time, not below 0")
+    if passes > _MOST_PASSES:
+        raise ValueError(
+            f"stages x micro-batches x chunks = {passes:,} passes, of which at most {_MOST_PASSES:,} are simulated; a "
+            "schedule repeats itself, so fewer `--micro-batches` (a few times `--stages`) show the same"
+        )
+
+
 def _schedule(name: str) -> str | UserSchedule:
     """The schedule's name, or the function that ``module:function`` names, also from the current directory.
 
@@ -121,8 +151,13 @@ def _schedule(name: str) -> str | UserSchedule:
         raise ValueError(f"--schedule {name}: {error}") from error
     finally:
         sys.path.pop(0)
+    wanted = f"--schedule {name}: {function!r} is not a function (stages, chunks, micro_batches) -> lists"
     if not callable(found):
-        raise ValueError(f"--schedule {name}: {function!r} is not a function (stages, chunks, micro_batches) -> lists")
+        raise ValueError(wanted)
+    try:
+        inspect.signature(found).bind(1, 1, 1)
+    except (TypeError, ValueError) as error:  # ValueError: a function of C that does not tell its arguments
+        raise ValueError(f"{wanted}: {error}") from error
     own: UserSchedule = found
     return own
 

@@ -41,6 +41,9 @@ class _NoWatch(FailureWatch):
     def remote(self, wait_s: float = 0.0) -> None:
         """Report no failure."""
 
+    def end_loop(self, kind: str, count: int | None = None) -> None:
+        """Nobody's loop ends at another time."""
+
     def gather(self, seconds: float) -> bool:
         """Return at once: there are no other ranks."""
         return True
