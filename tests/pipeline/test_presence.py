@@ -16,6 +16,7 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight
+from lightning_megatron.pipeline.elsewhere.provenance import remedy
 from lightning_megatron.pipeline.elsewhere.standin import hollow_out
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.schedule import make_schedule
@@ -245,3 +246,9 @@ def test_listings_of_a_copy_show_hooks_what_this_stage_updates() -> None:
     stage.cursor.running = False
     stage.note_trained({id(module.ema[0].weight.requires_grad_(True))})
     assert len(list(module.ema.named_parameters())) == 8
+
+
+def test_what_is_advised_about_a_part_of_another_stage_is_taken() -> None:
+    assert 'pipeline_placement={"model.norm": "all"}' in remedy("model.norm", is_layer=False)
+    advice = remedy("layers.0", is_layer=True)
+    assert "pipeline_placement" not in advice and "`weight_decay`" in advice, "layers cannot be placed by name"

@@ -181,7 +181,7 @@ def _apply_overrides(units: dict[str, frozenset[str]], overrides: Mapping[str, s
         if not matched:
             raise ValueError(
                 f"`pipeline_placement` names {pattern!r}, which matches none of the parts outside the trunk: "
-                f"{', '.join(units) or 'there are none'}."
+                f"{', '.join(units) or 'there are none'}; layers lie where `pipeline_split` puts them."
             )
         if place not in PLACES:
             raise ValueError(f"`pipeline_placement[{pattern!r}]={place!r}` must be one of {', '.join(PLACES)}.")

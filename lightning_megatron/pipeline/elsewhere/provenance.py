@@ -193,7 +193,8 @@ def remedy(name: str, is_layer: bool) -> str:
     if is_layer:
         return (
             "What layers compute reaches later stages only through the arguments of the layers after them: pass it "
-            "through all of them, or use `pipeline_parallel_size=1`."
+            "through all of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the "
+            "optimizer's `weight_decay`.)"
         )
     return (
         "Keep that part on every stage with "
