@@ -8,13 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
+from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.partition import PLACES
@@ -170,6 +171,12 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
             raise MisconfigurationException(
                 f"{type(callback).__name__} copies the whole module, which no rank holds; remove it from "
                 "`Trainer(callbacks=...)`, or average exported checkpoints."
+            )
+        if isinstance(callback, ModelPruning) and layout.pipeline * layout.tensor > 1 and not splits_itself(module):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} puts masks in the place of weights, of which every rank has a part with "
+                f"`tensor_parallel_size={layout.tensor}` and `pipeline_parallel_size={layout.pipeline}`: it would "
+                "prune other weights than in one process, or none. Use size 1 for both, and replicas."
             )
     for thing in (*callbacks, *trainer.loggers):
         if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(

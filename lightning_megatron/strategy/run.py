@@ -95,7 +95,8 @@ class Run:
         if mesh.layout.data < mesh.layout.world_size and not self.engine.splits_itself:
             self._replicas = default_group(mesh.group("data_parallel"))
             self._everyone = default_group(mesh.group("world"))
-        self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view)
+        divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
+        self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view, divided=divided)
         clips_gradients_of(precision, gradients)
         self._logs = LogRouting(
             self.module,

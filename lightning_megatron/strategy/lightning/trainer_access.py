@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.pipeline.stage.stage import Stage
 
 T = TypeVar("T")
 
@@ -71,12 +70,13 @@ class WholeSummaries:
     Args:
         trainer: of the run.
         whole_view: shows the module as it is in one process, as a context manager.
+        divided: whether some of it is elsewhere, so that it cannot run in that view.
     """
 
-    def __init__(self, trainer: pl.Trainer, whole_view: Callable[[], Any]) -> None:
+    def __init__(self, trainer: pl.Trainer, whole_view: Callable[[], Any], *, divided: bool) -> None:
         self._changed = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
         for callback in self._changed:
-            callback.__dict__["on_fit_start"] = _WholeSummary(callback.on_fit_start, whole_view)
+            callback.__dict__["on_fit_start"] = _WholeSummary(callback.on_fit_start, whole_view, divided)
 
     def remove(self) -> None:
         """Give the callbacks their own method back."""
@@ -88,13 +88,13 @@ class WholeSummaries:
 class _WholeSummary:
     """Stands for ``on_fit_start`` of one ModelSummary."""
 
-    def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any]) -> None:
-        self._summarize, self._whole_view = summarize, whole_view
+    def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any], divided: bool) -> None:
+        self._summarize, self._whole_view, self._divided = summarize, whole_view, divided
 
     def __call__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         example = pl_module.example_input_array
-        if Stage.of(pl_module) is not None:
-            pl_module.example_input_array = None  # sizes of outputs would need a forward, which one stage cannot run
+        if self._divided:
+            pl_module.example_input_array = None  # sizes of outputs would need a forward of all of it
         try:
             with self._whole_view():
                 self._summarize(trainer, pl_module)
