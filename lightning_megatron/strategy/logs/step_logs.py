@@ -135,7 +135,7 @@ class LogRecorder:
         name, value, options = _log_call(self._module, args, kwargs)
         if value is None or isinstance(value, (str, bytes)):  # in Lightning's words
             raise ValueError(
-                f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+                f"`self.log({name}, {value!s})` was called, but `{type(value).__name__}` values cannot be logged"
             )
         if options.get("rank_zero_only"):
             self.rank_zero_calls.append((args, kwargs))
