@@ -186,8 +186,9 @@ def load_optimizer(
     by_name = {order[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
     template = optimizer.state_dict()["param_groups"]
     merged = [{**group, "params": own["params"]} for group, own in zip(groups, template, strict=True)]
+    needed = tuple(optimizer.defaults)  # torch adds `differentiable` to them while it loads
     optimizer.load_state_dict({"state": {}, "param_groups": merged})
-    _check_kind(optimizer, groups[0])
+    _check_kind(optimizer, needed, groups[0])
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for place in places:
         entries = by_name.get(place.name)
@@ -199,13 +200,13 @@ def load_optimizer(
             }
 
 
-def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def _check_kind(optimizer: Optimizer, needed: Sequence[str], saved: Mapping[str, Any]) -> None:
     """Refuse the state of an optimizer of another kind, which lacks options that this one reads in every step.
 
     Raises:
         ValueError: with the options that are missing.
     """
-    missing = [name for group in optimizer.param_groups for name in optimizer.defaults if name not in group]
+    missing = [name for group in optimizer.param_groups for name in needed if name not in group]
     if missing:
         kind = type(optimizer).__name__
         theirs = ", ".join(sorted(name for name in saved if name != "params"))
