@@ -186,7 +186,7 @@ def load_optimizer(
     by_name = {order[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
     template = optimizer.state_dict()["param_groups"]
     merged = [{**group, "params": own["params"]} for group, own in zip(groups, template, strict=True)]
-    needed = tuple(optimizer.defaults)  # torch adds `differentiable` to them while it loads
+    needed = [name for name in optimizer.defaults if all(name in group for group in template)]  # torch adds defaults
     optimizer.load_state_dict({"state": {}, "param_groups": merged})
     _check_kind(optimizer, needed, groups[0])
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
