@@ -1,4 +1,4 @@
-"""A step's thread sees the replicas as torch's default group; all other threads, and everybody afterwards, the world."""
+"""A step's thread sees the replicas as torch's default group; other threads, and everybody afterwards, the world."""
 
 from __future__ import annotations
 
