@@ -63,7 +63,6 @@ class Processes:
         self.exit_of: Callable[[int], int | None] = lambda pid: None
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
-        self._runs = 0
 
     def rank_of(self, launched: int) -> int:
         """Global rank of the process that was launched as number ``launched``: another where a topology says so."""
@@ -98,11 +97,9 @@ class Processes:
 
     def _watch_for_failures(self, mesh: ParallelMesh) -> None:
         self.stop_watching()
-        self._runs += 1
         store = dist.distributed_c10d._get_default_store()
-        self._watch = self.world.watch(
-            store, mesh.layout, mesh.rank, self._runs, hang_s=self._hang_s, exit_of=self.exit_of
-        )
+        run = store.add(f"lightning_megatron/runs/{mesh.rank}", 1)  # of this process, whichever strategy it has
+        self._watch = self.world.watch(store, mesh.layout, mesh.rank, run, hang_s=self._hang_s, exit_of=self.exit_of)
         if mesh.layout.world_size > 1:
             self._watch.start()
             be_brief_about_echoes()

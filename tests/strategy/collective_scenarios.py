@@ -32,7 +32,7 @@ class Seen(Callback):
 def _fit(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], module: Any, **options: Any) -> Any:
     seen = Seen()
     options = {"max_epochs": 2, "callbacks": [seen], **options}
-    trainer = trainer_for(info, layout, {"micro_batch_size": 8, **arguments}, **options)
+    trainer = trainer_for(info, layout, {"micro_batch_size": 8 // (layout[1] if layout else 1), **arguments}, **options)
     trainer.fit(module)
     return [seen.values, trainer.global_step, trainer.current_epoch]
 

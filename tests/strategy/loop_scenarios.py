@@ -35,7 +35,9 @@ def fit(
     seen = Seen()
     torch.manual_seed(7)
     module = MODULES[name]()
-    arguments = {"micro_batch_size": BATCH, **arguments} if layout is not None and layout[0] > 1 else dict(arguments)
+    arguments = dict(arguments)
+    if layout is not None and layout[0] > 1:
+        arguments = {"micro_batch_size": BATCH // layout[1], **arguments}
     if layout is not None and layout[0] == 1:
         arguments = {"micro_batch_size": "auto", **arguments}
     trainer = trainer_for(info, layout, arguments, max_epochs=2, callbacks=[seen], **options)
