@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -167,10 +167,13 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
             f"`Trainer(gradient_clip_val={clip})` must not be below 0; use a positive bound, or leave it out."
         )
     for callback in callbacks:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        measures = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
+        if measures and layout.pipeline > 1:
             raise MisconfigurationException(
-                f"{type(callback).__name__} copies the whole module, which no rank holds; remove it from "
-                "`Trainer(callbacks=...)`, or average exported checkpoints."
+                f"{type(callback).__name__} ends with an epoch without backward, to measure BatchNorm's statistics "
+                f"again; the schedule of `pipeline_parallel_size={layout.pipeline}` has a backward in every step. Use "
+                "`WeightAveraging` or `EMAWeightAveraging`, which average the statistics, or "
+                "`pipeline_parallel_size=1`."
             )
         if isinstance(callback, ModelPruning) and layout.pipeline * layout.tensor > 1 and not splits_itself(module):
             raise MisconfigurationException(

@@ -31,6 +31,10 @@ from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
+def _of_others(pid: int) -> None:
+    """Exit status of a process that was not started here: nobody knows."""
+
+
 class Processes:
     """The processes of one strategy. They connect once and stay connected from run to run.
 
@@ -54,15 +58,20 @@ class Processes:
         hang_timeout: timedelta | None,
         world: World = REAL_WORLD,
     ) -> None:
-        self.backend = backend
+        self.backend = self._given = backend
         self.world = world
         self.numbers: list[int] | None = None
         self.device = torch.device("cpu")
         self._timeout = timeout
         self._hang_s = None if hang_timeout is None else hang_timeout.total_seconds()
-        self.exit_of: Callable[[int], int | None] = lambda pid: None
+        self.exit_of: Callable[[int], int | None] = _of_others
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options and numbers: a copy, or what another process unpickles, has met nobody yet."""
+        unmet = {"_mesh": None, "_watch": None, "_runs": 0, "device": torch.device("cpu"), "backend": self._given}
+        return self.__dict__ | unmet
 
     def rank_of(self, launched: int) -> int:
         """Global rank of the process that was launched as number ``launched``: another where a topology says so."""

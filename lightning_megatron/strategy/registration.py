@@ -14,25 +14,31 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_megatron.strategy.lightning.load_directories import read_directories
+from lightning_megatron.strategy.lightning.load_directories import read_directories, teach_command_line
 
-_STRATEGIES = "lightning.pytorch.strategies"
-_NAME = "megatron"
+_STRATEGIES, _COMMANDS = "lightning.pytorch.strategies", "lightning.pytorch.cli"
+_NAMES = ("megatron", "megatronstrategy")  # the second is what Lightning makes of the class's name on a command line
 
 
 def register_when_lightning_is_imported() -> None:
-    """Register the strategy's name now, or right after Lightning's strategies are imported."""
-    if _STRATEGIES in sys.modules:
-        _register(sys.modules[_STRATEGIES])
-    elif not any(isinstance(finder, _AfterImport) and finder.awaited == _STRATEGIES for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(_STRATEGIES, _register))
+    """Register the strategy's name, and teach the command line, now or right after Lightning's modules are imported."""
+    for awaited, act in ((_STRATEGIES, _register), (_COMMANDS, _teach)):
+        if awaited in sys.modules:
+            act(sys.modules[awaited])
+        elif not any(isinstance(finder, _AfterImport) and finder.awaited == awaited for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(awaited, act))
 
 
 def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
-    if _NAME not in registry:
-        registry.register(_NAME, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
+    for name in _NAMES:
+        if name not in registry:
+            registry.register(name, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
     read_directories()
+
+
+def _teach(command_line: ModuleType) -> None:
+    teach_command_line()
 
 
 def _build(**options: Any) -> Any:

@@ -32,6 +32,7 @@ from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.lightning.averaging import begin_averages
 from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
@@ -109,6 +110,8 @@ class Run:
         )
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
+        if not self._fits:
+            begin_averages(trainer, self.saving.weights, processes.device, fits=False)
         self._clipping: HandClipping | None = None
         if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
             self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
@@ -125,6 +128,10 @@ class Run:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             parameters = [parameter for group in groups for parameter in group["params"]]
         return self.engine.model_gradients.norm(parameters)
+
+    def __reduce__(self) -> Any:
+        """A run belongs to its processes: copies and pickles of a strategy have none."""
+        return type(None), ()
 
     @property
     def skipped_steps(self) -> int:
@@ -143,6 +150,7 @@ class Run:
         self._guard = prepare_updates(
             self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
         )
+        begin_averages(self._trainer, self.saving.weights, self._processes.device)
 
     def continue_loader(self, loader: object) -> object:
         """A training loader that goes on where the checkpoint's run stopped; others as they are.
@@ -295,6 +303,7 @@ def start_run(
         ValueError: the module cannot be divided so; the message says what to change.
     """
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
+    lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     lightning_state.insert_failure_callback(trainer, processes.report)
     if processes.mesh.layout.world_size > 1:
         insert_loop_ends(trainer, processes.end_loop)

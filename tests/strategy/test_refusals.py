@@ -70,11 +70,6 @@ def test_mixtures_of_experts_with_another_loss_are_refused(
     _refused(run_trainers(refusals.fit, layout, {}, module, devices=2, check=False, grace=20, deadline=60), *wanted)
 
 
-def test_weight_averaging_is_refused() -> None:
-    outcomes = run_trainers(refusals.fit, (2, 1), {}, "plain", "swa", devices=2, check=False, grace=20, deadline=60)
-    _refused(outcomes, "StochasticWeightAveraging copies the whole module, which no rank holds; remove it from")
-
-
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [

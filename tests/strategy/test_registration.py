@@ -34,7 +34,8 @@ def test_the_name_is_known_in_either_order_of_imports(order: str) -> None:
 
 
 def test_a_strategy_of_that_name_is_ours() -> None:
-    assert isinstance(StrategyRegistry.get("megatron"), lightning_megatron.MegatronStrategy)
+    for name in ("megatron", "megatronstrategy"):
+        assert isinstance(StrategyRegistry.get(name), lightning_megatron.MegatronStrategy)
 
 
 class Module(pl.LightningModule):

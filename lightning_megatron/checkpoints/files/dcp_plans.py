@@ -35,6 +35,10 @@ from torch.distributed.checkpoint.planner import (
 from lightning_megatron.checkpoints.files.writers import Rectangle, Shares, intersection, share_out
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 
+BESIDE = ".."  # in no name of a module's tensor: no part of it is empty or has a dot
+STATE_BESIDE = "lightning_megatron_state"
+"""Key of the note in ``meta.pt`` that stands for a state beside the module's: where it lay in the checkpoint."""
+
 
 class PieceSavePlanner(SavePlanner):
     """Plans a save: every rank offers the boxes it holds, and the coordinator assigns each element to one rank."""
@@ -161,13 +165,28 @@ class PieceLoadPlanner(LoadPlanner):
         return items
 
 
-def saved_kinds(metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-    """Name -> logical shape and dtype, for every tensor in a checkpoint."""
+def saved_kinds(metadata: Metadata, start: str = "") -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+    """Logical shape and type of a module's and its optimizers' tensors in a checkpoint, by name.
+
+    Args:
+        metadata: of the checkpoint.
+        start: that of :func:`beside` to get the tensors of one state beside the module's instead.
+    """
     return {
         name: (entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and (name.startswith(start) if start else BESIDE not in name)
     }
+
+
+def beside(path: str, name: str = "") -> str:
+    """What a tensor is stored as that belongs to another state than the module's own, such as averaged weights.
+
+    Args:
+        path: where in Lightning's checkpoint the state lies.
+        name: of the tensor in it; empty for the start of all of them.
+    """
+    return f"{path}{BESIDE}{name}"
 
 
 def _agree_on_kinds(plans: list[SavePlan]) -> dict[str, tuple[torch.Size, torch.dtype]]:

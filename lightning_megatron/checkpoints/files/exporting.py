@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
 from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.files.storage import bytes_of
 from lightning_megatron.checkpoints.state.stored import optimizer_names
@@ -47,6 +48,7 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
     content = {key: value for key, value in source.meta.items() if key not in _OWN}
     state: dict[str, Any] = {name: fake for name, fake in fakes.items() if name not in optimizers}
     state |= {alias: fakes[name] for alias, name in source.aliases.items() if name in fakes}
+    content = {key: _whole_states(value, source, fakes) for key, value in content.items()}
     content["state_dict"] = state | source.meta.get("state_dict_extra", {})
     if optimizer and "optimizer_groups" in source.meta:
         content["optimizer_states"] = _numbered(source, fakes)
@@ -62,6 +64,20 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
         torch.save(content, part)
     _fill(part, content, {id(fake): name for name, fake in fakes.items()}, source)
     part.rename(path)
+
+
+def _whole_states(value: Any, source: Source, fakes: dict[str, Tensor]) -> Any:
+    """``value`` with states beside the module's in the place of their notes; their tensors are added to ``fakes``."""
+    if type(value) is not dict:
+        return value
+    if STATE_BESIDE not in value:
+        return {key: _whole_states(each, source, fakes) for key, each in value.items()}
+    start = beside(value[STATE_BESIDE])
+    with FakeTensorMode():
+        own = {n: torch.empty(*kind[:1], dtype=kind[1]) for n, kind in saved_kinds(source.metadata, start).items()}
+    fakes |= own
+    state = {name.removeprefix(start): fake for name, fake in own.items()}
+    return state | {alias: state[n] for alias, n in source.aliases.items() if n in state} | value["extra"]
 
 
 def _numbered(source: Source, fakes: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -82,9 +82,10 @@ class Source:
         Raises:
             KeyError: there is no tensor of that name.
         """
-        if name not in self.kinds:
+        kinds = {**self.kinds, **saved_kinds(self.metadata, name)}
+        if name not in kinds:
             raise KeyError(f"no tensor `{name}` in {self.folder}")
-        shape, dtype = self.kinds[name]
+        shape, dtype = kinds[name]
         piece = PiecedTensor(ShardSpec.whole(shape), torch.empty(shape, dtype=dtype))
         self.fill({name: (name, piece)})
         return piece.local

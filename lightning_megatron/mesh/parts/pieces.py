@@ -100,5 +100,10 @@ def as_pieces(value: Tensor | PiecedTensor) -> PiecedTensor:
     return value if isinstance(value, PiecedTensor) else PiecedTensor.whole(value)
 
 
+def plain_if_whole(value: PiecedTensor) -> Tensor | PiecedTensor:
+    """The tensor itself where all of it is here, for code that knows of no pieces."""
+    return value.local if value.spec.is_whole else value
+
+
 def _contains(box: Box, offset: Sequence[int], shape: Sequence[int]) -> bool:
     return all(o >= b and o + n <= b + m for o, n, b, m in zip(offset, shape, box.offset, box.shape, strict=True))

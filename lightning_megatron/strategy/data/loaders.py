@@ -134,6 +134,9 @@ class ResumableLoader(DataLoader[Any]):
     def _index_sampler(self) -> Any:
         return _NotedSampler(super()._index_sampler, self, 0 if _streams(self) else walk_of(self).passed)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (type(self).__mro__[2],), self.__dict__  # pickle would look for a class of the original's name
+
     def state_dict(self) -> dict[str, Any]:
         """What says to Lightning that the loader can resume; its state is in the strategy's part of a checkpoint."""
         return {"resumes": True}
@@ -280,6 +283,12 @@ _END = object()
 def _resumable_class(original: type) -> type:
     """One class per class of loader, so that equal loaders stay equal."""
     return type(original.__name__, (ResumableLoader, original), {"__module__": original.__module__})
+
+
+def _rebuilt(original: type) -> Any:
+    """A loader of the class for ``original``, to be given its state."""
+    made: Any = _resumable_class(original)
+    return made.__new__(made)
 
 
 def make_resumable(loader: Any) -> Any:

@@ -47,6 +47,10 @@ class Walk:
         self._saved: dict[str, Any] = {}
         self._iterator: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the iterator, which belongs to this process."""
+        return self.__dict__ | {"_iterator": None}
+
     def follow(self, iterator: NotingIterator) -> None:
         """The workers of this iterator are the present ones."""
         self._iterator = weakref.ref(iterator)

@@ -3,7 +3,9 @@
 Lightning asks each ModelCheckpoint for files called ``last*`` and takes the one changed last. After a crash that can be
 an older one than ``step=40.ckpt`` beside it, or one that was not finished. So while a function of the Trainer runs
 under this launcher, which only our strategy has, its ModelCheckpoints answer from the markers instead, and what was
-saved on SLURM's signal counts too. Other Trainers' callbacks are left alone.
+saved on SLURM's signal counts too. Averaging callbacks and loggers that upload get the methods of
+:mod:`~lightning_megatron.strategy.lightning.averaging` and :mod:`~lightning_megatron.strategy.lightning.uploads` for as
+long. Other Trainers' callbacks are left alone.
 
 Lightning kills all processes at once when one has failed, which may be before the others have said whose failure it
 was. Here they get some seconds to end by themselves; one that fails before the ranks have met is named here.
@@ -28,7 +30,9 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_megatron.mesh.watch.peers import told
+from lightning_megatron.strategy.lightning.averaging import averages_parts
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+from lightning_megatron.strategy.lightning.uploads import uploads_directories
 from lightning_megatron.strategy.saving.newest import newest_checkpoint
 
 if TYPE_CHECKING:
@@ -69,7 +73,8 @@ class Launcher(_SubprocessScriptLauncher):
         try:
             if trainer is None:
                 return function(*args, **kwargs)
-            with answers_from_markers(trainer):
+            saves: Any = trainer.strategy.checkpoint_io
+            with answers_from_markers(trainer), averages_parts(trainer), uploads_directories(trainer, saves.wait):
                 return function(*args, **kwargs)
         except BaseException:
             if not self._processes.are_watched:  # the others would wait for this rank until their timeout

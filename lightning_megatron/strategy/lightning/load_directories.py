@@ -1,18 +1,27 @@
-"""``Module.load_from_checkpoint(DIRECTORY)``: Lightning's reader of checkpoint files reads our directories as well.
+"""What Lightning reads of checkpoint files it reads of our directories as well, where no Trainer is at hand.
 
-Lightning offers no way to add a format: ``load_from_checkpoint`` calls a function of its module, which opens a file.
-That function is wrapped once, when Lightning is imported, and stays so: the call needs no Trainer and no strategy, so
-there is no run at whose end it could be given back. What is not a directory goes to Lightning as before.
+``Module.load_from_checkpoint(DIRECTORY)`` and the command line (``test --ckpt_path DIRECTORY``, which takes
+hyperparameters from it) each call a function that opens a file; Lightning offers no way to add a format. That
+function is wrapped once, when Lightning is imported, and stays so: there is no run at whose end it could be given back.
+What is not a directory goes to Lightning as before.
+
+``--trainer.strategy=MegatronStrategy`` is looked for among the strategies that have been imported, so the strategy is
+imported along with the command line.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _SAVING = "lightning.pytorch.core.saving"
+_CLI, _METHOD, _KEY = "lightning.pytorch.cli", "_parse_ckpt_path", "hyper_parameters"
 
 
 def read_directories() -> None:
@@ -35,3 +44,50 @@ class _LoadsDirectories:
 
             return load_whole(path, trust=kwargs.get("weights_only") is False)
         return self._lightnings(path, *args, **kwargs)
+
+
+def teach_command_line() -> None:
+    """Wrap the method of Lightning's command line, if it has been imported, once; import the strategy.
+
+    Raises:
+        AttributeError: this version of Lightning has no such method.
+    """
+    command_line: Any = sys.modules.get(_CLI)
+    if command_line is None:
+        return
+    importlib.import_module("lightning_megatron.strategy.strategy")
+    method = getattr(command_line.LightningCLI, _METHOD)
+    if not hasattr(method, "reads_directories"):
+        setattr(command_line.LightningCLI, _METHOD, _reading_directories(method))
+
+
+def _reading_directories(lightnings: Callable[[Any], None]) -> Callable[[Any], None]:
+    def parse(self: Any) -> None:
+        options = self.config.get(self.config.get("subcommand") or "") or {}
+        path = options.get("ckpt_path")
+        if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
+            return lightnings(self)
+        with _hyperparameters(path) as file:
+            options["ckpt_path"] = file
+            lightnings(self)
+        self.config[self.config["subcommand"]]["ckpt_path"] = path
+        return None
+
+    parse.reads_directories = True  # type: ignore[attr-defined]
+    return parse
+
+
+@contextmanager
+def _hyperparameters(path: Any) -> Iterator[str]:
+    """A file with the hyperparameters of a checkpoint directory, as long as the context lasts."""
+    import torch
+
+    from lightning_megatron.checkpoints.files.directory import META, open_checkpoint
+    from lightning_megatron.checkpoints.files.sources import load_plain
+
+    data = open_checkpoint(path)
+    meta = load_plain(data.read(META), f"{data}/{META}", trust=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "hyperparameters.ckpt"
+        torch.save({_KEY: dict(meta.get(_KEY, {}))}, file)
+        yield str(file)

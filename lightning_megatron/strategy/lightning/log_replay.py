@@ -21,6 +21,9 @@ from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE, LogKey, St
 class AlreadyReduced:
     """Stands for a process group where a logged value is equal on all ranks already, so nothing needs reducing."""
 
+    def __reduce__(self) -> str:
+        return "ALREADY_REDUCED"  # a copy is the same: Lightning compares what a value was logged with
+
 
 ALREADY_REDUCED = AlreadyReduced()
 
@@ -87,7 +90,7 @@ def log_everywhere(module: pl.LightningModule, data_group: Any, args: Sequence[A
 
     Args:
         module: the user's module.
-        data_group: the replicas' group, or ``ALREADY_REDUCED`` with one replica.
+        data_group: ``None``, for which the strategy takes the replicas' group, or ``ALREADY_REDUCED`` with one replica.
         args: positional arguments of ``self.log``.
         kwargs: its keyword arguments.
     """

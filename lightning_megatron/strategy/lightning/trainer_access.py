@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary, Timer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
+from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 
@@ -35,6 +36,13 @@ class _FailureCallback(Callback):
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes, which no other process and no copy has."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._report = _to_nobody
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Tell the other ranks."""
         self._report(exception)
@@ -43,6 +51,40 @@ class _FailureCallback(Callback):
         """Stop together, where a step of validation has asked for it on some rank."""
         strategy: Any = trainer.strategy
         strategy.run.agree_on_stopping()
+
+
+def _to_nobody(exception: BaseException) -> None:
+    """Stands for the report of a failure where there are no other ranks yet."""
+
+
+def stop_if_out_of_time(trainer: pl.Trainer) -> None:
+    """Let a Timer whose time was used up in the run that was saved stop this one before its first step.
+
+    Lightning asks it when a fit starts, where this strategy has not read its state yet.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Timer):
+            callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def refuse_graphs(trainer: pl.Trainer, layout: Layout) -> None:
+    """Refuse ``TensorBoardLogger(log_graph=True)`` where no rank can run the whole forward that it traces.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if layout.pipeline * layout.tensor > 1 and any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+        raise MisconfigurationException(
+            "`TensorBoardLogger(log_graph=True)` traces a forward of the whole module, of which each rank holds a part "
+            f"(`pipeline_parallel_size={layout.pipeline}`, `tensor_parallel_size={layout.tensor}`); leave `log_graph` "
+            "out, and log the graph in a run on one device: `max_steps=1` is enough."
+        )
+
+
+def skips_backward(module: pl.LightningModule) -> bool:
+    """Whether no backward follows a training step: SWA's last epoch only measures BatchNorm's statistics."""
+    trainer = module._trainer
+    return trainer is not None and bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
@@ -220,10 +262,25 @@ def localize_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> GroupN
 
 def gather_state_dict(local: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Tensor]:
     """Whole state on the CPU of global rank 0; an empty dict elsewhere."""
-    mine = {name: value.detach().cpu() for name, value in local.items() if isinstance(value, Tensor)}
+    mine = _without_neighbours({n: v.detach().cpu() for n, v in local.items() if isinstance(v, Tensor)})
     if mesh.layout.pipeline == 1:
         return mine if mesh.rank == 0 else {}
     if 0 not in mesh.pipeline_ranks:
         return {}
     parts = objects.gather_to(mine, 0, mesh.group("pipeline_parallel")) or []
     return {name: value for part in parts for name, value in part.items()}
+
+
+def _without_neighbours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; those that are views into larger memory (buckets) copied out, tied ones once.
+
+    A pickled view takes all of the memory that it looks into along.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if value.untyped_storage().nbytes() > value.nbytes:
+            key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            value = copies.setdefault(key, value.clone()) if value.numel() else value.clone()
+        found[name] = value
+    return found

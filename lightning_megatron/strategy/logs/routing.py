@@ -52,7 +52,7 @@ class LogRouting:
         fits: bool,
     ) -> None:
         self._module, self._engine = module, engine
-        self._replicas = mesh.group("data_parallel") if mesh.layout.data > 1 else ALREADY_REDUCED
+        self._replicas = None if mesh.layout.data > 1 else ALREADY_REDUCED
         callbacks = lightning_state.callbacks_of(trainer)
         is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
         self._metrics: MetricRouter | None = None

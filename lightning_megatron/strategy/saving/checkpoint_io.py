@@ -27,13 +27,16 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron.checkpoints.files.dcp_plans import PieceLoadPlanner, PieceSavePlanner, saved_kinds
+from lightning_megatron.checkpoints.files.dcp_plans import (
+    PieceLoadPlanner,
+    PieceSavePlanner,
+    saved_kinds,
+)
 from lightning_megatron.checkpoints.files.directory import (
     ABOUT,
     META,
@@ -46,11 +49,9 @@ from lightning_megatron.checkpoints.files.directory import (
 from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.sources import load_plain
 from lightning_megatron.checkpoints.files.storage import BoxReader, BoxWriter
-from lightning_megatron.checkpoints.state.stored import plain_values
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
-
-Tensors = dict[str, Tensor | PiecedTensor]
+from lightning_megatron.strategy.saving.separation import separate
 
 
 class MegatronCheckpointIO(CheckpointIO):
@@ -77,6 +78,7 @@ class MegatronCheckpointIO(CheckpointIO):
         verify: bool = True,
     ) -> None:
         self.verify = verify
+        self._verified: str | None = None  # path whose tensors are being loaded, in one or several parts
         self.async_save = async_save
         self.load_optimizer = load_optimizer
         self.prefixes = dict(prefixes or {})
@@ -102,7 +104,7 @@ class MegatronCheckpointIO(CheckpointIO):
                 what was there before stays.
         """
         self.wait()
-        tensors, meta = _separate(checkpoint)
+        tensors, meta = separate(checkpoint)
         self._warn_of_pickles(meta)
         target = Folder(path, storage_options)
         writer = _CheckpointWriter(target, objects.broadcast(new_token(), 0, self._process_group()), meta)
@@ -169,6 +171,7 @@ class MegatronCheckpointIO(CheckpointIO):
             IncompleteCheckpointError: the directory has no completion marker, or lost a file.
         """
         self.wait()
+        self._verified = None
         trust = not self._choose(weights_only)
         folder = Folder(path)
         if folder.is_file():
@@ -180,9 +183,9 @@ class MegatronCheckpointIO(CheckpointIO):
         return self._weights_only if weights_only is None else weights_only
 
     @staticmethod
-    def tensor_kinds(path: Any) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Logical shape and type of every tensor in a checkpoint directory, by name."""
-        return saved_kinds(BoxReader(open_checkpoint(path)).read_metadata())
+    def tensor_kinds(path: Any, start: str = "") -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Logical shape and type of tensors in a checkpoint directory, by name; see :func:`saved_kinds`."""
+        return saved_kinds(BoxReader(open_checkpoint(path)).read_metadata(), start)
 
     def load_tensors(self, path: Any, into: Mapping[str, tuple[str, PiecedTensor]]) -> None:
         """Fill pieces, in place; collective over all ranks.
@@ -197,8 +200,9 @@ class MegatronCheckpointIO(CheckpointIO):
         failure: Exception | None = None
         try:
             folder = open_checkpoint(path)
-            if self.verify:
+            if self.verify and self._verified != str(path):
                 folder.verify(*_own_share())
+                self._verified = str(path)
             with _no_dist_is_fine():  # every rank knows by itself what to read
                 dcp.load(
                     {key: pieces for key, (_, pieces) in into.items()},
@@ -239,7 +243,7 @@ def megatron_checkpoint_io(plugin: CheckpointIO | None) -> MegatronCheckpointIO:
     Lightning's ``AsyncCheckpointIO`` becomes ``async_save=True``: it would hold collectives in a thread of its own.
 
     Raises:
-        MisconfigurationException: any other plugin: a rank holds a part of the state, and it would save that.
+        MisconfigurationException: any other plugin: it would save what this rank holds, for the same layout only.
     """
     if plugin is None:
         return MegatronCheckpointIO()
@@ -251,9 +255,11 @@ def megatron_checkpoint_io(plugin: CheckpointIO | None) -> MegatronCheckpointIO:
     if isinstance(plugin, MegatronCheckpointIO):
         return plugin
     raise MisconfigurationException(
-        f"`{type(plugin).__name__}` saves what one process holds, but every rank holds a part of the model; leave it "
-        "out, or use `Trainer(plugins=[MegatronCheckpointIO(...)])`, which takes fsspec paths and saves "
-        "asynchronously. `lightning-megatron checkpoint export` turns its directories into single files."
+        f"`{type(plugin).__name__}` writes what one process holds, for the same layout only; checkpoints "
+        "of MegatronStrategy, at one device too, hold boxes of tensors that any layout can load. Leave it out, or use "
+        "`Trainer(plugins=[MegatronCheckpointIO(...)])`, which takes fsspec paths and saves asynchronously; "
+        "`lightning-megatron checkpoint export` turns its directories into single files. On one device "
+        "`Trainer(strategy='auto')` takes any plugin."
     )
 
 
@@ -297,33 +303,6 @@ class _HostStager(AsyncStager):
 
     def close(self) -> None:
         """Nothing is kept."""
-
-
-def _separate(checkpoint: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """Split a checkpoint into tensors by name, tied ones once, and the rest."""
-    aliases = checkpoint.get("lightning_megatron", {}).get("local_aliases", {})
-    state = checkpoint.get("state_dict", {})
-    tensors: Tensors = {name: value for name, value in state.items() if _is_stored(value) and name not in aliases}
-    left_out = ("state_dict", "optimizer_states", "lightning_megatron")
-    meta = {key: value for key, value in checkpoint.items() if key not in left_out}
-    own = {key: value for key, value in checkpoint.get("lightning_megatron", {}).items() if key != "local_aliases"}
-    meta["lightning_megatron"] = own
-    meta["state_dict_extra"] = own.pop("extra", None) or {n: v for n, v in state.items() if not _is_stored(v)}
-    meta["optimizer_values"] = own.pop("optimizer_values", None) or plain_values(checkpoint.get("optimizer_states", []))
-    groups = []
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        groups.append(optimizer["param_groups"])
-        for parameter, entries in optimizer["state"].items():
-            for key, value in entries.items():
-                if _is_stored(value):
-                    tensors[f"optimizer.{index}.{parameter}.{key}"] = value
-    if "optimizer_states" in checkpoint:
-        meta["optimizer_groups"] = groups
-    return tensors, meta
-
-
-def _is_stored(value: Any) -> bool:
-    return isinstance(value, (Tensor, PiecedTensor))
 
 
 class _explained:

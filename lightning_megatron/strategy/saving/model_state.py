@@ -24,6 +24,14 @@ from lightning_megatron.strategy.lightning import trainer_access as lightning_st
 from lightning_megatron.strategy.step.assembly import Assembled
 
 
+class PartOfState(dict[str, Any]):
+    """A state of the module's names and shapes of which this rank holds its part.
+
+    Callbacks put states into a checkpoint (averaged weights). Those of this type are stored as the weights are, each
+    rank its own part, wherever in the checkpoint they lie.
+    """
+
+
 class ModelState:
     """State of one divided module.
 
@@ -42,13 +50,18 @@ class ModelState:
         """Show the module as it is in one process, to code that names and counts; without ``slices``, those stay."""
         return shown_whole(self.module, self._engine.model_gradients.presence, slices=slices)
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> PartOfState:
         """This rank's part as checkpoints keep it: split tensors in pieces, and float32 weights where there are any."""
         gradients = self._engine.model_gradients
         gradients.finish_gather()
         masters = gradients.masters()
         stored = stored_module(self.module, self._tensors) | masters
-        return {name: value for name, value in stored.items() if value is not None or name not in masters}
+        return PartOfState({n: value for n, value in stored.items() if value is not None or n not in masters})
+
+    def stored_once(self) -> dict[str, Any]:
+        """The same without further names of tied tensors."""
+        tied = aliases(self.module)
+        return {name: value for name, value in self.stored().items() if name not in tied}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state that matches the module, whole or in pieces."""
@@ -80,6 +93,11 @@ class ModelState:
         wanted = {n: (found.stored[n], as_pieces(v).empty_like()) for n, v in state.items() if n in found.stored}
         source.fill(wanted)
         self.load({name: pieces for name, (_, pieces) in wanted.items()})
+
+    def room(self) -> dict[str, PiecedTensor]:
+        """Empty memory for this rank's part, by name."""
+        stored = self.stored().items()
+        return {name: as_pieces(v).empty_like() for name, v in stored if isinstance(v, (Tensor, PiecedTensor))}
 
     def match(
         self, kinds: Kinds, saved_aliases: Mapping[str, str] | None = None, prefixes: Mapping[str, str] | None = None

@@ -12,17 +12,23 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside
+from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.checkpoints.state.stored import (
     GroupNames,
+    Kinds,
+    Match,
     add_saved_groups,
     added_groups,
     aliases,
     joined_values,
     load_optimizer,
+    optimizer_names,
     optimizer_templates,
     parameter_names,
     plain_values,
@@ -30,7 +36,7 @@ from lightning_megatron.checkpoints.state.stored import (
     values_here,
 )
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, plain_if_whole
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
@@ -38,7 +44,7 @@ from lightning_megatron.strategy.lightning.preemption import Preemption, listen
 from lightning_megatron.strategy.lightning.samplers import Samplers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
-from lightning_megatron.strategy.saving.model_state import ModelState, does_not_fit
+from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState, does_not_fit
 from lightning_megatron.strategy.saving.newest import answered
 from lightning_megatron.strategy.saving.resume import (
     Resumption,
@@ -48,6 +54,7 @@ from lightning_megatron.strategy.saving.resume import (
     note_what_is_read_ahead,
     replica_state,
 )
+from lightning_megatron.strategy.saving.state_on_disk import StateOnDisk
 from lightning_megatron.strategy.step.assembly import Assembled
 
 
@@ -97,6 +104,7 @@ class Saving:
         """Go on where the checkpoint stopped; from here on, signals to stop are agreed upon between steps."""
         if self._resumption is not None:
             self._resumption.begin()
+            lightning_state.stop_if_out_of_time(self._trainer)
         note_what_is_read_ahead(self._trainer)
         if self._mesh.layout.world_size > 1:
             self._preemption = listen(self._trainer, self._processes.device, self._processes.wants_batch)
@@ -132,7 +140,7 @@ class Saving:
         saved = checkpoint.get("lightning_megatron", {}).get("about", {}).get("precision")
         same = saved == str(self._trainer.precision)
         for optimizer, names, state in zip(
-            optimizers, self.optimizer_names, checkpoint["optimizer_states"], strict=True
+            optimizers, self.optimizer_names, checkpoint["optimizer_states"], strict=False
         ):
             places = self._engine.model_gradients.state_places(optimizer)
             load_optimizer(optimizer, names, places, state, keep_types=same)
@@ -144,12 +152,45 @@ class Saving:
         Raises:
             RuntimeError: names of a plain state are missing or unexpected, and ``strict``.
         """
-        state = checkpoint["state_dict"]
-        if not checkpoint.get("lightning_megatron", {}).get("is_matched"):
+        state, own = checkpoint["state_dict"], checkpoint.get("lightning_megatron", {})
+        if isinstance(state, StateOnDisk):
+            state = self._after_the_hook(own["path"], state, strict)
+        elif not own.get("is_matched"):
             found = self.weights.match({n: (v.shape, v.dtype) for n, v in state.items() if isinstance(v, Tensor)})
             if strict and (found.missing or found.unexpected):
                 raise RuntimeError(does_not_fit(self._module, found))
         self.weights.load(state)
+
+    def _after_the_hook(self, path: Any, state: StateOnDisk, strict: bool) -> dict[str, Any]:
+        """What ``on_load_checkpoint`` left of a state: tensors that it touched, and this rank's part of the others."""
+        found = self._fitting(path, state.kinds_now(), {}, strict)
+        untouched = state.untouched
+        wanted = {
+            name: (untouched[found.stored[name]], pieces)
+            for name, pieces in self._room(found).items()
+            if found.stored[name] in untouched
+        }
+        self._io.load_tensors(path, wanted)
+        touched = {name: state[stored] for name, stored in found.stored.items() if stored not in untouched}
+        others = {n: state[n] for n in state if n not in untouched and not isinstance(state[n], Tensor)}
+        return others | touched | {name: pieces for name, (_, pieces) in wanted.items()}
+
+    def _fitting(self, path: Any, kinds: Kinds, tied: Mapping[str, str], strict: bool) -> Match:
+        """Which tensor of the checkpoint at ``path`` each of the module's is loaded from; collective.
+
+        Raises:
+            RuntimeError: the module's names or shapes are not those of the checkpoint, and ``strict``.
+        """
+        found = self.weights.match(kinds, tied, self._io.prefixes)
+        if not found.fits:
+            if strict:
+                raise RuntimeError(does_not_fit(self._module, found))
+            rank_zero_warn(f"{path} fits {type(self._module).__name__} in part: {found}.")
+        return found
+
+    def _room(self, found: Match) -> dict[str, PiecedTensor]:
+        """Empty memory for this rank's part of every tensor that was found."""
+        return {name: pieces for name, pieces in self.weights.room().items() if name in found.stored}
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         """Write a checkpoint of Lightning's; after a failure of some ranks only, say that nothing can be saved."""
@@ -204,26 +245,53 @@ class Saving:
     def _read_tensors(self, path: Any, checkpoint: dict[str, Any], optimizers: Sequence[Optimizer] | None) -> None:
         """Fill ``checkpoint`` with this rank's tensors; those of optimizers only where some are given.
 
+        A module with an ``on_load_checkpoint`` of its own gets its weights when that has run, see :class:`StateOnDisk`.
+
         Raises:
             RuntimeError: the module's names or shapes are not those of the checkpoint, and it wants them to be.
         """
         module, kinds, own = self._module, self._io.tensor_kinds(path), checkpoint["lightning_megatron"]
-        found = self.weights.match(kinds, own["aliases"], self._io.prefixes)
-        if not found.fits:
-            if module.strict_loading:
-                raise RuntimeError(does_not_fit(module, found))
-            rank_zero_warn(f"{path} fits {type(module).__name__} in part: {found}.")
         wanted: dict[str, tuple[str, PiecedTensor]] = {}
-        for name, value in self.weights.stored().items():
-            if name in found.stored and isinstance(value, (Tensor, PiecedTensor)):
-                wanted[name] = found.stored[name], as_pieces(value).empty_like()
+        names: list[str] = []
+        edits = is_overridden("on_load_checkpoint", module)
+        if not edits:
+            found = self._fitting(path, kinds, own["aliases"], module.strict_loading)
+            wanted = {name: (found.stored[name], pieces) for name, pieces in self._room(found).items()}
+            names = list(wanted)
         states = [] if optimizers is None else self._optimizer_states(checkpoint, kinds, optimizers, wanted)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._with_parts(path, checkpoint, own["aliases"], wanted)
         self._io.load_tensors(path, wanted)
-        checkpoint["state_dict"] = {name: pieces for name, (_, pieces) in wanted.items() if name in found.stored}
-        checkpoint["state_dict"] |= checkpoint.pop("state_dict_extra", {})
-        own["is_matched"] = True
+        if edits:
+            of_optimizers = {stored for stored, *_ in optimizer_names(kinds)}
+            weights = {name: kind for name, kind in kinds.items() if name not in of_optimizers}
+            checkpoint["state_dict"] = StateOnDisk(weights, own["aliases"], open_source(path).read)
+            own["path"] = path
+        else:
+            checkpoint["state_dict"] = {name: plain_if_whole(wanted[name][1]) for name in names}
+            own["is_matched"] = True
+        checkpoint["state_dict"].update(checkpoint.pop("state_dict_extra", {}))
         if "optimizer_groups" in checkpoint:
             checkpoint["optimizer_states"] = states
+
+    def _with_parts(
+        self, path: Any, value: Any, tied: Mapping[str, str], wanted: dict[str, tuple[str, PiecedTensor]]
+    ) -> Any:
+        """``value`` with its states beside the module's; their tensors are added to ``wanted``, to be read."""
+        if type(value) is not dict:
+            return value
+        where = value.get(STATE_BESIDE)
+        if where is None:
+            value |= {key: self._with_parts(path, each, tied, wanted) for key, each in value.items()}
+            return value
+        kinds = self._io.tensor_kinds(path, beside(where))
+        part = PartOfState(value["extra"])
+        for name, pieces in self.weights.room().items():
+            stored = beside(where, tied.get(name, name))
+            if stored in kinds and kinds[stored][0] == pieces.shape:
+                part[name] = plain_if_whole(pieces)
+                wanted[beside(where, name)] = stored, pieces
+        return part
 
     def _optimizer_states(
         self,
@@ -249,5 +317,5 @@ class Saving:
             templates = optimizer_templates(kinds, index, places, tied, names)
             for stored, (name, key, pieces) in templates.items():
                 wanted[stored] = stored, pieces
-                state.setdefault(name, {})[key] = pieces if stored in kinds and pieces.shape else pieces.local
+                state.setdefault(name, {})[key] = plain_if_whole(pieces)
         return states

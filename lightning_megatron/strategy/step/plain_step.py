@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.strategy.lightning.trainer_access import stops
+from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
 from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
 from lightning_megatron.strategy.step.losses import LossChecks
@@ -73,7 +73,7 @@ class PlainStep:
             self._copies.compare()
         self._mean.start(outcome, trains=True)
         self._outcome = outcome
-        self._awaits_backward = automatic and output is not None
+        self._awaits_backward = automatic and output is not None and not skips_backward(self._module)
         return output
 
     def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:

@@ -1,0 +1,189 @@
+"""Lightning's averaging callbacks at every layout: each rank averages what it holds.
+
+``StochasticWeightAveraging``, ``WeightAveraging`` and ``EMAWeightAveraging`` copy the module before it is divided, and
+walk copy and module side by side. Averages are taken number by number, so a rank can do that for its own parts alone:
+in place of the copy stands :class:`HeldTensors`, this rank's tensors as checkpoints keep them (slices of split layers,
+float32 weights where layers hold 16 bits). The callbacks' own formulas run on it::
+
+    callback          in one process             here
+    update            copy ← f(copy, module)     held ← f(held, tensors that this rank has)
+    swap, transfer    copy ↔ module              held ↔ tensors that this rank has, then what depends on them
+    checkpoint        whole states               parts, stored as the weights are
+
+The callbacks get methods of their own for the time of a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces, plain_if_whole
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState
+
+_Averaging = (StochasticWeightAveraging, WeightAveraging)
+_OF_AVERAGES = ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")
+_OF_SWA = ("update_parameters", "transfer_weights", "load_state_dict")
+
+
+class HeldTensors(nn.Module):
+    """This rank's part of a module's state as parameters and buffers of a flat module.
+
+    Args:
+        state: by name, tensors and pieces; the memory is shared with them.
+        parameters: names of the module's parameters; the others are buffers.
+    """
+
+    def __init__(self, state: Mapping[str, Any], parameters: Iterable[str]) -> None:
+        super().__init__()
+        known = set(parameters)
+        self.specs = {n: as_pieces(v).spec for n, v in state.items() if isinstance(v, (Tensor, PiecedTensor))}
+        self.extra = {name: value for name, value in state.items() if name not in self.specs}
+        for number, name in enumerate(self.specs):
+            local = as_pieces(state[name]).local
+            if name in known:
+                self.register_parameter(str(number), nn.Parameter(local, requires_grad=False))
+            else:
+                self.register_buffer(str(number), local)
+
+    def pieces(self) -> dict[str, PiecedTensor]:
+        """By name, with the memory that is held here."""
+        return {n: PiecedTensor(spec, getattr(self, str(i)).detach()) for i, (n, spec) in enumerate(self.specs.items())}
+
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Take over values: pieces like those here, or whole tensors; names that are not there keep theirs."""
+        for name, own in self.pieces().items():
+            value = state.get(name)
+            if isinstance(value, PiecedTensor):
+                own.local.copy_(value.local)
+            elif isinstance(value, Tensor):
+                own.local.copy_(own.spec.slice_full(value))
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """This rank's part, as :class:`PartOfState`; inside another module's, under ``prefix``."""
+        state = PartOfState({n: plain_if_whole(pieces) for n, pieces in self.pieces().items()} | self.extra)
+        if destination is None:
+            return state
+        destination.update({prefix + name: value for name, value in state.items()})
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Inverse of :meth:`state_dict`."""
+        self.fill(state_dict)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.fill({name: state_dict[prefix + name] for name in self.specs if prefix + name in state_dict})
+
+
+@contextmanager
+def averages_parts(trainer: pl.Trainer) -> Iterator[None]:
+    """Within, no averaging callback of a Trainer copies the whole module; each waits for :func:`begin_averages`."""
+    found: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, _Averaging)]
+    for callback in found:
+        callback.__dict__["setup"] = _nothing
+    try:
+        yield
+    finally:
+        for callback in found:
+            for name in ("setup", *_OF_AVERAGES, *_OF_SWA):
+                callback.__dict__.pop(name, None)
+            getattr(callback._average_model, "__dict__", {}).pop("update_parameters", None)
+
+
+def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.device, *, fits: bool = True) -> None:
+    """Give every averaging callback its average, which is equal to the weights, and methods that work on parts.
+
+    Called before a fit, when gradients and optimizers are laid out: where layers hold 16 bits, the float32 weights
+    are there from then on.
+
+    Args:
+        trainer: of the run.
+        weights: state of the divided module.
+        device: of this rank; averages lie there unless the callback has one of its own.
+        fits: whether weights are trained; else an average of an earlier run goes on, and there are no new ones.
+    """
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, _Averaging):
+            continue
+        own = _Own(callback, weights, trainer)
+        if fits:
+            callback._average_model = own.new_average(device)
+        if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
+            names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
+            callback.__dict__.update({name: getattr(own, name.removeprefix("_")) for name in names})
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for ``setup``, which copies the whole module."""
+
+
+class _Own:
+    """What one callback does with its average and with the weights in use; named as its methods are."""
+
+    def __init__(self, callback: Any, weights: ModelState, trainer: pl.Trainer) -> None:
+        self._callback, self._weights, self._trainer = callback, weights, trainer
+        self.names = [name for name, _ in weights.module.named_parameters(remove_duplicate=False)]
+
+    def live(self) -> HeldTensors:
+        """The weights in use, not copied."""
+        return HeldTensors(self._weights.stored_once(), self.names)
+
+    def new_average(self, device: torch.device) -> Any:
+        """Equal to the weights in use; on ``device``, unless the callback has one of its own."""
+        callback = self._callback
+        if not isinstance(callback, WeightAveraging):
+            return copy.deepcopy(self.live())
+        options = {"use_buffers": callback._use_buffers, **callback._kwargs}
+        average = AveragedModel(self.live(), callback._device or device, **options)
+        average.__dict__["update_parameters"] = functools.partial(self.update, average)
+        return average
+
+    def update(self, average: AveragedModel, module: nn.Module) -> None:
+        """``AveragedModel.update_parameters`` with the weights in use."""
+        type(average).update_parameters(average, self.live())
+
+    @torch.no_grad()
+    def swap_models(self, module: nn.Module) -> None:
+        """Average and weights in use change places."""
+        average = self._callback._average_model.module
+        before = copy.deepcopy(self.live()).pieces()
+        self._weights.load(average.pieces())
+        average.fill(before)
+
+    def copy_average_to_current(self, module: nn.Module) -> None:
+        """The average becomes the weights in use."""
+        self._weights.load(self._callback._average_model.module.pieces())
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The callback's own, for which the module takes its state over by itself; here the strategy does."""
+        current = checkpoint.get("current_model_state")
+        given = checkpoint if current is None else {**checkpoint, "current_model_state": module.state_dict()}
+        type(self._callback).on_load_checkpoint(self._callback, trainer, module, given)
+        if current is not None:
+            self._weights.load(current)
+
+    def update_parameters(self, average: HeldTensors, module: nn.Module, n_averaged: Tensor, avg_fn: Any) -> None:
+        """``StochasticWeightAveraging.update_parameters`` with the weights in use."""
+        type(self._callback).update_parameters(average, self.live(), n_averaged, avg_fn)
+
+    def transfer_weights(self, average: HeldTensors, module: nn.Module) -> None:
+        """The averaged parameters become those in use; buffers stay."""
+        own = set(self.names)
+        self._weights.load({name: pieces for name, pieces in average.pieces().items() if name in own})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The callback's own; schedulers that it replaced in the run that was saved are dropped before they load."""
+        type(self._callback).load_state_dict(self._callback, state)
+        if state["scheduler_state"] is not None:
+            self._callback._clear_schedulers(self._trainer)
