@@ -37,6 +37,7 @@ from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
+from lightning_megatron.strategy.lightning.whole_hooks import WholeHooks
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.processes import Processes
@@ -99,6 +100,9 @@ class Run:
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
         self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view, divided=divided)
         clips_gradients_of(precision, gradients)
+        self._whole_hooks: WholeHooks | None = None
+        if not assembled.tensor_state.is_trivial:
+            self._whole_hooks = WholeHooks(self.module, trainer, assembled.tensor_state, mesh, precision)
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -114,7 +118,9 @@ class Run:
             begin_averages(trainer, self.saving.weights, processes.device, fits=False)
         self._clipping: HandClipping | None = None
         if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
-            self._clipping = HandClipping(self.module, gradients.presence, Stage.of(self.module), gradients.norm)
+            self._clipping = HandClipping(
+                self.module, gradients.presence, Stage.of(self.module), gradients.norm, self._whole_hooks
+            )
             self._clipping.start()
 
     def gradient_norm(self, optimizers: Sequence[Optimizer], parameters: Any | None = None) -> Tensor:
@@ -261,6 +267,7 @@ class Run:
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""
         self.engine.settle()
+        self.engine.losses.read()
         self.engine.share_copies()
 
     def close(self) -> None:
@@ -271,6 +278,8 @@ class Run:
         if self._clipping is not None:
             self._clipping.stop()
         self._logs.release()
+        if self._whole_hooks is not None:
+            self._whole_hooks.remove()
         self._summaries.remove()
         clips_gradients_of(self._precision, None)
         remove_loop_ends(self._trainer)

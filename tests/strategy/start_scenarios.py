@@ -101,20 +101,20 @@ class Built(TokenTask):
 
 
 class Start(Callback):
-    """Notes the whole model, and this rank's own tensors, when training starts."""
+    """Notes the whole model, and what a hook of this rank sees of it, when training starts."""
 
     def __init__(self) -> None:
         self.whole: dict[str, Tensor] = {}
-        self.own: dict[str, Tensor] = {}
+        self.seen: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.own = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+        self.seen = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
         whole = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
         self.whole = {name: value.clone() for name, value in whole.items()}
 
 
 def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded: bool, load: str | None) -> Any:
-    """The whole initial model (rank 0) and this rank's part of it.
+    """The whole initial model (rank 0) and what a hook of this rank sees of it.
 
     Args:
         info: this process.
@@ -132,7 +132,7 @@ def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded
     if load is not None:
         module.load_state_dict(torch.load(Path(load), weights_only=True))
     trainer.fit(module)
-    return noted.whole, noted.own
+    return noted.whole, noted.seen
 
 
 def fit_with(info: RankInfo, kind: str, arguments: dict[str, Any]) -> None:

@@ -341,7 +341,7 @@ def _node(shown: WholeTensor) -> Any:
 def _supersede(shown: WholeTensor) -> None:
     node = _node(shown)
     if isinstance(node, _OWN):
-        node.superseded = True
+        cast(Any, node).superseded = True
 
 
 _OWN: tuple[Any, ...] = (cast(Any, _Show)._backward_cls, cast(Any, _Reshow)._backward_cls)
@@ -362,6 +362,11 @@ def getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
+def setters(*names: str) -> list[Any]:
+    """The same where these attributes are written."""
+    return [getattr(Tensor, name).__set__ for name in names]
+
+
 T = Tensor
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
@@ -369,7 +374,8 @@ _AUGMENTED |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _HARMLESS = {"requires_grad_", "detach_"}
 _METADATA = {
     *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
-    *(cast(Any, T._backward_hooks).__get__, cast(Any, T._backward_hooks).__set__),
+    *getters("_backward_hooks"),
+    *setters("_backward_hooks"),
     *getters("is_nested", "is_mkldnn", "_version", "output_nr", "itemsize", "nbytes", "is_cpu"),
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),

@@ -7,12 +7,12 @@ a tensor without memory of its own are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.whole.base import WholeTensor, getters
+from lightning_megatron.layers.whole.base import Rule, WholeTensor, getters, setters
 
 
 def _of_local(func: Any, model: WholeTensor, *args: Any) -> Any:
@@ -126,17 +126,16 @@ def _refuse(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 T = Tensor
-RULES = {
+RULES: dict[Any, Rule] = {
     **dict.fromkeys(getters("requires_grad", "grad_fn", "is_leaf", "retains_grad"), _of_local),
     T.__format__: _format,
     T.register_hook: _register_hook,
     T.retain_grad: _of_local,
-    cast(Any, T.grad).__get__: _grad,
-    cast(Any, T.grad).__set__: _set_grad,
-    T.data.__get__: _data,  # type: ignore[attr-defined]
-    T.data.__set__: _set_data,  # type: ignore[attr-defined]
-    T.requires_grad_: _requires_grad,
-    T.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    **dict.fromkeys(getters("grad"), _grad),
+    **dict.fromkeys(setters("grad"), _set_grad),
+    **dict.fromkeys(getters("data"), _data),
+    **dict.fromkeys(setters("data"), _set_data),
+    **dict.fromkeys((T.requires_grad_, *setters("requires_grad")), _requires_grad),
     torch.autograd.grad: _differentiate,
     **dict.fromkeys((torch.autograd.backward, T.backward), _backward),
     T.numpy: _numpy,

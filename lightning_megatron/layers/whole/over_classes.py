@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.whole.base import NeedsWhole, WholeTensor
+from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.messages.collectives import reduce_from_group
 
 _OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -73,7 +73,7 @@ def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Tenso
     return values_at(model, index)
 
 
-RULES = {
+RULES: dict[Any, Rule] = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     **dict.fromkeys((torch.gather, Tensor.gather), _gather),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_megatron.layers.whole.base import NeedsWhole, WholeTensor
+from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.messages.collectives import copy_to_group
 
 
@@ -88,7 +88,7 @@ _IN_PLACE = (
     *(T.mul_, T.div_, T.add_, T.sub_, T.neg_, T.tanh_, T.clamp_, T.exp_, T.masked_fill_, T.zero_, T.fill_),
     *(T.__imul__, T.__itruediv__, T.__iadd__, T.__isub__),
 )
-RULES = {
+RULES: dict[Any, Rule] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((*_ARITHMETIC, *_FUNCTIONS), _pointwise),
     **dict.fromkeys(_IN_PLACE, _in_place),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.layers.whole.base import NeedsWhole, WholeTensor
+from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.messages.collectives import copy_to_group, raw_all_reduce, reduce_from_group
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -105,7 +105,7 @@ def _product(func: Any, left: Any, right: Any, bias: Any = None) -> Any:
 
 
 T = Tensor
-RULES = {
+RULES: dict[Any, Rule] = {
     **dict.fromkeys((T.sum, torch.sum, T.mean, torch.mean), _reduction),
     **dict.fromkeys((T.logsumexp, torch.logsumexp), _logsumexp),
     **dict.fromkeys((T.softmax, torch.softmax, F.softmax, T.log_softmax, torch.log_softmax, F.log_softmax), _softmax),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.whole.base import NeedsWhole, WholeTensor, getters
+from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor, getters
 
 
 def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
@@ -109,7 +109,7 @@ def _axes(entry: Any) -> int:
 T = Tensor
 _ALONG_FIRST = (T.narrow, torch.narrow, T.select, torch.select, T.unbind, torch.unbind, T.index_select)
 _ALONG_SECOND = (T.chunk, torch.chunk, T.split, torch.split)
-RULES = {
+RULES: dict[Any, Rule] = {
     **dict.fromkeys(_ALONG_FIRST, partial(_along, 0)),
     **dict.fromkeys(_ALONG_SECOND, partial(_along, 1)),
     **dict.fromkeys((torch.cat, torch.concat, torch.stack), _join),

@@ -7,7 +7,7 @@ it depends on when user code looks::
 
     phase   looks while                          here       a slice is here   on another stage
     STEP    the user's step runs                 itself     the slice         zeros that carry no gradient home
-    HOOK    anything else runs                   itself *   the slice         absent: its shape, but no number
+    HOOK    anything else runs                   itself *   all, if touched   absent: its shape, but no number
     WHOLE   code that names and counts runs      itself     its twin          its twin on the meta device
 
 ``*`` of a copy that hooks update (:mod:`~lightning_megatron.pipeline.cut.averaged_copies`) each stage lists just what
@@ -222,10 +222,15 @@ class Presence:
             return False
         return not over_stages or min(entry.stages) == self.stage
 
-    def are_whole_here(self, names: Iterable[str]) -> bool:
-        """Whether the gradients of these parameters are entirely on this rank, alike on all ranks that have them."""
+    def are_whole_here(self, names: Iterable[str], *, slices: bool = False) -> bool:
+        """Whether the gradients of these parameters are entirely on this rank, alike on all ranks that have them.
+
+        Args:
+            names: of the parameters.
+            slices: count slices as whole, which is how hooks see them.
+        """
         entries = [self._entry(name) for name in names]
-        split = any(entry.is_slice or entry.sharding.sums_gradient for entry in entries)
+        split = not slices and any(entry.is_slice or entry.sharding.sums_gradient for entry in entries)
         return not split and len({entry.part for entry in entries}) == 1
 
 

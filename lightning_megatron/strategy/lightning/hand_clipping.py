@@ -6,6 +6,8 @@ takes of gradients come here, and are those of one process or an error::
     all gradients of this rank, read through the module      norm over the whole model
     those of one layer, or of one part outside the layers    norm here, where all of it is
     anything else                                            refused: it may go on on other stages
+
+In a hook that sees split gradients whole, a part of the model is all here for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.nn.utils import clip_grad
 
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning.whole_hooks import WholeHooks
 
 _NAME = "_get_total_norm"
 
@@ -31,6 +34,7 @@ class HandClipping:
         presence: what of it is on this rank.
         stage: knows whether all that is here was read; ``None`` with one stage.
         norm: gives the 2-norm over the whole model of the gradients of some of this rank's parameters; collective.
+        whole_hooks: shows split gradients whole to hooks, where there are any.
     """
 
     def __init__(
@@ -39,9 +43,11 @@ class HandClipping:
         presence: Presence,
         stage: Stage | None,
         norm: Callable[[Iterable[nn.Parameter]], Tensor],
+        whole_hooks: WholeHooks | None,
     ) -> None:
         self._module, self._presence, self._stage = module, presence, stage
-        self._norm = norm
+        self._norm = norm if whole_hooks is None else whole_hooks.local(norm)
+        self._whole_hooks = whole_hooks
         self._original: Any = None
 
     def start(self) -> None:
@@ -65,9 +71,12 @@ class HandClipping:
         owners = {id(p.grad): (name, p) for name, p in named.items() if p.grad is not None}
         given = [owners[id(tensor)] for tensor in tensors if id(tensor) in owners]
         names = [name for name, _ in given]
-        if len(given) < len(tensors) or not given or self._presence.are_whole_here(names):
+        two = float(norm_type) == 2.0
+        together = two and self._is_for_all(len(given) == len(owners))
+        slices = self._whole_hooks is not None and self._whole_hooks.view.is_whole and not together
+        if len(given) < len(tensors) or not given or self._presence.are_whole_here(names, slices=slices):
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        if float(norm_type) != 2.0 or not self._is_for_all(len(given) == len(owners)):
+        if not together:
             raise RuntimeError(
                 f"a norm (order {norm_type:g}) of {len(given)} gradients was taken by `clip_grad_norm_` or "
                 f"`get_total_norm`, from `{names[0]}` to `{names[-1]}`, but this rank holds only a part of the model: "

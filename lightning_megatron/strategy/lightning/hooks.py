@@ -76,7 +76,7 @@ def may_log(owner: Any, hook: str) -> bool:
         if code in seen:
             continue
         seen.add(code)
-        for name in _names(code):
+        for name in names_in(code):
             if name in ("log", "log_dict"):
                 return True
             attribute = inspect.getattr_static(owner, name, None)
@@ -96,7 +96,7 @@ def takes_second_gradients(module: pl.LightningModule) -> bool:
         seen.add(function.__code__)
         if "create_graph" in _keywords(function.__code__):
             return True
-        names = set(_names(function.__code__))
+        names = set(names_in(function.__code__))
         named = [function.__globals__.get(name) for name in names]
         homes = [each for each in named if isinstance(each, types.ModuleType) and _is_foreign(each)]
         named += [vars(home).get(name) for home in homes for name in names]
@@ -116,11 +116,12 @@ def _is_foreign(thing: Any) -> bool:
     return home.split(".")[0] not in ("torch", "lightning", "lightning_megatron", "builtins", "transformers")
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Names that a code uses, functions inside of it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _keywords(code: types.CodeType) -> Iterator[Any]:

@@ -219,13 +219,13 @@ class HeldHooks:
         self, module: pl.LightningModule, callbacks: Iterable[Callback], logs: HookLogs, log: Callable[..., None]
     ) -> None:
         self._module, self._logs, self._log = module, logs, log
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
         for owner, parent in ((module, None), *others):
             for hook in _HOOKS:
-                if is_overridden(hook, owner, parent=parent) and hook not in owner.__dict__ and may_log(owner, hook):
+                if is_overridden(hook, owner, parent=parent) and may_log(owner, hook):
+                    self._wrapped.append((owner, hook, owner.__dict__.get(hook)))
                     owner.__dict__[hook] = self._holding(getattr(owner, hook))
-                    self._wrapped.append((owner, hook))
 
     def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -243,6 +243,8 @@ class HeldHooks:
 
     def remove(self) -> None:
         """Give the hooks back."""
-        for owner, hook in self._wrapped:
+        for owner, hook, before in self._wrapped:
             owner.__dict__.pop(hook, None)
+            if before is not None:
+                owner.__dict__[hook] = before
         self._wrapped = []

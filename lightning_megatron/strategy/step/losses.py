@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import Started, start_all_reduce
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
 
@@ -25,6 +25,8 @@ class LossChecks:
         self._inspects = inspects
         self._shared_by = shared_by
         self._bad: int | None = None
+        self._compared = False
+        self._under_way: tuple[Tensor, Started | None, float] | None = None
 
     def note(self, losses: Sequence[Tensor]) -> None:
         """Remember the first micro-batch whose loss is not finite, if anybody will ask.
@@ -42,25 +44,47 @@ class LossChecks:
         return bad
 
     def compare(self, loss: Tensor) -> None:
-        """Compare the loss of the first step over the tensor-parallel ranks; collective over them.
+        """Compare the loss over the tensor-parallel ranks; collective over them, in every step.
+
+        The first step's is compared at once, before it can change a weight. Later comparisons travel while the step
+        runs, and are read in the next one.
 
         Args:
             loss: detached scalar; others are left alone.
 
         Raises:
-            RuntimeError: the ranks do not share it: it counts slices somewhere.
+            RuntimeError: the ranks do not share this loss, or that of the step before: it counts slices somewhere.
         """
         group = self._shared_by
-        if group is None or loss.numel() != 1 or not loss.isfinite():
+        if group is None or loss.numel() != 1:
             return
-        self._shared_by = None
-        found = torch.cat([loss.reshape(1), -loss.reshape(1)]).double()
-        extremes = raw_all_reduce(found, group, maximum=True)
-        if not extremes.sum() <= _ALIKE.get(loss.dtype, 1e-4) * extremes.abs().max():
-            highest, lowest = extremes[0].item(), -extremes[1].item()
-            raise RuntimeError(
-                f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}. Each of them "
-                "holds slices of weights, so a sum over `self.parameters()`, or of a layer's weight, counts its own "
-                "slices only. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "
-                "`tensor_parallel_size=1`."
-            )
+        self.read()
+        found = torch.cat([loss.reshape(1), -loss.reshape(1), (~loss.isfinite()).reshape(1).to(loss.dtype)]).double()
+        extremes, work = start_all_reduce(found.nan_to_num(0.0, 0.0, 0.0), group, maximum=True)
+        self._under_way = (extremes, work, _ALIKE.get(loss.dtype, 1e-4))
+        if not self._compared:
+            self._compared = True
+            self.read()
+
+    def read(self) -> None:
+        """Wait for a comparison under way.
+
+        Raises:
+            RuntimeError: the ranks' losses differ.
+        """
+        if self._under_way is None:
+            return
+        (extremes, work, tolerance), self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+        highest, below, broken = extremes.tolist()
+        lowest = -below
+        if broken or highest - lowest <= tolerance * max(abs(highest), abs(lowest)):
+            return
+        raise RuntimeError(
+            f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}. Each of them holds "
+            "slices of weights and computes its term from those: a sum over `self.parameters()`, or of a layer's "
+            "weight, counts its own slices only. Use the optimizer's `weight_decay` instead of a penalty in the loss, "
+            "or `tensor_parallel_size=1`. Ranks that load different batches, or draw different random numbers, "
+            "differ as well."
+        )

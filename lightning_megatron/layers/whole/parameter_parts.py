@@ -1,0 +1,59 @@
+"""What every rank of a group holds of one parameter: the parts put together, and the whole cut again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.mesh.parts.boxes import ShardSpec
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterParts:
+    """A split parameter, as all ranks of its group hold it.
+
+    Attributes:
+        name: of the parameter, for messages.
+        specs: the part of each rank of the group.
+        group: the tensor group.
+    """
+
+    name: str
+    specs: tuple[ShardSpec, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def spec(self) -> ShardSpec:
+        """This rank's part."""
+        return self.specs[self.group.rank()]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.spec.global_shape
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole tensor, in memory of its own; one all-gather. Parts may differ in size between ranks."""
+        flat = part.detach().reshape(-1)
+        longest = max(_numel(spec) for spec in self.specs)
+        padded = flat if flat.numel() == longest else flat.new_zeros(longest)
+        padded[: flat.numel()] = flat
+        rows = raw_all_gather(padded, 0, self.group).view(len(self.specs), longest)
+        whole = part.new_empty(self.shape)
+        for spec, row in zip(self.specs, rows, strict=True):
+            spec.write_into(whole, row[: _numel(spec)].view(spec.local_shape))
+        return whole
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; padding is zero."""
+        return self.spec.slice_full(whole.detach())
+
+
+def _numel(spec: ShardSpec) -> int:
+    count = 1
+    for size in spec.local_shape:
+        count *= size
+    return count

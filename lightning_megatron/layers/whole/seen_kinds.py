@@ -1,0 +1,210 @@
+"""Classes that a split parameter and its gradient have while a hook runs; see `WholeView`.
+
+A tensor that is *seen* answers questions about its shape at once, changes every element alike where it is, and becomes
+whole in any other function of torch. A *gathered* parameter is an ordinary whole tensor but for being copied: what a
+layer's copy computes with is a part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.layers.whole.base import getters, setters
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+
+
+class View(Protocol):
+    """What these classes ask of a `WholeView`."""
+
+    def touch(self, tensor: Tensor) -> None: ...
+    def gradient(self, parameter: Tensor) -> Tensor | None: ...
+    def are_alike(self, one: Tensor, other: Tensor) -> bool: ...
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]: ...
+    def change_part(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool: ...
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter: ...
+    def hooked(self, parameter: nn.Parameter, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]: ...
+
+
+class Seen:
+    """Mixin: a tensor that becomes whole when it is touched."""
+
+    _owner: ClassVar[View]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NATIVE or torch._C._current_graph_task_id() != -1:  # a backward computes with parts
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Seen):
+            if func in _SHAPE:
+                return func(torch.empty(cls._owner.shape_of(first), device="meta"), *args[1:], **kwargs)  # type: ignore[arg-type]
+            if func in _EVERY_ELEMENT and cls._owner.change_part(func, first, args[1:], kwargs):  # type: ignore[arg-type]
+                return first
+        elif func in _EVERY_LIST and all(cls._meets(first, value) for value in args[1:]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls._on_whole(func, args, kwargs)
+
+    @classmethod
+    def _meets(cls, tensors: Any, value: Any) -> bool:
+        """Whether an operand changes every element of the tensors alike: a number, or tensors that are cut alike."""
+        if not isinstance(value, list | tuple):
+            return not isinstance(value, Tensor) or value.ndim == 0
+        return all(
+            isinstance(one, Seen) == isinstance(other, Seen)
+            and (not isinstance(one, Seen) or cls._owner.are_alike(one, other))  # type: ignore[arg-type]
+            for one, other in zip(tensors, value, strict=True)
+        )
+
+    @classmethod
+    def _on_whole(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in seen_among((*args, *kwargs.values())):
+            cls._owner.touch(tensor)
+        return func(*args, **kwargs)
+
+
+class _SeenTensor(Seen, torch.Tensor):
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._owner.touch(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._owner.touch(self)
+        return self.__reduce_ex__(protocol)
+
+
+class _Copied:
+    """Mixin: how a parameter is copied, kept, and told of gradients."""
+
+    _owner: ClassVar[View]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._owner.copied(self)  # type: ignore[arg-type]
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._owner.touch(self)  # type: ignore[arg-type]
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined]
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """The hook is given the whole gradient."""
+        return torch.Tensor.register_hook(self, self._owner.hooked(self, hook))  # type: ignore[arg-type]
+
+
+class _SeenParameter(_Copied, Seen, nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(args[0] if args else None, _SeenParameter):
+            if func == _GET_GRAD:
+                return cls._owner.gradient(args[0])
+            if (func is _SET_GRAD and args[1] is None) or func is Tensor.register_hook:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _GatheredParameter(_Copied, nn.Parameter):
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class Kinds:
+    """The classes of one view.
+
+    Attributes:
+        parameter: of a parameter that is seen.
+        gathered: of a parameter that was touched.
+        tensor: of a gradient that is seen.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.parameter = type("SeenParameter", (_SeenParameter,), {"_owner": view})
+        self.gathered = type("GatheredParameter", (_GatheredParameter,), {"_owner": view})
+        self.tensor = type("SeenTensor", (_SeenTensor,), {"_owner": view})
+
+
+class WholeGradientHook:
+    """A gradient hook of a split parameter, which is given the whole gradient; a collective in every backward.
+
+    Args:
+        parts: how the parameter is split.
+        hook: the user's.
+    """
+
+    def __init__(self, parts: ParameterParts, hook: Callable[[Tensor], Any]) -> None:
+        self._parts, self._hook = parts, hook
+
+    def __call__(self, part: Tensor) -> Tensor | None:
+        changed = answer_of(self._hook, self._parts.gather(part))
+        return None if changed is None else self._parts.cut(changed)
+
+
+class SummedGradientHook:
+    """A gradient hook of a parameter of which every rank computes a term of the gradient: it is given the sum.
+
+    Terms are summed over the group once more before they are used; so one rank answers for all.
+
+    Args:
+        group: the tensor group.
+        hook: the user's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, hook: Callable[[Tensor], Any]) -> None:
+        self._group, self._hook = group, hook
+
+    def __call__(self, term: Tensor) -> Tensor | None:
+        changed = answer_of(self._hook, raw_all_reduce(term.detach(), self._group))
+        if changed is None:
+            return None
+        return changed if self._group.rank() == 0 else torch.zeros_like(changed)
+
+
+def answer_of(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor | None:
+    """What a gradient hook returned, or the gradient that it changed in place; ``None`` if it did neither."""
+    before = gradient._version
+    changed: Tensor | None = hook(gradient)
+    return gradient if changed is None and gradient._version != before else changed
+
+
+def seen_among(values: Any) -> list[Tensor]:
+    """Tensors that are seen, among arguments and in lists and tuples of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Seen):
+            found.append(value)  # type: ignore[arg-type]
+        elif isinstance(value, list | tuple):
+            found += seen_among(value)
+    return found
+
+
+T = Tensor
+_GET_GRAD, _SET_GRAD = getters("grad")[0], setters("grad")[0]
+_SHAPE = {
+    *getters("shape", "ndim", "nbytes"),
+    *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.__len__, T.stride, T.is_contiguous, torch.numel),
+}
+_NATIVE = {
+    *getters("dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "requires_grad"),
+    *getters("grad_fn", "is_leaf", "_version", "_backward_hooks", "is_nested", "is_mkldnn", "retains_grad", "itemsize"),
+    *setters("requires_grad", "_backward_hooks"),
+    *(T.requires_grad_, T.__hash__, T.is_floating_point, T.is_complex, T.element_size, T.get_device),
+    *(torch.is_floating_point, torch.is_complex),
+}
+_EVERY_ELEMENT = {
+    *(T.abs_, T.add_, T.addcdiv_, T.addcmul_, T.clamp_, T.copy_, T.div_, T.exp_, T.fill_, T.lerp_, T.mul_, T.neg_),
+    *(T.pow_, T.sign_, T.sqrt_, T.square_, T.sub_, T.tanh_, T.zero_, T.nan_to_num_, T.masked_fill_),
+    *(T.__iadd__, T.__imul__, T.__isub__, T.__itruediv__, T.__ipow__),
+}
+_EVERY_LIST = {
+    *(torch._foreach_mul_, torch._foreach_div_, torch._foreach_add_, torch._foreach_sub_, torch._foreach_zero_),
+    *(torch._foreach_lerp_, torch._foreach_copy_),
+}

@@ -1,0 +1,155 @@
+"""Hooks of the user see split parameters whole; what they call in this package sees parts.
+
+Lightning calls a hook, the hook reads ``self.head.weight.norm()``: it gets what one process gets (see
+`lightning_megatron.layers.whole.between_steps`). So every overridden hook of the module and of the user's callbacks is
+entered through the view, and the doors that lead from a hook back into the strategy through its opposite::
+
+    Lightning ──▶ hook, parameters whole ──▶ strategy.optimizer_step, parts ──▶ closure ──▶ hook, whole
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.layers.whole.between_steps import WholeView
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts
+from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+
+_OTHER_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_LEFT_ALONE = ("on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer")
+_DOORS = (
+    *("training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step", "gradient_norm"),
+    *("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
+    *("lightning_module_state_dict", "full_state_dict", "load_initial_weights", "teardown"),
+)
+_OF_ONE_RANK = {
+    *("is_global_zero", "global_rank", "local_rank", "node_rank", "get_rank", "rank", "rank_zero_only", "RANK"),
+    *("LOCAL_RANK", "experiment", "logger", "loggers", "is_last_batch_of_rank"),
+}
+"""Names in code that may run on some ranks only."""
+
+
+class WholeHooks:
+    """Shows split parameters whole to hooks.
+
+    Args:
+        module: the user's module, divided.
+        trainer: of the run, whose strategy's methods lead back into this package.
+        tensor: how parameters are split.
+        mesh: the grid.
+        precision: the strategy's plugin, which clips.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, trainer: pl.Trainer, tensor: TensorState, mesh: ParallelMesh, precision: Any
+    ) -> None:
+        group, replicas = mesh.group("tensor_parallel"), mesh.layout.data
+        reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
+        self.view = WholeView(group, reason if tensor.sums_gradients or replicas > 1 else None)
+        self._wrapped: list[tuple[Any, str]] = []
+        for name, parameter in type(module).named_parameters(module):
+            specs = tensor.slices_of(name)
+            if parameter.is_meta:
+                continue
+            if specs is not None:
+                parts = ParameterParts(name, specs, group)
+                self.view.add(parts, parameter)
+                _tell_whole(parameter, functools.partial(WholeGradientHook, parts))
+            elif name in tensor.table and tensor.table[name].sums_gradient:
+                _tell_whole(parameter, functools.partial(SummedGradientHook, group))
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
+        for owner, parent in ((module, None), *others):
+            for hook in _hooks_of(owner, parent):
+                self._wrap(owner, hook, self._seeing(getattr(owner, hook), may_run_on_one_rank(owner, hook)))
+        for owner, names in ((trainer.strategy, _DOORS), (precision, ("clip_gradients",))):
+            for name in names:
+                if hasattr(owner, name):
+                    self._wrap(owner, name, self.local(getattr(owner, name)))
+
+    def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        owner.__dict__[name] = function
+        self._wrapped.append((owner, name))
+
+    def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            with self.view.seen(hook.__name__, serves=serves):
+                return hook(*args, **kwargs)
+
+        return seeing
+
+    def local(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of this package that hooks may call."""
+
+        @functools.wraps(function)
+        def on_parts(*args: Any, **kwargs: Any) -> Any:
+            with self.view.local():
+                return function(*args, **kwargs)
+
+        return on_parts
+
+    def remove(self) -> None:
+        """Give hooks and methods back."""
+        for owner, name in self._wrapped:
+            owner.__dict__.pop(name, None)
+        self._wrapped = []
+
+
+def _hooks_of(owner: Any, parent: type | None) -> list[str]:
+    """Hooks that a module or callback of the user defines."""
+    known = [name for name in dir(parent or pl.LightningModule) if name.startswith("on_") and name not in _LEFT_ALONE]
+    more = _OTHER_HOOKS if parent is None else ()
+    return [h for h in (*known, *more) if h not in owner.__dict__ and is_overridden(h, owner, parent=parent)]
+
+
+def _tell_whole(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:
+    """Let gradient hooks that were registered before the parameter was split have the whole gradient."""
+    hooks = parameter._backward_hooks or {}
+    for key, hook in hooks.items():
+        own = str(getattr(hook, "__module__", "")).startswith("lightning_megatron.")
+        if not own and not isinstance(hook, WholeGradientHook | SummedGradientHook):
+            hooks[key] = wrap(hook)
+
+
+def may_run_on_one_rank(owner: Any, hook: str) -> bool:
+    """Whether the code of a hook, or a function that it names, may do something on some ranks only."""
+    seen: set[types.CodeType] = set()
+    waiting: list[Any] = [getattr(owner, hook)]
+    while waiting:
+        function = waiting.pop()
+        while function is not None:
+            code = getattr(function, "__code__", None)
+            if code is None and not hasattr(function, "__wrapped__"):
+                return True  # a partial, or compiled: it cannot be read
+            if code is not None and code not in seen:
+                seen.add(code)
+                for name in names_in(code):
+                    if name in _OF_ONE_RANK:
+                        return True
+                    waiting += _functions_called(owner, function, name)
+            function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _functions_called(owner: Any, function: Any, name: str) -> list[Any]:
+    """Functions of the user's that a name in the code may mean: a method of the owner, or a function beside it."""
+    candidates = (inspect.getattr_static(owner, name, None), getattr(function, "__globals__", {}).get(name))
+    libraries = ("torch", "lightning", "lightning_fabric", "lightning_megatron", "builtins", "numpy")
+    return [
+        found
+        for found in candidates
+        if isinstance(found, types.FunctionType) and (found.__module__ or "").split(".")[0] not in libraries
+    ]

@@ -1,0 +1,183 @@
+"""Hooks that look along a dim over which tensor-parallel ranks split a weight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.loops import Walker
+from tests.parity.zoo.tasks import TokenTask
+
+
+def matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.ndim == 2]
+
+
+class Normalised(TokenTask):
+    """Unit columns after each step, gradients centred and clipped by rows, and what they were, logged."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_after_backward(self) -> None:
+        for _, weight in matrices(self):
+            if weight.grad is not None:
+                weight.grad.sub_(weight.grad.mean(dim=1, keepdim=True))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for _, weight in matrices(self):
+            if weight.grad is not None:
+                norm = weight.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
+                found = weight.grad.norm(dim=1, keepdim=True).clamp(min=1e-6)
+                weight.grad.copy_(torch.where(found > 0.1 * norm, weight.grad * (0.1 * norm / found), weight.grad))
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for _, weight in matrices(self):
+            if weight.grad is not None:
+                weight.grad.mul_((0.5 / weight.grad.norm().clamp(min=1e-9)).clamp(max=1.0))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, weight in matrices(self):
+            weight.div_(weight.norm(dim=0, keepdim=True).clamp(min=0.5))
+            self.log(f"norm/{name}", weight.norm())
+
+
+class Adversary(TokenTask):
+    """A second loss on perturbed embeddings (FGM), and a teacher that follows."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_fit_start(self) -> None:
+        self.__dict__["kept"] = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+        self.__dict__["twin"] = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.__dict__["batch"] = batch
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+    def on_after_backward(self) -> None:
+        table = matrices(self)[0][1]
+        assert table.grad is not None
+        before = table.data.clone()
+        table.data.add_(0.1 * table.grad / table.grad.norm())
+        self.loss(self.__dict__["batch"]).backward()
+        table.data.copy_(before)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, weight in self.named_parameters():
+            self.kept[name].mul_(0.9).add_(weight, alpha=0.1)
+            weight.lerp_(self.kept[name], 0.2)
+        for own, other in zip(self.twin.parameters(), self.net.parameters(), strict=True):
+            own.mul_(0.5).add_(other, alpha=0.5)
+            other.add_(own - own.mean(), alpha=0.01)
+
+
+class Afresh(TokenTask):
+    """Starts weights anew, masks gradients by the shape of a table, and normalises those of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        (_, table), *_, (_, last) = matrices(self)
+        mask = torch.rand(table.shape) > 0.3
+        table.register_hook(lambda grad: grad * mask)
+        last.register_hook(lambda grad: grad / grad.norm())
+        norm = next(parameter for name, parameter in self.named_parameters() if name.endswith("ln_1.weight"))
+        norm.register_hook(lambda grad: grad.div_(grad.norm()))
+
+    def on_fit_start(self) -> None:
+        for _, weight in matrices(self):
+            nn.init.orthogonal_(weight)
+
+    def on_train_epoch_end(self) -> None:
+        for _, weight in matrices(self):
+            weight.data[1] = 0.0
+            weight.data.view(-1)[5:9].mul_(2)
+
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.__dict__["alone"] = float(sum(weight.detach().norm() for _, weight in matrices(self)))
+
+
+class Columns(Callback):
+    """Reaches in from outside."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        weight = pl_module.net.blocks[1].mlp[0].weight  # type: ignore[union-attr, index]
+        weight.mul_((2.0 / torch.linalg.matrix_norm(weight, 2)).clamp(max=1.0))
+
+
+KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh)}
+
+
+def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Losses, logs and norms of all weights after a few steps."""
+    torch.manual_seed(7)
+    found: dict[str, Any] = {}
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=[Columns()])
+    module = KINDS[kind]()
+    trainer.fit(module)
+    state = trainer.strategy.full_state_dict() if layout is not None else module.state_dict()
+    if info.rank == 0:
+        found |= {name: value.double().clone() for name, value in state.items()}
+        found["alone"] = module.__dict__.get("alone")
+    return found | {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class OnOneRank(TokenTask):
+    """Changes a weight on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.is_global_zero:
+            matrices(self)[-1][1].data.mul_(0.5)
+
+
+class Keeps(TokenTask):
+    """Keeps a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_fit_start(self) -> None:
+        self.__dict__["kept"] = matrices(self)[-1][1].data
+
+
+class OwnBackward(Adversary):
+    """Adds gradients that nobody sums."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class LatePenalty(TokenTask):
+    """Counts slices of weights in the loss, from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = super().loss(batch)
+        return loss + sum(weight.square().sum() for _, weight in matrices(self)) if self.trainer.global_step else loss
+
+
+REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty)}
+
+
+def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
+    """Trains one that is refused."""
+    torch.manual_seed(7)
+    trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0).fit(REFUSED[kind]())
