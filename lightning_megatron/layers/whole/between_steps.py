@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from lightning_megatron.layers.whole import seen_kinds as kinds
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 
 NOTHING = -1.0
+_LOOKING_S = 6.0
 
 
 class _Entry:
@@ -181,9 +183,7 @@ class WholeView:
         tensor.data, entry.part = entry.part, None
         memory = current.untyped_storage()
         del current
-        if memory._cdata == entry.memory and _users(memory) > 1:
-            gc.collect()
-        return memory._cdata == entry.memory and _users(memory) > 1
+        return memory._cdata == entry.memory and _is_kept(memory)
 
     def touch(self, tensor: Tensor) -> None:
         """Make a tensor whole."""
@@ -343,6 +343,19 @@ def _own_backward(hook: str, reason: str, gradient: Tensor) -> None:
 
 def _alive(entries: dict[int, _Entry]) -> Iterable[tuple[_Entry, Tensor]]:
     return [(entry, tensor) for entry in list(entries.values()) if (tensor := entry.tensor()) is not None]
+
+
+def _is_kept(memory: torch.UntypedStorage) -> bool:
+    """Whether somebody else holds on to gathered memory. A thread that looks at what this one waits for keeps frames in
+    which the memory was made, with their variables, until it has looked: that is waited for.
+    """
+    until = time.monotonic() + _LOOKING_S
+    while _users(memory) > 1:
+        gc.collect()
+        if _users(memory) > 1 and time.monotonic() > until:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def _users(memory: torch.UntypedStorage) -> int:
