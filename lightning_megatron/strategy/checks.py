@@ -179,7 +179,8 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
             raise MisconfigurationException(
                 f"{type(callback).__name__} puts masks in the place of weights, of which every rank has a part with "
                 f"`tensor_parallel_size={layout.tensor}` and `pipeline_parallel_size={layout.pipeline}`: it would "
-                "prune other weights than in one process, or none. Use size 1 for both, and replicas."
+                "prune other weights than in one process, or none. Use both sizes 1 for it, or zero weights in a hook "
+                "(`self.layer.weight.mul_(mask)` in `on_train_batch_end`), which sees them whole."
             )
     for thing in (*callbacks, *trainer.loggers):
         if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(

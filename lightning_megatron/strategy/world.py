@@ -8,6 +8,7 @@ another one::
              ── materialize ▶ World: memory for meta weights                   paper: takes it back
              ── links ──────▶ World: messages to the other stages              paper: they loaded the same batch
              ── executor ───▶ World: hears what the stage before will send     paper: works it out by itself
+             ── compares ───▶ World: reads other ranks' losses                 paper: nobody has any
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class World:
 
     def __init__(self, link_options: LinkOptions = USUAL_LINKS) -> None:
         self.link_options = link_options
+
+    @property
+    def compares(self) -> bool:
+        """Whether other ranks have losses, to be compared with this one's."""
+        return True
 
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
         """What tells this rank of other ranks' failures; arguments of :class:`FailureWatch`."""

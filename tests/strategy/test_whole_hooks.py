@@ -45,6 +45,8 @@ def test_hooks_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
             "`on_train_batch_end` changed parameters or gradients that are split over 2 ranks on some",
             False,
         ),
+        ("LatePenalty", "the loss differs between tensor-parallel ranks", False),
+        ("Pruned", "ModelPruning puts masks in the place of weights", False),
         pytest.param("Keeps", "`on_fit_start` keeps a view of the whole `net.", False, marks=WIDE),
         pytest.param("OwnBackward", "`on_after_backward` runs a backward of its own", True, marks=WIDE),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
@@ -174,10 +175,18 @@ class LatePenalty(TokenTask):
         return loss + sum(weight.square().sum() for _, weight in matrices(self)) if self.trainer.global_step else loss
 
 
-REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty)}
+class Pruned(TokenTask):
+    """Has a callback that prunes."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+
+REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty, Pruned)}
 
 
 def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
     """Trains one that is refused."""
     torch.manual_seed(7)
-    trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0).fit(REFUSED[kind]())
+    pruning = [ModelPruning("l1_unstructured", amount=0.5)] if kind == "Pruned" else []
+    trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=pruning).fit(REFUSED[kind]())

@@ -76,7 +76,8 @@ class StepEngine:
         self.splits_itself = splits_itself(module)
         self.model_gradients = ModelGradients(module, mesh, device, presence, tensor, options.gradients)
         compares = mesh.layout.tensor > 1 and not self.splits_itself
-        self.losses = LossChecks(options.gradients.inspect, mesh.group("tensor_parallel") if compares else None)
+        shared_by = mesh.group("tensor_parallel") if compares else None
+        self.losses = LossChecks(options.gradients.inspect, shared_by, reads=world.compares)
         stages: Stages
         if stage is None:
             stages, check = OneStage(module, mesh, device, streams), None

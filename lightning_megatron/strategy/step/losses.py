@@ -19,11 +19,12 @@ class LossChecks:
     Args:
         inspects: whether to remember which micro-batch was not finite.
         shared_by: tensor-parallel ranks that compute the same loss; ``None`` for one rank.
+        reads: whether they exist.
     """
 
-    def __init__(self, inspects: bool, shared_by: dist.ProcessGroup | None) -> None:
+    def __init__(self, inspects: bool, shared_by: dist.ProcessGroup | None, *, reads: bool = True) -> None:
         self._inspects = inspects
-        self._shared_by = shared_by
+        self._shared_by, self._reads = shared_by, reads
         self._bad: int | None = None
         self._compared = False
         self._under_way: tuple[Tensor, Started | None, float] | None = None
@@ -77,6 +78,8 @@ class LossChecks:
         (extremes, work, tolerance), self._under_way = self._under_way, None
         if work is not None:
             work.wait()
+        if not self._reads:
+            return
         highest, below, broken = extremes.tolist()
         lowest = -below
         if broken or highest - lowest <= tolerance * max(abs(highest), abs(lowest)):

@@ -79,6 +79,11 @@ class PaperWorld(World):
         super().__init__()
         self._mode = mode
 
+    @property
+    def compares(self) -> bool:
+        """Nobody else has a loss."""
+        return False
+
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
         """Make a failure watch without other ranks."""
         return _NoWatch(*args, **kwargs)
