@@ -31,13 +31,13 @@ from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
+from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
+from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.averaging import begin_averages
-from lightning_megatron.strategy.lightning.hand_clipping import HandClipping
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
-from lightning_megatron.strategy.lightning.whole_hooks import WholeHooks
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.processes import Processes

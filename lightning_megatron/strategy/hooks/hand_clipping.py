@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad
 
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.lightning.whole_hooks import WholeHooks
+from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 
 _NAME = "_get_total_norm"
 

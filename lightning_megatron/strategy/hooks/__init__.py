@@ -1,0 +1,1 @@
+"""Hooks of the user, and what they see of a module that is divided."""
