@@ -105,6 +105,22 @@ def added_groups(optimizer: Optimizer, names: GroupNames, known: Mapping[int, st
     ]
 
 
+def joined_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The added groups of all stages: a hook adds one group per stage, each naming what its stage knows of.
+
+    Args:
+        stages: of each, :func:`added_groups`.
+    """
+    joined: list[dict[str, Any]] = []
+    for stage in stages:
+        for number, group in enumerate(stage):
+            if number == len(joined):
+                joined.append({**group, "params": []})
+            members = joined[number]["params"]
+            members += [name for name in group["params"] if name not in set(members)]
+    return joined
+
+
 def add_saved_groups(
     optimizer: Optimizer, names: GroupNames, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
 ) -> None:

@@ -26,6 +26,7 @@ from lightning_megatron.checkpoints.state.stored import (
     add_saved_groups,
     added_groups,
     aliases,
+    joined_groups,
     joined_values,
     load_optimizer,
     optimizer_names,
@@ -131,8 +132,7 @@ class Saving:
         index = next(i for i, candidate in enumerate(optimizers) if candidate is optimizer)
         names = self.optimizer_names[index]
         added = added_groups(optimizer, names, parameter_names(self._module))
-        stages = objects.gather(added, self._mesh.group("pipeline_parallel"))
-        added = [group for stage in stages for group in stage]
+        added = joined_groups(objects.gather(added, self._mesh.group("pipeline_parallel")))
         return stored_optimizer(optimizer, names, self._engine.model_gradients.state_places(optimizer), added)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:

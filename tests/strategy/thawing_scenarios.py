@@ -1,0 +1,79 @@
+"""Trains with Lightning's finetuning callbacks, at any layout, and goes on after layers have been unfrozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_megatron import MegatronStrategy
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+from tests.strategy.averaging_scenarios import Regression
+
+EPOCHS = 4
+
+
+class LayerByLayer(BaseFinetuning):
+    """Unfreezes one layer per epoch, from the last to the first: a parameter group more each time."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.layers)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+        self.unfreeze_and_add_param_group(module.layers[3 - epoch], optimizer, lr=1e-3 * (epoch + 1))
+
+
+class Thawed(Regression):
+    """Its first layers are a backbone."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleList(list(self.layers)[:layers])
+
+    def configure_optimizers(self) -> Any:
+        return AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+class Groups(Callback):
+    """Learning rates and validation loss of every epoch; saves at the end of one."""
+
+    def __init__(self, path: str | None, stop: int) -> None:
+        self.path, self.stop = path, stop
+        self.found: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.found += [float(trainer.callback_metrics["val_loss"])]
+        self.found += [group["lr"] for group in trainer.optimizers[0].param_groups]
+        if self.path is not None and trainer.current_epoch == self.stop:
+            trainer.save_checkpoint(self.path)
+
+
+def thawed(
+    info: RankInfo, layers: int | None, sizes: tuple[int, int, int] | None, stop: int, saves: str | None, goes_on: bool
+) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
+    """What each epoch had, the logged learning rates, and the weights at the end, on rank 0.
+
+    Args:
+        info: of this rank.
+        layers: how many are a backbone that is unfrozen at once; ``None`` to unfreeze them one by one.
+        sizes: of the layout; ``None`` for plain Lightning.
+        stop: epoch after which there is a checkpoint.
+        saves: its path.
+        goes_on: whether to resume from it, instead of saving it.
+    """
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+    thaw = LayerByLayer() if layers is None else BackboneFinetuning(1, backbone_initial_lr=1e-3)
+    groups, rates = Groups(None if goes_on else saves, stop), LearningRateMonitor()
+    logger = CSVLogger(f"{info.directory}/logs", version=f"{info.rank}-{sizes}-{goes_on}")
+    callbacks: list[Any] = [thaw, groups, rates]
+    options = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, "callbacks": callbacks, "logger": logger}
+    trainer = make_trainer(info, strategy, precision="64-true", **options)
+    module = Thawed(layers or 4)
+    trainer.fit(module, ckpt_path=saves if goes_on else None)
+    state = module.state_dict() if sizes is None else strategy.full_state_dict()
+    return groups.found, dict(rates.lrs), {name: value.clone() for name, value in state.items()}
