@@ -10,6 +10,7 @@ both together gets it again, joined::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,26 +27,28 @@ class SameDraws:
     """What the steps of some parts of a batch draw, in the order in which they draw it.
 
     Args:
-        parts: how many there are; the run numbered so is that of all of them together.
+        joins: number of a run -> the two earlier runs whose samples it has, one behind the other.
     """
 
-    def __init__(self, parts: int) -> None:
-        self._parts = parts
-        self._calls = [0] * (parts + 1)
-        self._drawn: list[dict[int, list[Tensor]]] = [{} for _ in range(parts)]
+    def __init__(self, joins: Mapping[int, tuple[int, int]]) -> None:
+        self._joins = joins
+        self._calls: Counter[int] = Counter()
+        self._drawn: dict[tuple[int, int], list[Tensor]] = {}
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
-        """Around each run of a step: on part ``index``, or on all of them, once per piece of the module."""
+        """Around each run of a step, numbered ``index``, once per piece of the module."""
         call = self._calls[index]
         self._calls[index] += 1
-        if index < self._parts:
+        if index not in self._joins:
             noted: list[Tensor] = []
-            self._drawn[index][call] = noted
+            self._drawn[index, call] = noted
             with _Draws(lambda own: noted.append(own.clone()) or own):  # type: ignore[func-returns-value]
                 yield
             return
-        rows = iter(zip(*(drawn.pop(call, []) for drawn in self._drawn), strict=False))
+        first, second = self._joins[index]
+        drawn = (self._drawn.pop((first, call), []), self._drawn.get((second, call), []))
+        rows = iter(zip(*drawn, strict=False))
         with _Draws(lambda own: _joined(next(rows, ()), own)):
             yield
 

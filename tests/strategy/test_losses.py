@@ -129,6 +129,13 @@ def _part(loss: float, **logs: float) -> Part:
     return Part(loss, torch.float64, logs)
 
 
+def test_pairs_of_micro_batches_with_as_many_positives_do_not_make_a_mean() -> None:
+    alike = find([_part(2.0), _part(1.0)], _part(1.5, right=3.0), [2, 2], {})
+    differs = find([_part(2.0, right=1.0), _part(1.0, right=2.0)], _part(1.25, right=3.0), [2, 2], {})
+    found = alike.joined([differs])
+    assert alike.fits and not found.fits and found.logs == {"right": "sum"} and found.numbers == (1.25, 1.5)
+
+
 def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
     _, y = tokens(4, padded_from=1)
     way = Counted(0, False, -100)
@@ -193,9 +200,13 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
         traces.put_back()
     assert "seen" not in vars(module) and module.table == {"samples": 0} and module.kept == []
     assert not module.mean.any() and module.meter.best == 5.0
-    counters, writes = judge(changes[:2], changes[2])
+    counters, writes = judge([(changes[:2], changes[2])])
     assert counters == [("", "seen")] and writes in ("meter.best", "mean")
-    assert judge([{}, {}], {}) == ([], "")
+    assert judge([([{}, {}], {})]) == ([], "")
+    right = ("", "right")
+    added = ([{}, {right: (3, 5)}], {right: (3, 5)})
+    alike = ([{right: (3, 4)}, {right: (3, 4)}], {right: (3, 4)})
+    assert judge([added]) == ([], "") and judge([alike]) == ([right], "") and judge([added, alike])[1] == "right"
 
 
 def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:

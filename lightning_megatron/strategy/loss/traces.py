@@ -12,7 +12,8 @@ between them::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ _DEPTH = 3
 
 Table = dict[Any, Any]
 Name = tuple[str, Any]
+Changes = dict[Name, tuple[Any, Any]]
 _MISSING = object()
 
 
@@ -47,18 +49,19 @@ class Traces:
 
     Args:
         module: the user's module, with all modules in it.
+        only: names of those modules in it that count; all by default.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, only: Collection[str] | None = None) -> None:
         metrics = tuple(f"{name}." for name, child in module.named_modules() if isinstance(child, Metric))
         self._kept = [
             _Kept(name, table, not f"{name}.".startswith(metrics), {k: (value, _copy_of(value)) for k, value in items})
-            for name, table, items in _tables(module)
+            for name, table, items in _tables(module, only)
         ]
 
-    def changes(self) -> dict[Name, tuple[Any, Any]]:
+    def changes(self) -> Changes:
         """Numbers and tensors written since: name of the table and key -> value before and now."""
-        found: dict[Name, tuple[Any, Any]] = {}
+        found: Changes = {}
         for kept in self._kept:
             for key in list(kept.table) if kept.compared else ():
                 if key not in kept.values and _is_kept_aside(key):
@@ -86,6 +89,35 @@ class Traces:
             tables = [kept for kept in self._kept if kept.name == name]
             found.append((next((kept.table for kept in tables if key in kept.values), tables[0].table), key))
         return found
+
+
+class LastStageWrites:
+    """Lets one of several runs of a step on a micro-batch write what the step writes.
+
+    A rank of several virtual stages runs the step's code before the layers once for each of them, and the last of these
+    runs gets furthest. What the others write outside the layers is put back.
+
+    Args:
+        module: the user's module.
+        layers: names of the trunk's layers, which run on one virtual stage each.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
+        self._module = module
+        inside = tuple(f"{layer}." for layer in layers) or "\0"
+        around = {layer[:end] for layer in layers for end in (0, *(i for i, char in enumerate(layer) if char == "."))}
+        metrics = (name for name, child in module.named_modules() if isinstance(child, Metric))
+        self._names = sorted({"", *around, *(name for name in metrics if not f"{name}.".startswith(inside))})
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around a run on any but the last virtual stage of this rank."""
+        traces = Traces(self._module, self._names)
+        try:
+            yield
+        finally:
+            with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                traces.put_back()
 
 
 class Counters:
@@ -117,34 +149,33 @@ class Counters:
                 _restore(value, copy)
 
 
-def judge(
-    parts: Sequence[dict[Name, tuple[Any, Any]]], whole: dict[Name, tuple[Any, Any]], layers: Sequence[str] = ()
-) -> tuple[list[Name], str]:
+def judge(joins: Sequence[tuple[Sequence[Changes], Changes]], layers: Sequence[str] = ()) -> tuple[list[Name], str]:
     """What the steps of the parts of a batch have written, against the step of all of it.
 
     Args:
-        parts: changes by each part, from one and the same state.
-        whole: changes by the whole, from that state.
+        joins: changes by some parts, and by all of these at once; each from one and the same state.
         layers: names of modules that may write what depends on their micro-batch.
 
     Returns:
         Names of what is the same for all, and the name of one value that has to be written by the whole batch, or "".
     """
-    counters: list[Name] = []
+    counters: dict[Name, None] = {}
+    adding: set[Name] = set()
     others: list[Name] = []
-    for name in dict.fromkeys(name for found in (*parts, whole) for name in found):
-        values = [found[name] for found in (*parts, whole) if name in found]
-        before, together = values[-1]
-        apart = [now for _, now in values[:-1]]
-        if len(values) <= len(parts):
-            others.append(name)
-        elif all(_equal(now, together) for now in apart):
-            counters.append(name)
-        elif not _adds_up(before, apart, together):
-            others.append(name)
+    for parts, whole in joins:
+        for name in dict.fromkeys(name for found in (*parts, whole) for name in found):
+            before = next(found[name] for found in (*parts, whole) if name in found)[0]
+            *apart, together = (found[name][1] if name in found else before for found in (*parts, whole))
+            if all(_equal(now, together) for now in apart):
+                counters[name] = None
+            elif _adds_up(before, apart, together):
+                adding.add(name)
+            else:
+                others.append(name)
+    others += [name for name in counters if name in adding]
     inside = tuple(f"{layer}." for layer in layers)
     outside = [name for name in others if not f"{name[0]}.".startswith(inside or "\0")]
-    return counters, ".".join(str(part) for part in outside[0] if part) if outside else ""
+    return list(counters), ".".join(str(part) for part in outside[0] if part) if outside else ""
 
 
 def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
@@ -161,9 +192,11 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     return bool(torch.allclose(change, torch.as_tensor(changes), rtol=1e-4, atol=1e-7))
 
 
-def _tables(module: nn.Module) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+def _tables(
+    module: nn.Module, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
     seen: set[int] = set()
-    for name, child in module.named_modules():
+    for name, child in module.named_modules() if only is None else ((n, module.get_submodule(n)) for n in only):
         if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
             keys = [key for key in child.__dict__ if key not in _OWN]
         else:

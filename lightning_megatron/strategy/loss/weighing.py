@@ -99,7 +99,11 @@ class Finding:
         """What all findings say."""
         every = [self, *others]
         fits = {way: max(one.fits[way] for one in every) for way in self.fits if all(way in one.fits for one in every)}
-        logs = {key: how if all(o.logs.get(key) == how for o in every) else "" for key, how in self.logs.items()}
+        hows: dict[str, set[str]] = {}
+        for one in every:
+            for key, how in one.logs.items():
+                hows.setdefault(key, set()).add(how)
+        logs = {key: min(said) if len(said) == 1 else "" for key, said in hows.items()}
         writes = next((one.writes for one in every if one.writes), "")
         failed = next((one for one in every if not one.fits), self)
         return replace(failed, fits=fits, writes=writes, logs=logs, tells=any(one.tells for one in every))

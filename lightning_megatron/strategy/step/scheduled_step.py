@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
-from lightning_megatron.strategy.loss.traces import Counters
+from lightning_megatron.strategy.loss.traces import Counters, LastStageWrites
 from lightning_megatron.strategy.loss.weighing import Counted
 from lightning_megatron.strategy.step.among_stages import Stages
 from lightning_megatron.strategy.step.choices import EngineOptions
@@ -79,6 +80,7 @@ class ScheduledStep:
         self._outcome: Outcome | None = None
         self.schedules: dict[tuple[int, bool], Schedule] = {}
         forwards = partial(self._schedule, forward_only=True)
+        self._writes = LastStageWrites(module, layers)
         self._trials = LossTrials(module, layers, mesh, device, stages, streams, recording, forwards)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
@@ -174,7 +176,7 @@ class ScheduledStep:
         training = bool(scales)
         with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
             schedule = self._schedule(len(parts), forward_only=not training)
-            recorded = _Recorded(call, recorder, parts, cut)
+            recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
             step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink)
             self._appended.snapshot()
             with self._stages.running(batch, len(parts), training=training) as executor:
@@ -231,9 +233,17 @@ class _Cut:
 class _Recorded:
     """The user's step, telling the recorder which micro-batch its logs belong to."""
 
-    def __init__(self, call: Callable[[Any], Any], recorder: LogRecorder, parts: Sequence[Any], cut: _Cut) -> None:
-        self._call = call
-        self._recorder = recorder
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        recorder: LogRecorder,
+        parts: Sequence[Any],
+        cut: _Cut,
+        writes: LastStageWrites,
+        chunks: int,
+    ) -> None:
+        self._call, self._recorder, self._writes = call, recorder, writes
+        self._left = [chunks] * len(parts)
         self._weights = cut.weights
         self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
         self._counters = cut.counters if len(cut.counters) else None
@@ -244,7 +254,9 @@ class _Recorded:
         if self._counters is not None:
             self._counters.put_back()
         self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
-        return self._call(part)
+        self._left[index] -= 1
+        with self._writes.undone() if self._left[index] else nullcontext():
+            return self._call(part)
 
 
 def _without_loss(output: Any) -> Any:

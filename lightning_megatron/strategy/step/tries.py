@@ -1,21 +1,24 @@
 """Trying a step on parts of a batch before it is run, to learn what the loss of the batch is made of.
 
-Two neighbouring micro-batches and both of them at once go through the pipeline, forward only, with the same random
-numbers for the same samples, and what the step writes and logs is put back and forgotten::
+Some neighbouring micro-batches, and each two of them at once, go through the pipeline, forward only, with the same
+random numbers for the same samples, and what the step writes and logs is put back and forgotten::
 
-    trial      F0 F1 F01          loss 0, loss 1, loss of both    ──▶ how to weigh; or keep the batch whole
-    step       F0 B0 F1 B1 ...    as found
+    trial      F0 F1 F01 F2 F12 ...    losses of each, and of two    ──▶ how to weigh; or keep the batch whole
+    step       F0 B0 F1 B1 ...         as found
+
+Two at once, and not all: a trial holds no more than a step would. Several times two: a loss that is divided by the
+number of its positives looks like a mean where two micro-batches happen to have as many.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
 the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
-and then (steps 8, 64, 512, ...).
+and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +43,7 @@ from lightning_megatron.strategy.step.step import Outcome
 
 TRIAL = "training_step (tried)"
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
+_PARTS = 5  # most micro-batches that are tried
 _UNSETTLED = 16  # steps in which equal losses are tried again
 
 
@@ -122,36 +126,37 @@ class LossTrials:
         return "counts" if int(differs) else ""
 
     def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
-        self._next = max(self._next, self._steps * _AGAIN if self._steps >= self._next else self._next)
+        joins = _Joins(batch, parts)
+        if self._steps >= self._next:
+            self._next = self._steps * (2 if len(joins.pairs) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True
-        first = _pair(batch, parts)
-        sizes = [batch_size_of(part) for part in parts]
-        start, stop = sum(sizes[:first]), sum(sizes[: first + 2])
-        pieces = [parts[first], parts[first + 1], samples_of(batch, start, stop)]
-        pieces = [map_tensors(piece, torch.clone) for piece in pieces]
-        tried = _Tried(call, self._recording, Traces(self._module), len(pieces) - 1)
-        step = PipelineStep(self._schedule(len(pieces)), tried, pieces, TRIAL)
-        with self._streams.trial(), self._stages.running(pieces[-1], len(pieces), training=False) as executor:
+        tried = _Tried(call, self._recording, Traces(self._module), joins)
+        step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
+        largest = max(joins.pieces, key=batch_size_of)
+        with self._streams.trial(), self._stages.running(largest, len(joins.pieces), training=False) as executor:
             executor.run(step)
-        names, writes = judge(*tried.changes(), self._layers)
-        outcome = self._stages.outcome(lambda: self._found(step, tried, writes), TRIAL)
+        names, writes = tried.written(self._layers)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, joins, writes), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
         self.reading = before.after(found)
         self.counters = Counters(tried.traces.slots(names))
         self._say(before, found, len(parts), why)
 
-    def _found(self, step: PipelineStep, tried: _Tried, writes: str) -> Outcome:
+    def _found(self, step: PipelineStep, tried: _Tried, joins: _Joins, writes: str) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
             Part(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
             for output, logs in zip(outputs, tried.logs(self._device), strict=True)
         ]
-        *parts, whole = step.micro_batches
-        counts = {way: [way(part) for part in parts] for way in candidates(whole)}
-        sizes = [float(batch_size_of(part)) for part in parts]
-        found = find(runs[:-1], runs[-1], sizes, counts)
+        findings = []
+        for both, pair in joins.pairs.items():
+            parts = [joins.pieces[index] for index in pair]
+            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both])}
+            sizes = [float(batch_size_of(part)) for part in parts]
+            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
+        found = findings[0].joined(findings[1:])
         found.writes = writes
         for axis in ("data_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
@@ -210,14 +215,39 @@ class LossTrials:
             )
 
 
-class _Tried:
-    """The user's step on the parts and on the whole; leaves nothing behind."""
+class _Joins:
+    """What a trial runs: some neighbouring micro-batches, and each two neighbours at once.
 
-    def __init__(self, call: Callable[[Any], Any], recording: Recording, traces: Traces, parts: int) -> None:
-        self._call, self._recording, self.traces = call, recording, traces
-        self._draws = SameDraws(parts)
-        self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in range(parts + 1)]
-        self._recorders: list[LogRecorder | None] = [None] * (parts + 1)
+    Args:
+        batch: the whole.
+        parts: its micro-batches, two or more.
+
+    Attributes:
+        pieces: in the order in which they run.
+        pairs: place of two at once among the pieces -> places of the one and of the other.
+    """
+
+    def __init__(self, batch: Any, parts: Sequence[Any]) -> None:
+        start = max(0, min(_pair(batch, parts) - 1, len(parts) - _PARTS))
+        ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
+        self.pieces = [parts[start]]
+        self.pairs: dict[int, tuple[int, int]] = {}
+        for index in range(start + 1, min(start + _PARTS, len(parts))):
+            last = len(self.pieces)
+            before = 0 if last == 1 else last - 2
+            self.pieces += [parts[index], samples_of(batch, ends[index - 1], ends[index + 1])]
+            self.pairs[last + 1] = (before, last)
+        self.pieces = [map_tensors(piece, torch.clone) for piece in self.pieces]
+
+
+class _Tried:
+    """The user's step on the pieces of a trial; leaves nothing behind."""
+
+    def __init__(self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: _Joins) -> None:
+        self._call, self._recording, self.traces, self._pairs = call, recording, traces, joins.pairs
+        self._draws = SameDraws(joins.pairs)
+        self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
+        self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
     def __call__(self, part: Any, index: int) -> Any:
         try:
@@ -229,9 +259,9 @@ class _Tried:
                 self._changes[index] |= self.traces.changes()
                 self.traces.put_back()
 
-    def changes(self) -> tuple[list[dict[Name, tuple[Any, Any]]], dict[Name, tuple[Any, Any]]]:
-        """What the parts have written, and what the whole has."""
-        return self._changes[:-1], self._changes[-1]
+    def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
+        """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
+        return judge([([self._changes[i] for i in pair], self._changes[b]) for b, pair in self._pairs.items()], layers)
 
     def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
         """What was logged as numbers, run by run."""
