@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast, resolve_group
 from lightning_megatron.parallelize.pairs.decide import carried_over, draw_up
 from lightning_megatron.parallelize.plan.blueprint import Blueprint
@@ -54,7 +55,9 @@ def parallelize(
         return ParallelReport("none", 1, False, whole_table(module))
     if synchronize:
         broadcast_state(module, group)
-    return _carry_out(module, group, *_decide(module, size, plan, sequence_parallel, example))
+    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
+    _agree(blueprint, group)
+    return _carry_out(module, group, blueprint, sequence)
 
 
 def explain(
@@ -117,6 +120,26 @@ def _decide(
         sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
         carried = None if sequence is None else sequence.carried_over(study, module)
         return carried_over(blueprint, study, module), carried
+
+
+def _agree(blueprint: Blueprint, group: dist.ProcessGroup) -> None:
+    """See that all ranks have decided alike: with different parts they would wait for each other's messages.
+
+    Raises:
+        ValueError: they have not; the message says where they differ.
+    """
+    own = {name: str(style) for name, style in blueprint.styles.items()}
+    own |= {region.scope: ", ".join(region.members) for region in blueprint.regions}
+    first, *others = objects.gather(own, group)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+            decided = [plan.get(name, "left whole") for plan in (first, other)]
+            raise ValueError(
+                f"tensor-parallel ranks 0 and {rank} would split the module differently: `{name}` is {decided[0]} on "
+                f"one and {decided[1]} on the other. The module must be the same on every rank; look for attributes or "
+                "hooks that only some ranks have, or pass the plan: `tensor_parallel_plan={...}`."
+            )
 
 
 def _carry_out(

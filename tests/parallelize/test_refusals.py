@@ -6,8 +6,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.harness import run_trainers
+from lightning_megatron.parallelize import parallelize
+from tests.harness import run_ranks, run_trainers
+from tests.parallelize.models import Block, CausalSelfAttention
 from tests.strategy.start_scenarios import fit_with
 
 
@@ -51,3 +56,12 @@ def test_a_call_that_the_plan_was_not_tried_with_is_named_beside_the_error_it_en
         assert outcome.error is not None
         assert "'net.layers.0.attn' is split over the tensor-parallel ranks by a plan" in outcome.trace
         assert "a call without argument 2" in outcome.trace and "`example_input_array`" in outcome.trace
+
+
+@run_ranks(tensor=2)
+def test_ranks_that_would_split_differently_are_told_so(mesh: Any) -> None:
+    module = nn.Sequential(*(Block(16, 4, CausalSelfAttention) for _ in range(2)))
+    if dist.get_rank() == 1:
+        module[1].mlp = nn.Identity()
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 would split the module differently: `1\.\S+` is"):
+        parallelize(module, mesh, example=torch.ones(1, 2, 16), synchronize=False)

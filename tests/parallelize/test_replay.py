@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -150,3 +151,34 @@ def test_what_a_module_does_not_own_or_cannot_be_copied_is_shared() -> None:
     with torch.no_grad():
         copied.tied.zero_()
     assert not copied.project(torch.ones(2, WIDTH)).any() and module.project(torch.ones(2, WIDTH)).all()
+
+
+class Watched(pl.LightningModule):
+    """Its methods are hooks of its layers, which log and look at the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, 4, CausalSelfAttention) for _ in range(2))
+        self.steps: list[int] = []
+        for block in self.blocks:
+            block.register_forward_hook(self.look)
+
+    def look(self, block: nn.Module, args: Any, output: Tensor) -> None:
+        self.log("norm", output.norm())
+        self.steps.append(self.trainer.global_step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_hooks_that_look_at_the_trainer_run_in_copies_of_a_layer() -> None:
+    module = Watched()
+    module.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    copied = copy_of(module.blocks[0])
+    copied(torch.ones(1, 2, WIDTH))
+    (hook,) = copied._forward_hooks.values()
+    assert hook.__self__ is not module and hook.__self__.steps == [0] and module.steps == []
+    report = explain(module, 2, example=torch.ones(1, 2, WIDTH))
+    assert "x2" in report.explain() and module.steps == []

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 _NOT_OWNED = ("_trainer", "_fabric")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _DATA = (DataLoader, Dataset)
 _PLAIN = (bool, int, float, str, bytes, type(None), type, Tensor, nn.Module)
 
@@ -41,7 +42,7 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
     Returns:
         The copy; its tensors share memory with the original until one of the two is written to.
     """
-    parts = list(module.modules())
+    parts = _with_owners_of_hooks(module)
     memo: dict[int, Any] = {id(owner): owner for owner in _not_owned(parts)}
     memo |= _tensors(parts)
     functions = _Functions(_functions([vars(part) for part in parts]))
@@ -52,7 +53,35 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
         attempt = memo | _uncopyable(parts, memo)
         copied = copy.deepcopy(module, attempt)
     functions.fill(attempt)
+    for part in parts:
+        if id(part) in attempt:  # a LightningModule drops its trainer where it is copied
+            _share(part, attempt[id(part)])
     return copied
+
+
+def _with_owners_of_hooks(module: nn.Module) -> list[nn.Module]:
+    """All modules in a module, and those whose methods are hooks of these, with all in them."""
+    found: dict[int, nn.Module] = {}
+    waiting = [module]
+    while waiting:
+        for part in waiting.pop().modules():
+            if id(part) in found:
+                continue
+            found[id(part)] = part
+            hooks = [hook for key, table in vars(part).items() if key in _HOOKS for hook in table.values()]
+            waiting += [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), nn.Module)]
+    return list(found.values())
+
+
+def _share(part: nn.Module, copied: nn.Module) -> None:
+    """Give a copy the trainer of its original; what it logs there is no log of the run."""
+    for key in _NOT_OWNED:
+        if vars(part).get(key) is not None and copied is not part:
+            vars(copied).update({key: vars(part)[key], "log": _log_nothing})
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _not_owned(parts: Iterable[nn.Module]) -> Iterator[Any]:
