@@ -129,6 +129,12 @@ def _part(loss: float, **logs: float) -> Part:
     return Part(loss, torch.float64, logs)
 
 
+def test_batches_of_unlike_numbers_of_tensors_are_weighed_by_what_all_have() -> None:
+    rows = [torch.arange(length) for length in (3, 2, 4)]
+    assert {way.place for way in candidates(rows)} == {0}
+    assert candidates(rows, rows[:2], rows[2:]) == []
+
+
 def test_pairs_of_micro_batches_with_as_many_positives_do_not_make_a_mean() -> None:
     alike = find([_part(2.0), _part(1.0)], _part(1.5, right=3.0), [2, 2], {})
     differs = find([_part(2.0, right=1.0), _part(1.0, right=2.0)], _part(1.25, right=3.0), [2, 2], {})

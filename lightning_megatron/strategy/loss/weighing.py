@@ -50,15 +50,23 @@ class Counted:
         return f"{which} of tensor {self.place} of the batch that are not {self.ignored}"
 
 
-def candidates(batch: Any) -> list[Counted]:
-    """What a batch could be weighed by: tensors of integers, one row per sample."""
+def candidates(*batches: Any) -> list[Counted]:
+    """What all of some batches could be weighed by: tensors of integers, one row per sample.
+
+    A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
+    """
+    first, *others = (_countable(batch) for batch in batches)
+    return [way for way in first if all(way in ways for ways in others)][:_MOST]
+
+
+def _countable(batch: Any) -> list[Counted]:
     size, found = batch_size_of(batch), []
     for place, tensor in enumerate(tensors_of(batch)):
         if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim or tensor.shape[0] != size:
             continue
         shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
         found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
-    return found[:_MOST]
+    return found
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class LossTrials:
         findings = []
         for both, pair in joins.pairs.items():
             parts = [joins.pieces[index] for index in pair]
-            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both])}
+            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
         found = findings[0].joined(findings[1:])
@@ -303,7 +303,7 @@ def _shares(weights: Sequence[float]) -> list[float]:
 def _pair(batch: Any, parts: Sequence[Any]) -> int:
     """The first of two neighbouring micro-batches that have as unlike numbers of targets as any."""
     best, place = 0.0, 0
-    for way in candidates(batch):
+    for way in candidates(batch, *parts):
         counts = [way(part) / batch_size_of(part) for part in parts]
         for index, (one, other) in enumerate(pairwise(counts)):
             unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else 0.0
