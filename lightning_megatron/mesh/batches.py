@@ -263,21 +263,24 @@ def shape_signature(batch: Any) -> Any:
     return tuple(shape_signature(child) for child in _children(batch))
 
 
-def checksum(batch: Any, samples: int = 1024) -> float:
+def checksum(batch: Any, samples: int = 1024) -> float | Tensor:
     """Cheap checksum to detect ranks with different batches: a weighted sum over strided elements.
 
     Args:
         batch: any nest of tensors.
         samples: about how many elements of each tensor are summed.
+
+    Returns:
+        A scalar tensor where the batch has tensors, so that nobody waits for a device.
     """
-    total = 0.0
+    total: float | Tensor = 0.0
     for index, tensor in enumerate(tensors_of(batch)):
         flat = tensor.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // samples)]
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
         found = flat.double().nan_to_num().sum() if flat.is_floating_point() else flat.sum(dtype=torch.float64)
-        total += (index + 1) * float(found) + tensor.numel()
+        total = total + (index + 1) * found + tensor.numel()
     return total
 
 

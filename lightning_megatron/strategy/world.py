@@ -8,7 +8,7 @@ another one::
              ── materialize ▶ World: memory for meta weights                   paper: takes it back
              ── links ──────▶ World: messages to the other stages              paper: they loaded the same batch
              ── executor ───▶ World: hears what the stage before will send     paper: works it out by itself
-             ── compares ───▶ World: reads other ranks' losses                 paper: nobody has any
+             ── compares ───▶ World: reads other ranks' batches and losses     paper: nobody has any
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class World:
 
     @property
     def compares(self) -> bool:
-        """Whether other ranks have losses, to be compared with this one's."""
+        """Whether other ranks have batches and losses, to be compared with this one's."""
         return True
 
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:

@@ -46,6 +46,7 @@ def test_hooks_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
             False,
         ),
         ("LatePenalty", "the loss differs between tensor-parallel ranks", False),
+        ("OwnBatches", "the tensor-parallel ranks of one replica loaded different batches", False),
         ("Pruned", "ModelPruning puts masks in the place of weights", False),
         pytest.param("Keeps", "`on_fit_start` keeps a view of the whole `net.", False, marks=WIDE),
         pytest.param("OwnBackward", "`on_after_backward` runs a backward of its own", True, marks=WIDE),

@@ -175,6 +175,16 @@ class LatePenalty(TokenTask):
         return loss + sum(weight.square().sum() for _, weight in matrices(self)) if self.trainer.global_step else loss
 
 
+class OwnBatches(TokenTask):
+    """Draws other samples on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [part.roll(self.global_rank, -1) + self.global_rank for part in batch]
+
+
 class Pruned(TokenTask):
     """Has a callback that prunes."""
 
@@ -182,7 +192,7 @@ class Pruned(TokenTask):
         super().__init__(Walker())
 
 
-REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty, Pruned)}
+REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty, OwnBatches, Pruned)}
 
 
 def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:

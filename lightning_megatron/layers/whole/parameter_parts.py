@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
@@ -39,8 +40,7 @@ class ParameterParts:
         """The whole tensor, in memory of its own; one all-gather. Parts may differ in size between ranks."""
         flat = part.detach().reshape(-1)
         longest = max(_numel(spec) for spec in self.specs)
-        padded = flat if flat.numel() == longest else flat.new_zeros(longest)
-        padded[: flat.numel()] = flat
+        padded = flat if flat.numel() == longest else F.pad(flat, (0, longest - flat.numel()))
         rows = raw_all_gather(padded, 0, self.group).view(len(self.specs), longest)
         whole = part.new_empty(self.shape)
         for spec, row in zip(self.specs, rows, strict=True):

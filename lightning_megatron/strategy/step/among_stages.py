@@ -226,7 +226,7 @@ class SeveralStages:
 
     def _check_equal_batches(self, opened: _Connection, batch: Any, micro_batches: int) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
-        mine = [checksum(batch), float(micro_batches), _trained(opened.parameters)]
+        mine = [float(checksum(batch)), float(micro_batches), _trained(opened.parameters)]
         before = opened.links.compare_notes(self._mesh.stage, mine)
         arriving = 0.0 if before is None else before[2]
         opened.executor.expect_gradients(arriving, arriving + mine[2])

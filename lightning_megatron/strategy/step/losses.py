@@ -1,32 +1,39 @@
-"""What is asked of the losses of a step: are they finite, and equal on the ranks that share a replica?"""
+"""What is asked of a step: are its losses finite, and its batch and loss equal on the ranks that share a replica?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.batches import checksum
 from lightning_megatron.mesh.messages.collectives import Started, start_all_reduce
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
 
 
 class LossChecks:
-    """Looks at losses as they are computed.
+    """Looks at batches and losses as they come.
 
     Args:
         inspects: whether to remember which micro-batch was not finite.
-        shared_by: tensor-parallel ranks that compute the same loss; ``None`` for one rank.
+        shared_by: tensor-parallel ranks that compute the same loss of the same batch; ``None`` for one rank.
         reads: whether they exist.
+
+    Attributes:
+        compares: whether several ranks do.
     """
 
     def __init__(self, inspects: bool, shared_by: dist.ProcessGroup | None, *, reads: bool = True) -> None:
         self._inspects = inspects
-        self._shared_by, self._reads = shared_by, reads
+        self._shared_by, self.compares = shared_by, shared_by is not None
+        self._reads = reads
         self._bad: int | None = None
-        self._compared = False
+        self._known: set[str] = set()
+        self._mark: float | Tensor = 0.0
         self._under_way: tuple[Tensor, Started | None, float] | None = None
 
     def note(self, losses: Sequence[Tensor]) -> None:
@@ -44,34 +51,61 @@ class LossChecks:
         bad, self._bad = self._bad, None
         return bad
 
-    def compare(self, loss: Tensor) -> None:
-        """Compare the loss over the tensor-parallel ranks; collective over them, in every step.
-
-        The first step's is compared at once, before it can change a weight. Later comparisons travel while the step
-        runs, and are read in the next one.
+    def take_batch(self, batch: Any, step: str, device: torch.device) -> None:
+        """Take note of the batch of a step, to be compared with its loss; at once in the first step of each kind, which
+        might not end where ranks compute on different batches. Collective over the tensor-parallel ranks then.
 
         Args:
-            loss: detached scalar; others are left alone.
+            batch: before the step has seen it.
+            step: name of the user's step.
+            device: where tensors live.
 
         Raises:
-            RuntimeError: the ranks do not share this loss, or that of the step before: it counts slices somewhere.
+            RuntimeError: the ranks do not share this batch, or did not share one before.
         """
         group = self._shared_by
-        if group is None or loss.numel() != 1:
+        if group is None:
             return
-        self.read()
-        found = torch.cat([loss.reshape(1), -loss.reshape(1), (~loss.isfinite()).reshape(1).to(loss.dtype)]).double()
-        extremes, work = start_all_reduce(found.nan_to_num(0.0, 0.0, 0.0), group, maximum=True)
-        self._under_way = (extremes, work, _ALIKE.get(loss.dtype, 1e-4))
-        if not self._compared:
-            self._compared = True
+        self._mark = checksum(batch)
+        if step not in self._known:
+            self._start(torch.zeros((), device=device), group)
             self.read()
+
+    def compare(self, loss: Tensor | None, step: str, device: torch.device) -> None:
+        """Compare batch and loss over the tensor-parallel ranks; collective over them, in every step.
+
+        What the first step of each kind gives is compared at once, before it can change a weight. Later comparisons
+        travel while the step runs, and are read in the next one.
+
+        Args:
+            loss: detached scalar, if there is one; others are left alone.
+            step: name of the user's step.
+            device: where tensors live.
+
+        Raises:
+            RuntimeError: the ranks do not share this loss or batch, or those of the step before.
+        """
+        group = self._shared_by
+        if group is None:
+            return
+        scalar = torch.zeros((), device=device) if loss is None or loss.numel() != 1 else loss.reshape(())
+        self._start(scalar, group)
+        if step not in self._known:
+            self._known.add(step)
+            self.read()
+
+    def _start(self, loss: Tensor, group: dist.ProcessGroup) -> None:
+        self.read()
+        wide, mark = loss.double(), torch.as_tensor(self._mark, dtype=torch.float64, device=loss.device)
+        found = torch.stack([wide, -wide, (~loss.isfinite()).double(), mark, -mark]).nan_to_num(0.0, 0.0, 0.0)
+        extremes, work = start_all_reduce(found, group, maximum=True)
+        self._under_way = (extremes, work, _ALIKE.get(loss.dtype, 1e-4))
 
     def read(self) -> None:
         """Wait for a comparison under way.
 
         Raises:
-            RuntimeError: the ranks' losses differ.
+            RuntimeError: the ranks' batches or losses differ.
         """
         if self._under_way is None:
             return
@@ -80,14 +114,20 @@ class LossChecks:
             work.wait()
         if not self._reads:
             return
-        highest, below, broken = extremes.tolist()
+        highest, below, broken, mark, opposite = extremes.tolist()
+        if mark != -opposite:
+            raise RuntimeError(
+                "the tensor-parallel ranks of one replica loaded different batches. All of them must load the same "
+                "one: seed the sampler and what is drawn in a dataset or collator (`L.seed_everything`), let Lightning "
+                "add its distributed sampler, or shard by `trainer.strategy.distributed_sampler_kwargs` instead of the "
+                "global rank."
+            )
         lowest = -below
         if broken or highest - lowest <= tolerance * max(abs(highest), abs(lowest)):
             return
         raise RuntimeError(
-            f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}. Each of them holds "
-            "slices of weights and computes its term from those: a sum over `self.parameters()`, or of a layer's "
-            "weight, counts its own slices only. Use the optimizer's `weight_decay` instead of a penalty in the loss, "
-            "or `tensor_parallel_size=1`. Ranks that load different batches, or draw different random numbers, "
-            "differ as well."
+            f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}, on the same batch. "
+            "Each of them holds slices of weights and computes its term from those: a sum over `self.parameters()`, or "
+            "of a layer's weight, counts its own slices only. Use the optimizer's `weight_decay` instead of a penalty "
+            "in the loss, or `tensor_parallel_size=1`. Ranks that draw different random numbers differ as well."
         )

@@ -63,12 +63,16 @@ class PlainStep:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
         automatic, self._window = self._module.automatic_optimization, window
+        compares = self._losses.compares
+        if compares:
+            self._losses.take_batch(batch, "training_step", self._device)
         with self._recording.step() as recorder, _NOTHING if automatic else self._backwards:
             output = call(batch)
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if automatic and isinstance(loss, Tensor):
-            self._losses.compare(loss.detach())
+        if compares:
+            compared = loss.detach() if isinstance(loss, Tensor) and automatic else None
+            self._losses.compare(compared, "training_step", self._device)
         if not automatic and self._copies is not None:
             self._copies.compare()
         self._mean.start(outcome, trains=True)
@@ -104,8 +108,13 @@ class PlainStep:
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch, whole."""
+        compares = self._losses.compares
+        if compares:
+            self._losses.take_batch(batch, name, self._device)
         with self._recording.step() as recorder:
             output = call(batch)
+            if compares:
+                self._losses.compare(None, name, self._device)
             outcome = Outcome(recorder.collect(self._device), output=output)
             self._mean.start(outcome, trains=False)
             self._mean.finish(outcome)

@@ -75,6 +75,7 @@ class ScheduledStep:
         self._stages, self._streams, self._options = stages, streams, options
         self._gradients, self._recording, self._losses = gradients, recording, losses
         self._appended = AppendedLists(module)
+        self._compares = losses.compares and mesh.rank == mesh.loss_rank  # the ranks that compute losses of one batch
         self._mean = ReplicaMean(mesh, device)
         self._uncut: dict[int, int] = {}
         self._outcome: Outcome | None = None
@@ -174,6 +175,8 @@ class ScheduledStep:
         name: str,
     ) -> Outcome:
         training = bool(scales)
+        if self._compares:
+            self._losses.take_batch(batch, name, self._device)
         with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
             schedule = self._schedule(len(parts), forward_only=not training)
             recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
@@ -200,10 +203,11 @@ class ScheduledStep:
             losses = [loss_of(output).detach() for output in outputs]
             self._losses.note(losses)
             loss = torch.stack(losses).sum() if cut.sums else weighted_mean(losses, weights)
-            self._losses.compare(loss)
             if not cut.sums and cut.total:  # of what all replicas count, rather than their mean
                 loss = loss * (sum(weights) * self._mesh.layout.data / cut.total)
             outputs = [_without_loss(output) for output in outputs]
+        if self._compares:
+            self._losses.compare(loss, step.name, self._device)
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         outcome = Outcome(logs, loss, output, stop=stops(self._module))
         self._mean.start(outcome, trains=loss is not None)

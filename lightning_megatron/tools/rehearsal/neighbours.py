@@ -81,7 +81,7 @@ class PaperWorld(World):
 
     @property
     def compares(self) -> bool:
-        """Nobody else has a loss."""
+        """Nobody else has a batch."""
         return False
 
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
