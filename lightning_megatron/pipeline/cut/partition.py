@@ -20,7 +20,7 @@ from lightning_megatron.mesh.parts.names import Parts, lies_in
 from lightning_megatron.pipeline.cut.averaged_copies import Copies, find_copies
 from lightning_megatron.pipeline.cut.balance import balance, balance_unequal
 from lightning_megatron.pipeline.cut.reading import Phase, Uses, read_uses
-from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk, holders_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,18 @@ def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
     themselves, as they may run at different times.
     """
     names: list[str] = []
-    _collect_units(module, "", trunk, names)
-    return names
+    holders = {id(holder) for holder in holders_of(module.get_submodule(trunk.name), module)}
+    _collect_units(module, "", trunk, names, holders)
+    first = {id(child): name for name, child in module.named_modules()}
+    return [name for name in names if not _is_alias(module, name, trunk, holders, first)]
+
+
+def _is_alias(module: nn.Module, name: str, trunk: Trunk, holders: set[int], first: Mapping[int, str]) -> bool:
+    """Whether ``name`` is a further name of something, given by a module that lists the trunk again as well."""
+    above, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(above)
+    again = id(owner) in holders and not lies_in(trunk.name, above)
+    return again and leaf in owner._modules and first[id(owner._modules[leaf])] != name
 
 
 def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
@@ -131,16 +141,16 @@ def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
     return [part for part in found if isinstance(part, nn.Module)]
 
 
-def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str]) -> None:
+def _collect_units(module: nn.Module, name: str, trunk: Trunk, names: list[str], holders: set[int]) -> None:
     prefix = f"{name}." if name else ""
     names.extend(f"{prefix}{parameter}" for parameter, value in module._parameters.items() if value is not None)
     if name == trunk.name:
         return
     for child_name, child in module.named_children():
         path = f"{prefix}{child_name}"
-        opened = isinstance(child, (nn.ModuleDict, nn.ModuleList))
-        if lies_in(trunk.name, path) or opened:
-            _collect_units(child, path, trunk, names)
+        opened = isinstance(child, (nn.ModuleDict, nn.ModuleList)) or id(child) in holders
+        if path == trunk.name or opened:
+            _collect_units(child, path, trunk, names, holders)
         elif any(True for _ in child.parameters()):
             names.append(path)
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, names_in
 from lightning_megatron.pipeline.cut.resolver import Resolver
-from lightning_megatron.pipeline.cut.trunk import Trunk
+from lightning_megatron.pipeline.cut.trunk import Trunk, holders_of
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _INERT_CALLS = {
@@ -93,8 +93,7 @@ class _Reader(Resolver):
         self.container = root.get_submodule(trunk.name)
         self.last_layer = root.get_submodule(trunk.layer_names[-1])
         self.layers = {id(layer) for layer in trunk.layers(root)}
-        prefixes = [""] + [trunk.name[:i] for i, char in enumerate(trunk.name) if char == "."]
-        self.ancestors = {id(root.get_submodule(prefix)) for prefix in prefixes}
+        self.ancestors = {id(module) for module in holders_of(self.container, root)}
         self.active: set[tuple[int, str]] = set()
         self.flows = Flows()
         self.loop_layers: set[str] = set()
@@ -286,6 +285,9 @@ class _Reader(Resolver):
             self.phase = Phase.AFTER
         elif id(module) in self.layers:
             self.phase = Phase.AFTER if module is self.last_layer else Phase.DURING
+        elif id(module) in self.ancestors and type(module).forward is nn.Sequential.forward:
+            for child in module._modules.values():  # its own loop does not say which of them holds the layers
+                self._call_module(child, call)  # type: ignore[arg-type]
         elif id(module) in self.ancestors:
             self.read_method(module, type(module).forward, call)
         else:

@@ -28,6 +28,12 @@ class Trunk:
         return [module.get_submodule(name) for name in self.layer_names]
 
 
+def holders_of(container: nn.Module, root: nn.Module) -> list[nn.Module]:
+    """``root``, and every module in it that ``container`` is in, under whichever name."""
+    inside = [module for module in root.modules() if any(child is container for child in module.modules())]
+    return [root, *(module for module in inside if module is not container and module is not root)]
+
+
 def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
     """Find the trunk of ``module``: its largest container of repeated layers.
 
