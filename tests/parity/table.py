@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from tests.parity.row import CLIPS, Row
-from tests.parity.zoo.registry import ZOO
+from tests.parity.zoo.registry import KEPT, ZOO
 
 SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
@@ -64,11 +64,16 @@ def _row(module: str, setting: Setting) -> Row:
 def everyday() -> list[Row]:
     """Rows of an ordinary test run."""
     settings = itertools.cycle(covering())
-    plain = [name for name in ZOO if not name.startswith("hf_")]
+    plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
         Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
         Row("conditioned", "pp2", "zb-v", "none", 1, 2),
+        Row("kept_in_layers", "pp3", "1f1b", "none", 1, 2),
+        Row("kept_in_registry", "pp2", "interleaved", "none", 1, 2),
+        Row("kept_in_argument", "pp2xdp2", "1f1b", "norm", 1, 2),
+        Row("kept_sums", "pp2", "zb-v", "none", 1, 2),
+        Row("hooked", "pp2", "zb-v", "none", 1, 2),
     ]
     return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama")), *turns]
 

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_megatron.pipeline.cut.averaged_copies import Copy, find_copies
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
-from lightning_megatron.pipeline.elsewhere.provenance import WatchPlan
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.parity.zoo import strangers
 from tests.parity.zoo.loops import Walker
@@ -57,6 +56,23 @@ class Gatherer(Walker):
 
 def test_what_layers_are_given_and_return_keeps_no_part_anywhere_else() -> None:
     assert _places(Gatherer()) == {"embed": [0], "head": [2]}
+
+
+class Nested(nn.Module):
+    """The layers in an outer ``nn.Sequential``, which names its parts by number and is called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        walker = Walker()
+        self.backbone = nn.Sequential(walker.embed, nn.Sequential(*walker.blocks))
+        self.whole = nn.Sequential(self.backbone, walker.head)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.whole(tokens)
+
+
+def test_the_layers_may_lie_in_an_outer_sequential_followed_by_a_head() -> None:
+    assert _places(Nested()) == {"backbone.0": [0], "whole.1": [2]}
 
 
 class Means(Walker):
@@ -109,20 +125,3 @@ def test_a_trained_list_is_the_trunk_before_its_frozen_copy() -> None:
     module = nn.Module()
     module.teacher, module.student = Walker().requires_grad_(False), Walker()
     assert find_trunk(module).name == "student.blocks"
-
-
-def test_steps_are_watched_again_until_what_they_logged_anew_comes_back() -> None:
-    plan, bounds = WatchPlan(), (0, 2)
-
-    def step(*names: str) -> bool:
-        watched = not plan.is_done(bounds, "training_step")
-        if watched:
-            plan.note_run(bounds, "training_step")
-        plan.note_logged("training_step", list(names))
-        return watched
-
-    assert [step("loss"), step("loss"), step("loss", "norm")] == [True, False, False]
-    assert [step("loss"), step("loss"), step("loss", "norm"), step("loss")] == [True, True, True, False]
-    assert not step("once")
-    assert sum(step("loss") for _ in range(300)) < 250
-    assert not step("loss")

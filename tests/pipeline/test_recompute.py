@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.cut.trunk import find_trunk
-from lightning_megatron.pipeline.forwards.recompute import check_recompute, install_recompute
+from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, check_recompute, install_recompute
 
 
 class Layer(nn.Module):
@@ -138,3 +138,38 @@ def test_a_key_value_cache_is_not_filled_twice() -> None:
     install_recompute(model, find_trunk(model), "full")
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+class Summing(nn.Module):
+    """Adds to a sum that the step sets back, and to a list that it empties."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(3, 3), seen
+        self.total: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        self.total = self.total + x.square().mean()
+        self.seen.append(x.mean())
+        return torch.sin(x)  # whose backward needs the forward to its end
+
+
+def test_what_a_layer_adds_up_is_added_once_though_it_runs_twice() -> None:
+    torch.manual_seed(0)
+    gradients = []
+    for recompute in (False, True):
+        seen: list[Tensor] = []
+        layer = Summing(seen)
+        nn.init.constant_(layer.linear.weight, 0.3)
+        nn.init.zeros_(layer.linear.bias)
+        if recompute:
+            RecomputedCall(layer).install()
+        for step in range(3):
+            loss = layer(torch.full((2, 3), 1.0 + step)).sum() + layer.total + sum(seen)
+            layer.total = 0.0
+            seen.clear()
+            loss.backward()
+            assert layer.total == 0.0 and not seen
+        gradients.append(layer.linear.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)

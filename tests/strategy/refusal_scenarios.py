@@ -144,6 +144,58 @@ class NowAndThen(TokenTask):
         return torch.nn.functional.linear(self.net.final_norm(x), self.net.token_embedding.weight).square().mean()
 
 
+class LateMask(TokenTask):
+    """From the second step on, masks the layers' inputs by numbers of the embedding that take no gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net, x = self.net, self.net.token_embedding(batch[0])
+        mask = (x.detach().mean(-1, keepdim=True) > 0).to(x) if self.trainer.global_step else torch.ones(())
+        for layer in net.layers:
+            x = layer(x, bias=mask.mean())
+        return torch.nn.functional.linear(net.final_norm(x), net.token_embedding.weight).square().mean()
+
+
+class LateNumber(TokenTask):
+    """From the second step on, scales its loss by the size of the first layer's output."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net, x = self.net, self.net.token_embedding(batch[0])
+        scale = 1.0
+        for index, layer in enumerate(net.layers):
+            x = layer(x)
+            if index == 0 and self.trainer.global_step:
+                scale = float(x.detach().abs().mean())
+        return scale * torch.nn.functional.linear(net.final_norm(x), net.token_embedding.weight).square().mean()
+
+
+class KeepingBlock(Block):
+    """Keeps its output; or, when told, a number."""
+
+    keeps = "output"
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x)
+        if self.keeps == "output":
+            self.kept = out.detach().repeat(1, 1, 30)
+        elif self.keeps == "later" and self.told.trainer.global_step:
+            self.kept = out.square().mean()
+        return out
+
+
+class Keeping(TokenTask):
+    """Uses what its layers kept."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__(LearnedPositions())
+        self.net.layers = nn.ModuleList([KeepingBlock() for _ in range(4)])
+        for block in self.net.layers:
+            block.keeps, block.kept = keeps, torch.zeros(())
+            object.__setattr__(block, "told", self)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(block.kept.mean() for block in self.net.layers)
+
+
 def _input_gradient(late: bool) -> InputGradient:
     network = LearnedPositions()
     network.head = nn.Linear(HIDDEN, VOCABULARY)
@@ -171,6 +223,10 @@ MODULES: dict[str, Callable[[], Any]] = {
     "short": lambda: TokenTask(LearnedPositions(layers=2)),
     "input_gradient": lambda: _input_gradient(late=False),
     "own_backward": lambda: OwnBackward(LearnedPositions()),
+    "late_mask": lambda: LateMask(LearnedPositions()),
+    "late_number": lambda: LateNumber(LearnedPositions()),
+    "large_kept": lambda: Keeping("output"),
+    "late_kept": lambda: Keeping("later"),
     "now_and_then": lambda: NowAndThen(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
 }

@@ -40,6 +40,18 @@ ONE_STAGE = "`pipeline_parallel_size=1`"
         ("trunkless", ["no trunk found", "net.activations", '`pipeline_layers="..."`', ONE_STAGE]),
         ("shared", ["the trunk `net.layers` holds the same layer object more than once", ONE_STAGE]),
         pytest.param("own_backward", ["the step runs a backward of its own (`.backward()`)", ONE_STAGE], marks=WIDE),
+        ("late_number", ["the step reads, in Python, a number that depends on `net.layers.0`", ONE_STAGE]),
+        pytest.param(
+            "late_mask",
+            ["an argument of layer `net.layers.2` depends on `net.token_embedding`", '"net.token_embedding": "all"'],
+            marks=WIDE,
+        ),
+        pytest.param("large_kept", ["depends on `net.layers.0`, which another pipeline stage owns"], marks=WIDE),
+        pytest.param(
+            "late_kept",
+            ["wrote to `net.layers.0` in a later `training_step` and not in the first", ONE_STAGE],
+            marks=WIDE,
+        ),
         pytest.param(
             "now_and_then",
             ["the logged value `first` depends on `net.layers.0`, which another pipeline stage owns"],

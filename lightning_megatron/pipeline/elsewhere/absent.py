@@ -10,21 +10,22 @@ a step such a tensor answers what it knows and no more::
     .item(), float(), if, print          an error that names the part, instead of a zero
     writing it into a tensor that is here                 likewise
 
-In a step, and in the backward that runs layers again, it is plain zeros. A logged value that is absent here is taken
-from the stage that has it (``strategy.logs.hook_logs``).
+In a step it is zeros, and what is made of it is :mod:`.away`; in the backward that runs layers again it is plain zeros.
+A logged value that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
+from lightning_megatron.pipeline.elsewhere.away import STATE, Source, mark, writes_in_place
+from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 _KNOWN = frozenset(
     (
@@ -35,12 +36,6 @@ _KNOWN = frozenset(
     )
 )
 _TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
-_WRITES = frozenset(
-    (
-        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"),
-        *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    )
-)
 
 
 class Absent(Tensor):
@@ -49,11 +44,15 @@ class Absent(Tensor):
     Attributes:
         part: dotted name of what it belongs to.
         plain: the zeros.
+        away: the same, for steps.
+        absent_source: what they lack.
         phase: tells what runs now.
     """
 
     part: str
     plain: Tensor
+    away: Tensor
+    absent_source: Source
     phase: Callable[[], Phase]
 
     @classmethod
@@ -64,12 +63,14 @@ class Absent(Tensor):
                 direct = argument
             elif argument.__class__ is list or argument.__class__ is tuple:
                 nested = argument
-        if direct is not None and nested is None and not kwargs and direct._is_zeros():
+        if direct is not None and nested is None and not kwargs and direct._is_in_step():
             if args[0].__class__ is Absent and writes_in_place(func.__name__):  # the owning stage runs the same line
                 return args[0]
-            return func(*[argument.plain if argument.__class__ is Absent else argument for argument in args])
+            return func(*[argument.away if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
+        if first._is_in_step():
+            return func(*_away(args), **_away(kwargs))
         if first._is_zeros():
             return func(*_plain(args), **_plain(kwargs))
         name = getattr(func, "__name__", "")
@@ -85,6 +86,9 @@ class Absent(Tensor):
             absent = all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target))
             return target if absent else first.refuse(f"written into another tensor by `{name}`")
         return first._result(func, attribute or name, args, kwargs)
+
+    def _is_in_step(self) -> bool:
+        return self.phase() is Phase.STEP and not STATE.paused
 
     def _is_zeros(self) -> bool:
         return self.phase() is Phase.STEP or in_backward()
@@ -116,24 +120,24 @@ class Absent(Tensor):
         )
 
 
-def writes_in_place(name: str) -> bool:
-    """Whether an operation of this name writes into its first argument."""
-    return name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
+def make_absent(zeros: Tensor, part: str, phase: Callable[[], Phase], source: Source | None = None) -> Absent:
+    """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph.
 
-
-def make_absent(zeros: Tensor, part: str, phase: Callable[[], Phase]) -> Absent:
-    """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph."""
+    Args:
+        zeros: of its shape.
+        part: dotted name of what it belongs to.
+        phase: tells what runs now.
+        source: the part, for messages about steps.
+    """
     absent = zeros.as_subclass(Absent)
     absent.part, absent.plain, absent.phase = part, zeros, phase
+    absent.absent_source = source or Source(part)
+    absent.away = mark(zeros.as_subclass(Tensor), absent.absent_source)
     return absent
 
 
-def absent_tensors(module: nn.Module, presence: Presence) -> Iterator[tuple[Tensor, str]]:
-    """What stands in ``module`` for tensors of other stages, each with the name of the part it belongs to."""
-    for name, entry in presence.elsewhere():
-        owner, leaf = owner_of(module, name)
-        if owner is not None and leaf in owner.__dict__:
-            yield owner.__dict__[leaf], entry.part
+def _away(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.away if isinstance(leaf, Absent) else leaf, value)
 
 
 def _plain(value: Any) -> Any:

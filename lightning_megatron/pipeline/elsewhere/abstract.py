@@ -13,6 +13,7 @@ import gc
 import logging
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.elsewhere.away import plain, unmarked
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +50,14 @@ def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     """
     mode = _WatchedMode(allow_non_fake_inputs=True)
     try:
-        with _unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
+        with unmarked(), _unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
             return _describe(forward(*_as_fake(mode, args), **_as_fake(mode, kwargs)))
     except Exception:
         log.debug("the shapes of %s depend on data: run once on zeros", type(module).__name__, exc_info=True)
     finally:
         _forget_fakes(mode)
-    with _unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
-        return _describe(forward(*args, **kwargs))
+    with unmarked(), _unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
+        return _describe(forward(*_private_nest(args), **_private_nest(kwargs)))
 
 
 def is_fake(value: Any) -> bool:
@@ -86,7 +90,13 @@ def _describe(output: Any) -> tuple[list[Any], Any]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else _private(leaf), value)
+    return pytree.tree_map(
+        lambda leaf: mode.from_tensor(plain(leaf)) if isinstance(leaf, Tensor) else _private(leaf), value
+    )
+
+
+def _private_nest(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Tensor) else _private(leaf), value)
 
 
 def _private(leaf: Any) -> Any:
@@ -99,27 +109,30 @@ def _private(leaf: Any) -> Any:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Put back the attributes of ``module`` and of all that is in it, and what their plain containers hold."""
+    """Put back the attributes of ``module`` and of all that is in it, and what else its code and its hooks can write
+    to: lists, dictionaries, globals.
+    """
     before = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
-    containers = [value for _, attributes in before for value in attributes.values() if type(value) in _CONTAINERS]
-    contents = [(container, container.copy()) for container in containers]
+    tables = [(table, dict(table)) for _, attributes in before for table in attributes.values() if type(table) is dict]
+    contents = [(container, container.contents()) for container in Reach(module, module, frozenset()).containers()]
     try:
         yield
     finally:
         for attributes, values in before:
             attributes.clear()
             attributes.update(values)
-        for container, values in contents:
-            container.clear()
-            (container.extend if type(container) is list else container.update)(values)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        for container, found in contents:
+            container.restore(found)
 
 
-_CONTAINERS = (dict, list, set)
 _NESTS = (dict, list, tuple)
 
 
 def _forget_fakes(mode: _WatchedMode) -> None:
-    """Remove fake tensors from caches outside of modules: ``functools`` caches and plain dictionaries."""
+    """Remove fake tensors from what is outside of modules: ``functools`` caches and plain containers."""
     if not mode.alive():
         return
     gc.collect()
@@ -128,9 +141,18 @@ def _forget_fakes(mode: _WatchedMode) -> None:
         return
     with _every_object_listed():
         for holder in gc.get_referrers(*fakes):
+            if holder is fakes:
+                continue
             if type(holder) is dict:
                 for key in [key for key, value in holder.items() if is_fake(value)]:
                     del holder[key]
+            elif type(holder) in (list, deque):
+                kept = [value for value in holder if not is_fake(value)]
+                holder.clear()
+                holder.extend(kept)
+            elif type(holder) is set:
+                for value in [value for value in holder if is_fake(value)]:
+                    holder.remove(value)
         for cache in gc.get_objects():
             if type(cache) is functools._lru_cache_wrapper and _keeps_fakes(cache):
                 cache.cache_clear()

@@ -4,8 +4,9 @@ A *hollow* module keeps its class, name, children and plain attributes, so code 
 parameters and buffers have become zero-stride tensors: the right shape, the bytes of one number. Called, it answers
 with zeros of the shapes its forward would return, found once per input shape by running that forward on fake tensors.
 
-Every such zero hangs in the autograd graph on one *sentinel*. A gradient that reaches a sentinel means that a loss
-depended on numbers another stage should have computed, and raises an error instead of training on zeros.
+Every such zero is marked (:mod:`.away`), and hangs in the autograd graph on one *sentinel*. A gradient that reaches a
+sentinel means that a loss depended on numbers another stage should have computed, and raises an error instead of
+training on zeros: the mark may have been lost in code that is not torch's.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
+from lightning_megatron.pipeline.elsewhere.away import Away, Source, make_real, mark
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
-from lightning_megatron.pipeline.elsewhere.provenance import remedy
 
 
 class Sentinel:
@@ -30,7 +31,7 @@ class Sentinel:
 
     def __init__(self, name: str, is_layer: bool = False) -> None:
         self.name = name
-        self._is_layer = is_layer
+        self.source = Source(name, is_layer)
         self._sources: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,7 +49,7 @@ class Sentinel:
     def _refuse(self, grad: Tensor) -> None:
         raise RuntimeError(
             f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
-            f"input of the layers, but also where this stage computes. {remedy(self.name, self._is_layer)}"
+            f"input of the layers, but also where this stage computes. {self.source.remedy()}"
         )
 
 
@@ -74,7 +75,7 @@ def hollow_out(
         owner, leaf = owner_of(module, name)
         if owner is not None and leaf not in owner.__dict__:  # under another name of its module, it may be
             zeros = _hide(owner, leaf, sentinels[entry.part], device)
-            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase)
+            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source)
     for name in parts:
         part = owner_of(module, name)[0]
         child = part._modules.get(name.rpartition(".")[2]) if part is not None else None
@@ -118,7 +119,17 @@ def become(stand_in: Any, received: Tensor, training: bool) -> bool:
     ``x = layer(x) + x`` uses the input twice, once where no call shows it. Returns whether it could be done; not inside
     the user's own activation checkpointing, which has saved the tensor already.
     """
-    if type(stand_in) is not Tensor or stand_in.shape != received.shape or stand_in.dtype != received.dtype:
+    if type(stand_in) is not Tensor and type(stand_in) is not Away:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        became = _fill_with(stand_in, received, training)
+    if became:
+        make_real(stand_in)
+    return became
+
+
+def _fill_with(stand_in: Tensor, received: Tensor, training: bool) -> bool:
+    if stand_in.shape != received.shape or stand_in.dtype != received.dtype:
         return False
     if not torch.is_grad_enabled():
         if 0 in stand_in.stride():
@@ -173,20 +184,20 @@ class OutputShapes:
 
     def keeps(self, module: nn.Module, x: Any) -> bool:
         """Whether ``module`` is known to return one tensor like its only argument."""
-        known = self._plain.get((id(module), module.training, x.shape, x.dtype)) if type(x) is Tensor else None
+        form = _form_of(x)
+        known = self._plain.get((id(module), module.training, *form)) if form is not None else None
         if known is None or known[1] is not None:
             return False
         leaf = known[0][0]
-        return isinstance(leaf, TensorShape) and leaf.shape == x.shape and leaf.dtype == x.dtype
+        return isinstance(leaf, TensorShape) and (leaf.shape, leaf.dtype) == form
 
     def _output_of(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[list[Any], Any]:
-        plain = None
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            plain = (id(module), module.training, args[0].shape, args[0].dtype)
-            if plain in self._plain:
-                return self._plain[plain]  # type: ignore[no-any-return]
+        form = _form_of(args[0]) if len(args) == 1 and not kwargs else None
+        plain = None if form is None else (id(module), module.training, *form)
+        if plain is not None and plain in self._plain:
+            return self._plain[plain]  # type: ignore[no-any-return]
         key = (self._look_of(module), module.training, signature(args), signature(kwargs))
         if key not in self._known:
             self._known[key] = abstract_run(module, forward, args, kwargs)
@@ -195,15 +206,28 @@ class OutputShapes:
         return self._known[key]  # type: ignore[no-any-return]
 
 
+def _form_of(x: Any) -> tuple[torch.Size, torch.dtype] | None:
+    """Shape and dtype of an ordinary tensor, or of a stand-in, which keeps them where asking it has its price."""
+    if type(x) is Tensor:
+        return x.shape, x.dtype
+    if type(x) is not Away:
+        return None
+    form = x.form
+    if form is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            form = x.form = x.shape, x.dtype
+    return form
+
+
 def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
-    if args and type(args[0]) is Tensor:
-        return args[0]
+    if args and (type(args[0]) is Tensor or type(args[0]) is Away):
+        return args[0]  # type: ignore[no-any-return]
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
 def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
     if not isinstance(leaf, TensorShape):
         return leaf
-    if first is not None and first.shape == leaf.shape and first.dtype == leaf.dtype:
+    if first is not None and _form_of(first) == (leaf.shape, leaf.dtype):
         return first
-    return sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone()
+    return mark(sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone(), sentinel.source)

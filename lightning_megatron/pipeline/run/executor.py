@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
@@ -64,6 +65,7 @@ class PipelineExecutor:
         self._clock = clock
         self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
         self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self._varying: set[Any] = set()  # keys of boundaries that tell, each time, what layers have left behind
         self._trained = (-1.0, -1.0)
         self._split: frozenset[Place] = frozenset()
         self._programs: dict[int, tuple[frozenset[Place], Program, Schedule]] = {}  # by the schedule's id
@@ -114,6 +116,7 @@ class PipelineExecutor:
         self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
+        self._effects: dict[Place, tuple[Effect, ...]] = {}
 
     def _forget(self) -> None:
         """Drop everything that belongs to one step."""
@@ -196,7 +199,7 @@ class PipelineExecutor:
         tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
         if self._step.training:
             tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
-        return Boundary(sent.leaves, tensors)
+        return Boundary(sent.leaves, tensors, effects=sent.effects)
 
     def _backward(self, slot: Slot) -> None:
         place = slot.place
@@ -246,9 +249,10 @@ class PipelineExecutor:
         if not training:
             leaves = tuple(Leaf(leaf.index, leaf.shape, leaf.dtype, False) for leaf in leaves)
         key = self._key(slot, slot.virtual + 1)
-        known = None if self._variable_shapes else self._sent_leaves.get(key)
+        varies = self._variable_shapes or run.sent.effects is not None
+        known = None if varies else self._sent_leaves.get(key)
         if known is None:
-            self._links.send_object(slot.peer, leaves, slot.tag)
+            self._links.send_object(slot.peer, (leaves, run.sent.effects), slot.tag)
             self._sent_leaves[key] = leaves
         elif known != leaves:
             raise RuntimeError(
@@ -264,7 +268,7 @@ class PipelineExecutor:
         self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
 
     def _post_forward_early(self, slot: Slot) -> None:
-        known = self._received_leaves.get(self._key(slot, slot.virtual))
+        known = None if (key := self._key(slot, slot.virtual)) in self._varying else self._received_leaves.get(key)
         if known is not None:
             self._post(slot, 0, known, scatter=True)
 
@@ -277,14 +281,17 @@ class PipelineExecutor:
         if (0, slot.place) in self._arriving:
             return
         key = self._key(slot, slot.virtual)
-        if self._variable_shapes or key not in self._received_leaves:
-            self._received_leaves[key] = self.announced(slot)
+        if self._variable_shapes or key not in self._received_leaves or key in self._varying:
+            self._received_leaves[key], effects = self.announced(slot)
+            if effects is not None:
+                self._varying.add(key)
+                self._effects[slot.place] = effects
         self._post(slot, 0, self._received_leaves[key], scatter=True)
 
-    def announced(self, slot: Slot) -> tuple[Leaf, ...]:
-        """What the stage before says about the tensors that it will send; waits for its message."""
-        leaves: tuple[Leaf, ...] = self._links.receive_object(slot.peer, slot.tag)
-        return leaves
+    def announced(self, slot: Slot) -> tuple[tuple[Leaf, ...], tuple[Effect, ...] | None]:
+        """What the stage before says: the tensors that it will send, and what its layers left behind. Waits for it."""
+        told: tuple[tuple[Leaf, ...], tuple[Effect, ...] | None] = self._links.receive_object(slot.peer, slot.tag)
+        return told
 
     def _post_backward(self, slot: Slot) -> None:
         if (1, slot.place) not in self._arriving:
@@ -303,7 +310,7 @@ class PipelineExecutor:
         tensors = transfer.wait()
         for tensor, leaf in zip(tensors, leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
-        self._inputs[slot.place] = Boundary(tuple(leaves), tensors)
+        self._inputs[slot.place] = Boundary(tuple(leaves), tensors, effects=self._effects.pop(slot.place, None))
 
     def _followed(self, program: Program) -> Iterator[tuple[Callable[[Slot], None], Slot]]:
         """The program, noting where in it this rank is."""

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.pipeline.elsewhere.effects import Effect
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a boundary: its place among the flattened call arguments, and what the receiver must allocate."""
+    """One tensor of a boundary: its place among the flattened call arguments (-1: it is none of them), and what the
+    receiver must allocate.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -29,11 +33,19 @@ class Leaf:
 
 @dataclass
 class Boundary:
-    """What crosses between two stages in one micro-batch: the tensors, their description, and gradients come back."""
+    """What crosses between two stages in one micro-batch: the tensors, their description, and gradients come back.
+
+    Attributes:
+        leaves: descriptions of the tensors.
+        tensors: the hidden state first, then further arguments, then numbers of ``effects``.
+        grads: gradients of tensors that are no leaves of autograd, by place.
+        effects: what layers have left behind besides their outputs; ``None`` where they leave nothing.
+    """
 
     leaves: tuple[Leaf, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    effects: tuple[Effect, ...] | None = None
     _versions: dict[int, int] = field(default_factory=dict)
 
     def arrive(self, place: int) -> Tensor:

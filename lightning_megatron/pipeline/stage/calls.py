@@ -2,6 +2,13 @@
 
 A call decides nothing: it passes itself on to whatever follows the step, a :class:`Follower`, which computes it, skips
 it or ends the step there.
+
+Hooks that user code has registered on a layer belong to the stage that computes it, with its real inputs, outputs and
+gradients. So a layer is met before its hooks run, at ``_call_impl``, where torch keeps them, and not only at its
+``forward``::
+
+    stage 0   layer 1: hooks, forward, hooks   layer 2: the step ends here, before any hook
+    stage 1   layer 1: skipped, hooks and all  layer 2: takes what arrived; hooks, forward, hooks
 """
 
 from __future__ import annotations
@@ -11,15 +18,23 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.pipeline.elsewhere.containers import is_ours
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
 
 
 class Follower(Protocol):
-    """Follows the user's step call by call and answers each of them: the stage's cursor."""
+    """Follows the user's step call by call and answers each of them: the stage's cursor.
+
+    Attributes:
+        computes_parts: whether parts before the layers are called as in one process now.
+    """
+
+    computes_parts: bool
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of trunk layer ``index``."""
@@ -37,10 +52,71 @@ class Follower(Protocol):
         """Answer a call of an owned part that runs before the layers."""
 
 
-class LayerCall(Wrapper):
-    """Around the ``forward`` of every trunk layer; asks the cursor what to do with each call."""
+_BEFORE: dict[int, Any] = torch_module._global_forward_pre_hooks
+_AFTER: dict[int, Any] = torch_module._global_forward_hooks
+_BEFORE_BACKWARD: dict[int, Any] = torch_module._global_backward_pre_hooks
+_BACKWARD: dict[int, Any] = torch_module._global_backward_hooks
+_GLOBAL_HOOKS = (_BEFORE, _AFTER, _BEFORE_BACKWARD, _BACKWARD)
+"""What ``torch.nn.modules.module.register_module_forward_hook`` and its like fill."""
+
+
+class HookedCall(Wrapper):
+    """Around a module, outside of its hooks where user code has registered some; asks what to do with each call.
+
+    Attributes:
+        runs: computes the call that is being asked about: the module's forward, with hooks if it came past them.
+    """
 
     slot = ForwardSlot.PIPELINE
+    runs: Callable[..., Any]
+    _in_hooks = False
+
+    def install(self) -> None:
+        """Take the slot, and the place where torch runs a module's hooks."""
+        super().install()
+        self.module.__dict__["_call_impl"] = self.enter  # an attribute, which `torch.compile` would pass on
+
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for calling the module: hooks and forward."""
+        module = self.module
+        if (
+            module.forward is not self  # somebody has wrapped it since
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or _BEFORE
+            or _AFTER
+            or _BEFORE_BACKWARD
+            or _BACKWARD
+        ):
+            if not has_user_hooks(module):  # our own hooks want to meet each call of a step
+                return type(module)._call_impl(module, *args, **kwargs)
+            self.runs = self._run_hooked
+        else:
+            self.runs = self.forward
+        return self.ask(args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._in_hooks:
+            return self.forward(*args, **kwargs)
+        self.runs = self.forward
+        return self.ask(args, kwargs)
+
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the call on to what follows the step."""
+        raise NotImplementedError
+
+    def _run_hooked(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_hooks = True
+        try:
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
+        finally:
+            self._in_hooks = False
+
+
+class LayerCall(HookedCall):
+    """Around every trunk layer."""
 
     def __init__(self, cursor: Follower, index: int, name: str, module: nn.Module) -> None:
         super().__init__(module)
@@ -49,7 +125,8 @@ class LayerCall(Wrapper):
         self.sentinel = Sentinel(name, is_layer=True)
         self._main = _first_parameter(module.forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`HookedCall`."""
         return self.cursor.call_layer(self.index, self, args, kwargs)
 
     def main_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -77,31 +154,52 @@ class LayerCall(Wrapper):
 class InnerCall(LayerCall):
     """Around the modules inside a layer that is a mere container: the first of them to be called enters the layer."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`HookedCall`."""
         if not in_backward() and self.cursor.is_inside(self.index):
             return self.cursor.call_inside(self.index, self, args, kwargs)
-        return super().__call__(*args, **kwargs)
+        return super().ask(args, kwargs)
 
 
-class PartCall(Wrapper):
-    """Around the ``forward`` of every hollow part outside the trunk."""
+class PartCall(HookedCall):
+    """Around every hollow part outside the trunk.
 
-    slot = ForwardSlot.PIPELINE
+    Attributes:
+        index: its number among layers and parts, for what it leaves behind.
+    """
 
-    def __init__(self, cursor: Follower, module: nn.Module, sentinel: Sentinel) -> None:
+    def __init__(self, cursor: Follower, index: int, module: nn.Module, sentinel: Sentinel) -> None:
         super().__init__(module)
         self.cursor = cursor
+        self.index = index
         self.sentinel = sentinel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`HookedCall`."""
         return self.cursor.call_part(self, args, kwargs)
 
 
 class FirstCall(PartCall):
-    """Around owned parts that run before the layers, where a stage has several pieces of the layers."""
+    """Around owned parts that run before the layers; again on stand-ins, where a stage has several pieces of these."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`HookedCall`; at once where there is nothing to ask."""
+        module = self.module
+        own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        everywhere = _BEFORE or _AFTER or _BEFORE_BACKWARD or _BACKWARD
+        if own or everywhere or module.forward is not self or not self.cursor.computes_parts:
+            return super().enter(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`HookedCall`."""
         return self.cursor.call_first_part(self, args, kwargs)
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on ``module``, or on all modules, that are not this package's own."""
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(not is_ours(hook) for table in (*tables, *_GLOBAL_HOOKS) for hook in table.values())
 
 
 def _first_parameter(forward: Callable[..., Any]) -> str:

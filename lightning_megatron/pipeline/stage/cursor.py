@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torchmetrics import Metric
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
+from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
+from lightning_megatron.pipeline.stage.arguments import flatten, same_nests, without_caches
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
-
-_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+from lightning_megatron.pipeline.stage.side_effects import SideEffects
 
 
 class StageDone(BaseException):
@@ -40,16 +42,18 @@ class StageCursor:
         RuntimeError: the layers are called twice, out of order, or not at all.
     """
 
-    def __init__(self, layers: int, trunk: str, streams: SegmentStreams) -> None:
+    def __init__(self, layers: int, trunk: str, streams: SegmentStreams, side_effects: SideEffects) -> None:
         self._layers = layers
         self._trunk = trunk
         self._streams = streams
+        self.side_effects = side_effects
         self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
         self.watch_plan = WatchPlan()
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self.shapes = OutputShapes()
         self.running = False
+        self.computes_parts = True  # those before the layers are called as in one process, and nobody needs to know
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
         self._next = 0
 
@@ -80,6 +84,8 @@ class StageCursor:
         self.first, self.stop = bounds
         self.where, self.training = where, where == "training_step"
         self._watch = watch
+        self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
+        self.computes_parts = self.first == 0 and not self.side_effects.looks
         self.micro_batch = micro_batch
         self.received = received
         self.sent = Boundary()
@@ -92,6 +98,10 @@ class StageCursor:
     def end(self) -> None:
         """Finish a run: nothing of the micro-batch stays referenced here."""
         self.running = False
+        self.side_effects.end()
+        self.computes_parts = True
+        if STATE.written:
+            forget_written()
         if self.received.written:
             self._writers.add((self.first, self.stop))
         self.received = self.sent = Boundary()
@@ -116,19 +126,12 @@ class StageCursor:
         return self.stop < self._layers
 
     def check_output(self, output: Any, module: nn.Module) -> None:
-        """Complain about a step whose results are made of stand-ins."""
-        if self._watch is not None:
-            self._watch.refuse_away(output, f"what `{self.where.split()[0]}` returned")
-            self._watch.refuse_away_metrics(module)
-
-    def refuse_away(self, value: Any, what: str) -> None:
-        """Complain if ``value`` is made of stand-ins.
-
-        Raises:
-            RuntimeError: naming the part that it depends on.
-        """
-        if self._watch is not None:
-            self._watch.refuse_away(value, what)
+        """Complain about a step whose results are made of stand-ins: its output, or the state of a metric."""
+        self.side_effects.note_finished()
+        if type(output) is not Tensor:
+            refuse_away(output, f"what `{self.where.split()[0]}` returned")
+        if self._watch is not None or STATE.written:
+            _refuse_away_metrics(module)
 
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
@@ -144,6 +147,8 @@ class StageCursor:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
         if self.running and 0 < index < self.first - 1 and self._passes_on(index, call, args, kwargs):
             self._next += 1
+            if self.received.effects is not None:
+                self.side_effects.repeat(index, args, kwargs, None)
             return args[0]
         if in_backward():
             return self._recompute(index, call, args, kwargs)
@@ -163,7 +168,7 @@ class StageCursor:
         self._check_order(index)
         self._next += 1
         if index < self.first:
-            return self._skip(index, call, args, kwargs)
+            return self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
@@ -173,6 +178,8 @@ class StageCursor:
             self._note_made(args, kwargs, output)
         if index == self._layers - 1:
             self._streams.enter_known(self._seeds[1 + self._layers])
+            if self.received.effects is not None:
+                self.side_effects.finish_trunk()
         return output
 
     def is_inside(self, index: int) -> bool:
@@ -182,16 +189,21 @@ class StageCursor:
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A further call inside a layer that is a container."""
         if self._watch is None:
-            return self._skip(index, call, args, kwargs) if index < self.first else call.forward(*args, **kwargs)
+            return self._skip(index, call, args, kwargs) if index < self.first else call.runs(*args, **kwargs)
         with self._watch.paused():
             skips = index < self.first
             return self._skip(index, call, args, kwargs) if skips else self._compute(call, args, kwargs)
 
     def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._watch is None:
-            return call.forward(*args, **kwargs)
-        self._watch.refuse_away((args, kwargs), f"an argument of layer `{call.sentinel.name}`")
-        output = call.forward(*args, **kwargs)
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if value.__class__ is Away:
+                    refuse_away(value, f"an argument of layer `{call.sentinel.name}`")
+            if self.side_effects.looks:
+                return self.side_effects.around(call.index, call.runs, args, kwargs)
+            return call.runs(*args, **kwargs)
+        refuse_away((args, kwargs), f"an argument of layer `{call.sentinel.name}`")
+        output = self.side_effects.around(call.index, call.runs, args, kwargs)
         self._watch.note_made(output)
         return output
 
@@ -205,23 +217,29 @@ class StageCursor:
 
     def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:
         if self._watch is None:
-            return self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
+            return self.shapes.stand_in(call.module, call.sentinel, call.runs, args, kwargs, reuse=reuse)
         with self._watch.paused():
-            zeros = self.shapes.stand_in(call.module, call.sentinel, call.forward, args, kwargs, reuse=reuse)
-        self._watch.note_away(zeros, call.sentinel.name)
-        return zeros
+            return self.shapes.stand_in(call.module, call.sentinel, call.runs, args, kwargs, reuse=reuse)
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
         if self.running and not in_backward() and (self.first == 0 or self._next > self.first):
             raise RuntimeError(self._misplaced(call.sentinel.name))
-        return self._stand_in(call, args, kwargs)
+        return self._stand_in_for_part(call, args, kwargs)
+
+    def _stand_in_for_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self._stand_in(call, args, kwargs)
+        if self.running and self.received.effects is not None:
+            output = self.side_effects.repeat(call.index, args, kwargs, output)
+        return output
 
     def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part that runs before the layers, on the stage that owns it."""
         if not self.running or self.first == 0 or in_backward():
-            return call.forward(*args, **kwargs)
-        return self._stand_in(call, args, kwargs)
+            if self.running and self.side_effects.looks and not in_backward():
+                return self.side_effects.around(call.index, call.runs, args, kwargs)
+            return call.runs(*args, **kwargs)
+        return self._stand_in_for_part(call, args, kwargs)
 
     def _misplaced(self, part: str) -> str:
         option = f'pipeline_placement={{"{part}": "all"}}'
@@ -256,22 +274,31 @@ class StageCursor:
         )
 
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = _flatten(args, kwargs)
+        leaves = flatten(args, kwargs)
         main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
         side = self._side_of(leaves, main)
         tensors = [self._original(leaves[index]) for index in (*main, *side)]
+        for tensor in tensors:
+            if tensor.__class__ is not Tensor:
+                refuse_away(tensor, f"an argument of layer {self.stop} of `{self._trunk}`")
+        places = [*main, *side]
+        luggage = self.side_effects.pack()
+        if luggage is not None:
+            tensors += luggage.tensors
+            places += [-1] * len(luggage.tensors)
         self.sent = Boundary(
             tuple(
-                Leaf(index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-                for index, tensor in zip((*main, *side), tensors, strict=True)
+                Leaf(place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for place, tensor in zip(places, tensors, strict=True)
             ),
             tensors,
+            effects=luggage.effects if luggage is not None else None,
         )
         raise StageDone
 
     def _note_made(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Remember what layers made that takes no gradient, such as counts, for as long as it is handed on."""
-        handed = {id(leaf) for leaf in _flatten(args, kwargs)} if self._made else set()
+        handed = {id(leaf) for leaf in flatten(args, kwargs)} if self._made else set()
         self._made = {key: leaf for key, leaf in self._made.items() if key in handed}
         outputs = () if type(output) is Tensor else pytree.tree_leaves(output)
         self._made |= {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
@@ -293,7 +320,7 @@ class StageCursor:
 
     def _refuse_stand_ins(self, leaves: list[Any]) -> None:
         foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
-        self.refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
+        refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
 
     def _original(self, tensor: Tensor) -> Tensor:
         alias = self._aliases.get(id(tensor))
@@ -321,12 +348,14 @@ class StageCursor:
         else:
             leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
-        return new_args, new_kwargs
+        return same_nests(args, new_args), same_nests(kwargs, new_kwargs)
 
     def _insert_received(self, leaves: list[Any]) -> None:
         """Put what the stage before sent in the place of the stand-ins, which become it wherever they can."""
         used: set[int] = set()
         for place, leaf in enumerate(self.received.leaves):
+            if leaf.index < 0:
+                continue
             stand_in, new = leaves[leaf.index], id(leaves[leaf.index]) not in used
             became = new and become(stand_in, self.received.tensors[place], self.training)
             if became:
@@ -348,27 +377,15 @@ class StageCursor:
         if index == self.first and self.first > 0:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
-                leaves[leaf.index] = tensor
+                if leaf.index >= 0:
+                    leaves[leaf.index] = tensor
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         self._streams.enter(self.micro_batch, 1 + index)
-        return call.forward(*args, **kwargs)
+        return call.runs(*args, **kwargs)
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without Hugging Face's key-value caches, which every further run of a layer would append to."""
-    if any(_is_cache(value) for value in (*args, *kwargs.values())):
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    return args, kwargs
-
-
-def _is_cache(value: Any) -> bool:
-    return type(value).__module__.startswith("transformers.cache_utils")
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Leaves of a call's arguments; pytree is asked only where there is a nest."""
-    values = [*args, *kwargs.values()]
-    if all(type(value) in _LEAVES for value in values):
-        return values
-    return pytree.tree_leaves((args, kwargs))
+def _refuse_away_metrics(module: nn.Module) -> None:
+    """Complain about torchmetrics objects in ``module`` that were updated with stand-ins."""
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            refuse_away([getattr(metric, state) for state in metric._defaults], f"the metric `{name}`")

@@ -24,6 +24,7 @@ from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
+from lightning_megatron.pipeline.stage.side_effects import SideEffects
 
 _NOTHING = nullcontext()
 
@@ -61,11 +62,13 @@ class Stage:
         self.presence = presence
         self.stage = presence.stage
         trunk = partition.trunk
-        self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams)
+        self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
+        effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
+        self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams, effects)
         Marks.of(module.get_submodule(trunk.name)).put(self)
         self._wrap_layers()
         self._wrap_parts(hollow_out(module, presence, device, self.phase))
-        self._skip_repeated_units()
+        self._follow_first_units()
         self.cursor.isolate_parts(parts_outside(module, trunk))
         install_listings(module, self)
 
@@ -99,17 +102,16 @@ class Stage:
         for name in self.partition.units:
             unit = _submodule(self.module, name) if name in sentinels else None
             if unit is not None:
-                PartCall(self.cursor, unit, sentinels[name]).install()
+                PartCall(self.cursor, self._numbers.get(name, -1), unit, sentinels[name]).install()
 
-    def _skip_repeated_units(self) -> None:
-        """With several virtual stages here, what runs before the layers runs in the first of them only."""
-        partition = self.partition
-        if partition.owners.count(self.stage) == 1 or partition.owners[0] != self.stage:
+    def _follow_first_units(self) -> None:
+        """What runs before the layers tells later stages what it leaves behind, and runs in the first piece only."""
+        if self.partition.owners[0] != self.stage:
             return
-        for name in sorted(partition.before):
+        for name in sorted(self.partition.before):
             unit = _submodule(self.module, name)
             if unit is not None:
-                FirstCall(self.cursor, unit, Sentinel(name)).install()
+                FirstCall(self.cursor, self._numbers[name], unit, Sentinel(name)).install()
 
     def _new_watch(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""

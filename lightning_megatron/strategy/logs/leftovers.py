@@ -17,6 +17,7 @@ import inspect
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,12 +28,21 @@ from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
 from lightning_megatron.pipeline.cut.partition import Partition
+from lightning_megatron.pipeline.elsewhere.away import make_real
+from lightning_megatron.pipeline.stage.side_effects import SideEffects
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
 
 _APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
 _EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
+
+
+@dataclass(frozen=True)
+class _Name:
+    """Stands for a module among the keys of a dictionary."""
+
+    name: str
 
 
 class ModuleState:
@@ -45,14 +55,21 @@ class ModuleState:
         partition: says which buffers every stage has, and which stage is right about them.
         mesh: the grid.
         device: where tensors live.
+        side_effects: of the trunk's layers.
     """
 
     def __init__(
-        self, module: pl.LightningModule, partition: Partition, mesh: ParallelMesh, device: torch.device
+        self,
+        module: pl.LightningModule,
+        partition: Partition,
+        mesh: ParallelMesh,
+        device: torch.device,
+        side_effects: SideEffects,
     ) -> None:
         self._module = module
         self._mesh, self._device = mesh, device
         self._late, self._early = partition.late_buffers, partition.early_buffers
+        self._side_effects = side_effects
         self._filled_early: list[str] | None = None
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
@@ -64,8 +81,13 @@ class ModuleState:
         self._buffers_before = {name: _fingerprint(self._buffer(name)) for name in (*self._late, *self._early)}
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
-        """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``."""
+        """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
+        ``buffer`` for a buffer, or ``layers`` for what layers have left behind, as bytes.
+        """
         found: list[tuple[str, str, Any, Any]] = []
+        left_behind = self._side_effects.take_step()
+        if left_behind is not None:
+            found.append(("layers", "", None, left_behind))
         found += [("buffer", name, None, self._buffer(name)) for name in self._late if self._has_changed(name)]
         for name, value in self._candidates():
             now = _fingerprint(value)
@@ -75,8 +97,15 @@ class ModuleState:
             if isinstance(value, list) and before is not None and _extends(now, before):
                 found.append(("extend", name, len(before[2]), value[len(before[2]) :]))
             else:
-                found.append(("set", name, None, value))
+                found.append(("set", name, None, self._by_name(value)))
         return found
+
+    def _by_name(self, value: Any) -> Any:
+        """``value``; a dictionary with modules for keys, which are divided, with :class:`_Name` in their place."""
+        if type(value) is not dict or not any(isinstance(key, nn.Module) for key in value):
+            return value
+        names = {module: _Name(name) for name, module in self._module.named_modules()}
+        return {names.get(key, key): entry for key, entry in value.items()}
 
     def apply(self, changes: list[tuple[str, str, Any, Any]]) -> None:
         """Make the changes that another rank found."""
@@ -84,10 +113,17 @@ class ModuleState:
             if kind == "buffer":
                 self._set_buffer(name, value)
                 continue
+            if kind == "layers":
+                self._side_effects.repeat_step(value)
+                continue
             current = self._module.__dict__.get(name)
             if kind == "extend" and isinstance(current, list):
                 del current[length:]
                 current.extend(value)
+            elif isinstance(current, dict) and isinstance(value, dict):  # as it is: hooks may hold on to it
+                modules = {k: self._module.get_submodule(k.name) if isinstance(k, _Name) else k for k in value}
+                current.clear()
+                current.update({modules[key]: entry for key, entry in value.items()})
             else:
                 self._module.__dict__[name] = value
 
@@ -103,7 +139,7 @@ class ModuleState:
             changed = raw_all_reduce(changed, group, keep=False, maximum=True)
             self._filled_early = [name for name, flag in zip(self._early, changed.tolist(), strict=True) if flag]
         for name in self._filled_early:
-            value = self._buffer(name).detach().clone(memory_format=torch.contiguous_format)
+            value = make_real(self._buffer(name).detach().clone(memory_format=torch.contiguous_format))
             raw_broadcast(value, self._mesh.pipeline_ranks[0], group)
             self._set_buffer(name, value)
 

@@ -96,6 +96,9 @@ def _log_dtype(value: Any) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
 
 
+TakesLog = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+
+
 class LogRecorder:
     """Collects the ``self.log`` calls of one step.
 
@@ -103,6 +106,7 @@ class LogRecorder:
         module: the user's module.
         metric_calls: follows the module's metrics, in a step of several micro-batches.
         check: called with each value and what it is; raises if it cannot be right.
+        take: called with the arguments of each call; says whether another stage records it.
         within: by key, how the values of micro-batches combine, where that is known: see :func:`combine`, or
             ``weights`` or ``sizes``, means by the weights or the sizes of the micro-batches.
     """
@@ -113,8 +117,9 @@ class LogRecorder:
         metric_calls: MetricCalls | None = None,
         check: Callable[[Any, str], None] | None = None,
         within: Mapping[str, str] = MappingProxyType({}),
+        take: TakesLog | None = None,
     ) -> None:
-        self._within = within
+        self._within, self._take = within, take
         self._module = module
         self._check = check
         self._records: dict[tuple[str, int], _Recorded] = {}
@@ -132,6 +137,8 @@ class LogRecorder:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""
+        if self._take is not None and self._take(args, kwargs):
+            return
         name, value, options = _log_call(self._module, args, kwargs)
         if value is None or isinstance(value, (str, bytes)):  # in Lightning's words
             raise ValueError(
@@ -240,13 +247,19 @@ class Recording:
     Args:
         module: the user's module.
         check: see :class:`LogRecorder`.
+        take: likewise.
 
     Attributes:
         recorder: takes what the running step logs; ``None`` between steps.
     """
 
-    def __init__(self, module: pl.LightningModule, check: Callable[[Any, str], None] | None = None) -> None:
-        self._module, self._check = module, check
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        check: Callable[[Any, str], None] | None = None,
+        take: TakesLog | None = None,
+    ) -> None:
+        self._module, self._check, self._take = module, check, take
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
 
@@ -254,7 +267,7 @@ class Recording:
     def step(self, micro_batches: int = 1, within: Mapping[str, str] = MappingProxyType({})) -> Iterator[LogRecorder]:
         """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`."""
         calls = MetricCalls(self._metric_copies) if micro_batches > 1 else None
-        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within)
+        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, self._take)
         try:
             yield recorder
         finally:

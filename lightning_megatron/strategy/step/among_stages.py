@@ -164,7 +164,7 @@ class SeveralStages:
         self._stage, self._tensor, self._options = stage, tensor, options
         self._has_loss = mesh.rank == mesh.loss_rank
         self._delivery = OutcomeDelivery(mesh, device)
-        self._state = ModuleState(module, stage.partition, mesh, device)
+        self._state = ModuleState(module, stage.partition, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
@@ -244,7 +244,6 @@ class SeveralStages:
             self._state.apply(outcome.state)
             return outcome
         outcome = make()
-        self._stage.cursor.watch_plan.note_logged(name, [key.name for key in outcome.logs.keys])
         outcome.state = self._state.changes()
         self._delivery.send(outcome)
         return outcome

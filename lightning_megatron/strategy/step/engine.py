@@ -20,6 +20,7 @@ from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
@@ -80,11 +81,12 @@ class StepEngine:
         self.losses = LossChecks(options.gradients.inspect, shared_by, reads=world.compares)
         stages: Stages
         if stage is None:
-            stages, check = OneStage(module, mesh, device, streams), None
+            stages, check, take = OneStage(module, mesh, device, streams), None, None
         else:
-            stages, check = SeveralStages(module, mesh, device, stage, tensor, options, world), stage.cursor.refuse_away
+            stages, check = SeveralStages(module, mesh, device, stage, tensor, options, world), refuse_away
+            take = stage.cursor.side_effects.take_log
         self._stages = stages
-        self.recording = Recording(module, check)
+        self.recording = Recording(module, check, take)
         shared = self.model_gradients, self.recording, self.losses
         layers = _layers_of(module, stage)
         self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared, layers)

@@ -60,12 +60,12 @@ class _PaperLinks(StageLinks):
 class _PaperExecutor(PipelineExecutor):
     """Executor that computes the first message of the previous stage itself."""
 
-    def announced(self, slot: Slot) -> tuple[Leaf, ...]:
+    def announced(self, slot: Slot) -> tuple[tuple[Leaf, ...], None]:
         """Record receives of the message's sizes, and return its content."""
         leaves = _leaves(self, slot)
-        for length, dtype in ((1, torch.int64), (objects.encode(leaves).numel(), torch.uint8)):
+        for length, dtype in ((1, torch.int64), (objects.encode((leaves, None)).numel(), torch.uint8)):
             self._links.receive(slot.peer, [((length,), dtype)], slot.tag).wait()
-        return leaves
+        return leaves, None
 
 
 class PaperWorld(World):

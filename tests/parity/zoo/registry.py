@@ -14,6 +14,7 @@ from tests.parity.zoo import (
     hazards,
     huggingface,
     huggingface_more,
+    kept,
     language,
     loops,
     strangers,
@@ -105,6 +106,14 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "end_groups": whole.EndGroups,
     "fused": whole.Fused,
 }
+# What layers leave behind besides their output; their everyday rows are chosen by hand.
+_KEPT: dict[str, Callable[[], LightningModule]] = {
+    "kept_in_layers": kept.KeptInLayers,
+    "kept_in_registry": kept.KeptInRegistry,
+    "kept_in_argument": kept.KeptInArgument,
+    "kept_sums": kept.KeptSums,
+    "hooked": kept.Hooked,
+}
 
 
 def _pretrained() -> dict[str, Specimen]:
@@ -133,8 +142,6 @@ REFUSED_CUT = {
     "outside_residual": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
     "dense_skips": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
     "indexed": "a layer was left out in one step",
-    "auxiliary_loss": r"the (logged value `val_loss`|loss) depends on `net\.layers\.\d`, which another pipeline",
-    "auxiliary_kept": "has no attribute 'auxiliary'. This module is on another pipeline stage",
     "weight_penalty": "the step read all parameters of `WeightPenalty`",
     "deep_supervision": r"the (logged value `val_loss`|loss) depends on `net\.blocks\.\d`, which another pipeline",
     "reentrant": r"the loss depends on `net\.blocks\.\d`, which another pipeline stage owns",
@@ -144,7 +151,11 @@ REFUSED_SPLIT = {
     "weight_penalty": "_parallel_size=1`",
     **dict.fromkeys(("recurrent", "stages", "asked_first", "convolutions", "hf_mamba"), "No tensor-parallel plan"),
 }
-ZOO: dict[str, Specimen] = {**{name: Specimen(build) for name, build in _PLAIN.items()}, **_pretrained()}
+ZOO: dict[str, Specimen] = {
+    **{name: Specimen(build) for name, build in (_PLAIN | _KEPT).items()},
+    **_pretrained(),
+}
+KEPT = tuple(_KEPT)
 
 
 def build(name: str, seed: int = 7) -> LightningModule:

@@ -1,0 +1,262 @@
+"""Stand-ins that know what they are: numbers of another stage, and everything computed from them.
+
+On a stage that lacks a part, user code goes on with zeros of the right shape. As long as these only meet the layers
+that are skipped, nobody reads them. A mask, a detached norm or ``float(x.mean())`` made of them would be wrong without
+a word, in the first step or in the thousandth. So each of them is an :class:`Away`, and so is what torch's functions
+make of it::
+
+    shape, dtype, device, zeros_like()     as they are
+    arithmetic, in-place writes            a result that is away too
+    .item(), float(), if                   an error that names the part
+    an argument of a layer that is here, a log, a result of the step        likewise (:func:`refuse_away`)
+
+A tensor becomes away, and ceases to be, by a change of its class: user code may hold it under any name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
+_TESTS = ("isnan", "isinf", "isfinite")
+# Only the shape or the type of their tensors goes into what these return.
+BLIND = frozenset(
+    getattr(owner, name) for owner in (torch, Tensor) for name in (*_LIKE, *_NEW, *_TESTS) if hasattr(owner, name)
+)
+# Only the first argument's numbers go into what these return.
+FIRST_ONLY = frozenset(
+    getattr(Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "type")
+)
+_READS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+        *("__array__", "__contains__", "__dlpack__"),
+    )
+) | {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, torch.is_nonzero}
+# These take numbers out of tensors without asking the tensors' class.
+TAKES_NUMBERS = frozenset({torch.tensor, torch.full, torch.full_like, torch.arange, torch.linspace, torch.addcmul})
+_IN_PLACE = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"),
+        *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The part of another stage whose numbers a stand-in lacks.
+
+    Attributes:
+        name: dotted name.
+        is_layer: whether it is a layer of the trunk.
+    """
+
+    name: str
+    is_layer: bool = False
+
+    def remedy(self) -> str:
+        """What to do about a value that depends on it."""
+        if self.is_layer:
+            return (
+                "What layers compute reaches later stages only through the arguments of the layers after them: pass "
+                "it through all of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the "
+                "optimizer's `weight_decay`.)"
+            )
+        return (
+            "Keep that part on every stage with "
+            f'`MegatronStrategy(pipeline_placement={{"{self.name}": "all"}})` (its gradients are summed), or use '
+            "`pipeline_parallel_size=1`."
+        )
+
+
+class STATE:
+    """What runs now; one step at a time in a process.
+
+    Attributes:
+        paused: above 0 while stand-ins are not told from other tensors; see :func:`unmarked`.
+        written: ordinary tensors that stand-ins were written into in this run.
+    """
+
+    paused = 0
+    written: list[Tensor] = []  # noqa: RUF012
+
+
+class Away(Tensor):
+    """A tensor whose numbers another stage has.
+
+    Attributes:
+        source: what they depend on.
+        form: shape and dtype, where they were asked for and have not been written over since.
+    """
+
+    source: Source
+    form: tuple[torch.Size, torch.dtype] | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and not STATE.paused and _KINDS.get(func) is _USUAL:  # spelled out: this is in every micro-batch
+            for argument in args:
+                if argument.__class__ is Away:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        output = func(*args)
+                    if output.__class__ is Tensor:
+                        output.__class__ = Away
+                        output.source, output.form = argument.source, None  # type: ignore[attr-defined]
+                        return output
+                    return mark(output, argument.source)
+        kwargs = kwargs or {}
+        if func not in _KINDS:
+            _KINDS[func] = _kind_of(func)
+        if STATE.paused:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        source = source_of(args[:1] if func in FIRST_ONLY else (args, kwargs))
+        if source is not None and func in _READS:
+            refuse_read(source, func)
+        name = getattr(func, "__name__", "")
+        if name in _WORDS:
+            return f"<tensor of `{source.name if source else ''}` on another pipeline stage>"
+        with torch._C.DisableTorchFunctionSubclass():
+            output = func(*args, **kwargs)
+        return output if source is None else spread(source, func, name, output, args, kwargs)
+
+
+_WORDS = ("__repr__", "__format__")
+_USUAL = object()
+_KINDS: dict[Any, Any] = {}
+
+
+def _kind_of(func: Any) -> Any:
+    """``_USUAL`` for a function whose result depends on the numbers of all its arguments, and that only returns it."""
+    name = getattr(func, "__name__", "")
+    special = func in BLIND or func in FIRST_ONLY or func in _READS or name in (*_WORDS, "__get__", "__set__")
+    return None if special or writes_in_place(name) else _USUAL
+
+
+def refuse_read(source: Source, func: Any) -> None:
+    """Complain that the step makes a Python number of a stand-in.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"the step reads, in Python, a number that depends on `{source.name}`, which another pipeline stage owns "
+        f"(`{getattr(func, '__name__', func)}`). {source.remedy()}"
+    )
+
+
+def spread(source: Source, func: Any, name: str, output: Any, args: Any, kwargs: Any) -> Any:
+    """Mark what a function of torch made of a stand-in, or wrote of it into a tensor.
+
+    Args:
+        source: the stand-in's.
+        func: the function.
+        name: its name.
+        output: what it returned.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        ``output``.
+    """
+    if func in BLIND:
+        return output
+    written = [args[0]] if args and writes_in_place(name) else []
+    for tensor in tensors_in([*written, kwargs.get("out")]):
+        if type(tensor) is Away:
+            tensor.form = None
+        elif type(tensor) is Tensor:
+            STATE.written.append(tensor)
+            mark(tensor, source)
+    return mark(output, source)
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether an operation of this name writes into its first argument."""
+    return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def mark(value: Any, source: Source) -> Any:
+    """Say that the tensors in ``value`` are away; returns ``value``."""
+    if STATE.paused:
+        return value
+    for tensor in (value,) if type(value) is Tensor else tensors_in(value):
+        if type(tensor) is Tensor:
+            tensor.__class__ = Away  # type: ignore[assignment]
+            tensor.source, tensor.form = source, None  # type: ignore[attr-defined]
+    return value
+
+
+def make_real(tensor: Tensor) -> Tensor:
+    """Say that ``tensor`` has its numbers now; returns it."""
+    if type(tensor) is Away:
+        tensor.__class__ = Tensor  # type: ignore[assignment]
+    return tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the same zeros."""
+    return tensor.as_subclass(Tensor) if type(tensor) is Away else tensor
+
+
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """Compute with stand-ins as with any tensors, while only shapes are wanted."""
+    STATE.paused += 1
+    try:
+        yield
+    finally:
+        STATE.paused -= 1
+
+
+def forget_written() -> None:
+    """Let what stand-ins were written into be ordinary tensors again, at the end of a run."""
+    while STATE.written:
+        make_real(STATE.written.pop())
+
+
+def source_of(value: Any) -> Source | None:
+    """What the numbers in ``value`` depend on that is on another stage; ``None`` if they are those of one process."""
+    for tensor in tensors_in(value):
+        if type(tensor) is Away:
+            return tensor.source
+        absent: Source | None = tensor.__dict__.get("absent_source")
+        if absent is not None:
+            return absent
+    return None
+
+
+def refuse_away(value: Any, what: str) -> None:
+    """Complain if the numbers in ``value`` are not those of one process.
+
+    Args:
+        value: a tensor or a nest of them.
+        what: what it is, as the subject of the message.
+
+    Raises:
+        RuntimeError: naming the part and the way out.
+    """
+    source = None if type(value) is Tensor else source_of(value)
+    if source is not None:
+        raise RuntimeError(f"{what} depends on `{source.name}`, which another pipeline stage owns. {source.remedy()}")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nest of lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,228 @@
+"""What a layer leaves behind besides its output, made known to the stages that skip it.
+
+In one process the step may read what its layers kept: a balancing loss on each of them, a list that they append to,
+the size of their activations in a dictionary. A stage that skips a layer has none of it. So the stage that computes a
+layer compares, before and after the call, what the layer's code can write to (:mod:`.reachable`); what has changed is
+an :class:`Effect`, travels with the boundary, and is repeated where the layer is skipped, at the same place in the
+program::
+
+    stage 0   layer 1 runs: self.aux = t          ──(module net.layers.1, set aux, t)──▶
+    stage 1   layer 1 is skipped: .aux = t', whose gradient goes back to stage 0 with the boundary's
+
+Small tensors that it returned beside the hidden state are values like these, and so is what it logs. How they travel
+says :mod:`.luggage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, NoSuchHook, resolve
+from lightning_megatron.pipeline.elsewhere.undo import Change
+
+LARGEST = 4096
+"""Elements of the largest tensor that travels besides the activations."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SUM = 64  # elements of the largest tensor that is taken for something that layers add to
+Contents = dict[Any, Any] | list[Any]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One change that a layer's call made.
+
+    Attributes:
+        layer: the layer's place in the trunk.
+        address: of the container.
+        kind: ``"set"`` of the entry ``key`` or ``"drop"`` of it, ``"append"`` of ``value``'s entries to a list,
+            ``"fill"`` of a list, ``"return"`` of ``value`` as leaf ``key`` of the output, or ``"log"`` with the
+            arguments ``value``.
+        key: of the entry; ``None`` for lists.
+        value: the new value, or while it travels its description.
+        before: the number, or small tensor without a gradient, that was there before; ``None`` for all others.
+        is_reset: whether the step has written there after the layer.
+    """
+
+    layer: int
+    address: Address
+    kind: str
+    key: Any
+    value: Any
+    before: Any = None
+    is_reset: bool = False
+
+    @property
+    def entry(self) -> tuple[Address, Any]:
+        """What is changed: entry of a container."""
+        return self.address, self.key
+
+    def repeat(self, root: nn.Module, arguments: tuple[Any, ...]) -> Change | None:
+        """Make the change here.
+
+        Args:
+            root: the user's module.
+            arguments: what the layer is called with.
+
+        Returns:
+            How to take it back; ``None`` where it belongs to a hook that only the layer's own stage has.
+
+        Raises:
+            RuntimeError: there is nothing at the address.
+        """
+        try:
+            container = Container(self.address, resolve(root, self.address, arguments))
+            old = MISSING if self.kind == "append" else container.read(self.key)
+            change = Change(container, self.kind, self.key, old, self.value)
+            container.change(self.kind, self.key, self.value)
+            return change
+        except NoSuchHook:
+            return None
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"layer {self.layer} of the trunk wrote to {self.place()}, which is not there on this pipeline stage "
+                f"({type(error).__name__}: {error}). Create it on every rank before the layers run, for instance in "
+                "the constructor, or use `pipeline_parallel_size=1`."
+            ) from error
+
+    def repeat_later(self, root: nn.Module) -> None:
+        """Make the change here after the step, unless the step has taken away what was written to: a hook that it
+        removed, a list that it made for itself.
+
+        Args:
+            root: the user's module.
+        """
+        try:
+            resolve(root, self.address)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return
+        self.repeat(root, ())
+
+    def place(self) -> str:
+        """Where it was written, in words."""
+        words = "".join(_words(step) for step in self.address).lstrip(".")
+        return f"`{words}`" if self.key is None else f"`{words}`, entry {self.key!r},"
+
+
+def _words(step: tuple[Any, ...]) -> str:
+    kind, *at = step
+    if kind in ("module", "attr"):
+        return f".{at[0]}" if at[0] else "self"
+    if kind == "item":
+        return f"[{at[0]!r}]"
+    if kind in ("global", "globals"):
+        return ".".join(map(str, at))
+    return {"hook": " in a hook", "cell": " in a closure", "argument": "an argument"}.get(kind, "")
+
+
+class Snapshot:
+    """The containers that a call can write to, as they were before it.
+
+    Attributes:
+        changes: how to take back what has changed since; filled by :meth:`effects`.
+    """
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        contents = [(container, container.contents()) for container in containers]
+        self._before = [(container, found, _marks(container, found)) for container, found in contents]
+        self.changes: list[Change] = []
+
+    def effects(self, layer: int) -> Iterator[Effect]:
+        """What has changed since.
+
+        Args:
+            layer: the layer's place in the trunk.
+        """
+        for container, before, marks in self._before:
+            for effect, old in _effects(layer, container, before, marks):
+                self.changes.append(Change(container, effect.kind, effect.key, old, effect.value))
+                yield effect
+
+    def changed(self) -> list[Change]:
+        """Every change since."""
+        for _ in self.effects(0):
+            pass
+        return self.changes
+
+    def take_back(self) -> None:
+        """Take off what is of the micro-batch alone."""
+        for change in reversed(self.changes):
+            if change.is_of_micro_batch:
+                change.take_back()
+
+
+def returned_beside(layer: int, output: Any) -> Iterator[Effect]:
+    """Small tensors that a layer returned beside its first, such as a balancing loss: whoever collects them on a later
+    stage needs them.
+
+    Args:
+        layer: the layer's place in the trunk.
+        output: what it returned.
+    """
+    for place, leaf in enumerate(pytree.tree_leaves(output)):
+        if place and isinstance(leaf, Tensor) and leaf.numel() <= LARGEST:
+            yield Effect(layer, (), "return", place, leaf)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A tensor's version, and its numbers where somebody might add to them in place."""
+
+    version: int
+    numbers: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Mark:
+        adds = type(tensor) is Tensor and not tensor.requires_grad and tensor.is_floating_point()
+        return cls(tensor._version, tensor.clone() if adds and tensor.numel() <= _SUM else None)
+
+
+def _effects(
+    layer: int, container: Container, before: Contents, marks: dict[Any, _Mark]
+) -> Iterator[tuple[Effect, Any]]:
+    """Each change of a container, with what was there before."""
+    now = container.contents()
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(key, before.get(key, MISSING), value) for key, value in now.items()]
+    elif len(before) > len(now) or not all(old is new for old, new in zip(before, now, strict=False)):
+        if len(now) != len(before):
+            yield Effect(layer, container.address, "fill", None, now), before
+            return
+        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=True))]
+    else:
+        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=False))]
+        if len(now) > len(before):
+            yield Effect(layer, container.address, "append", None, now[len(before) :]), MISSING
+    for key, old, new in pairs:
+        mark = marks.get(key)
+        if old is MISSING or _differs(old, new, mark):
+            was = mark.numbers if old is new and mark is not None and mark.numbers is not None else old
+            yield Effect(layer, container.address, "set", key, new, _number(was)), was
+
+
+def _marks(container: Container, contents: Contents) -> dict[Any, _Mark]:
+    entries = contents.items() if isinstance(contents, dict) else enumerate(contents)
+    buffers = container.value._buffers if isinstance(container.value, nn.Module) else ()
+    return {
+        key: _Mark.of(entry)
+        for key, entry in entries
+        if isinstance(entry, Tensor) and not entry.is_inference() and key not in buffers
+    }
+
+
+def _differs(before: Any, now: Any, mark: _Mark | None) -> bool:
+    if before is now:
+        return mark is not None and now._version != mark.version
+    return not (type(before) is type(now) and isinstance(now, _PLAIN) and before == now)
+
+
+def _number(value: Any) -> Any:
+    """``value`` if it is a number, or a small tensor of them; else ``None``."""
+    if type(value) is Tensor:
+        return value if not value.requires_grad and value.numel() <= _SUM else None
+    return value if isinstance(value, (int, float)) else None

@@ -1,0 +1,227 @@
+"""What a layer's code can write to besides its output: attributes, lists, dictionaries, globals, cells of closures.
+
+A layer keeps its auxiliary loss on itself, appends it to a list of the model or of a Python module, puts a number into
+a dictionary that a hook closes over, or into an object it was given. :class:`Reach` finds all of these by going through
+what the layer's module refers to and its code mentions; each is a container with an address (:mod:`.containers`).
+
+Code of libraries is not read: their modules' attributes are looked at, and the closures and context variables of their
+hooks, by which Hugging Face models collect hidden states and attention weights; their other globals are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import deque
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.elsewhere.containers import (
+    HOOKS,
+    MODULE,
+    Address,
+    Container,
+    cells_of,
+    context_of,
+    function_of,
+    hooks_of,
+    is_library,
+)
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_MOST = 10_000  # entries of one container
+_OPENED = 64  # entries of a container that are containers themselves and looked into
+_FOUND = 500  # containers of one layer; data that happens to hang on the module is none of its business
+_DEPTH = 6
+
+
+class Reach:
+    """Finds the containers that one layer's code can write to.
+
+    Args:
+        root: the user's module.
+        layer: a layer of its trunk.
+        others: the trunk's other layers, whose own attributes are none of this layer's business.
+
+    Attributes:
+        passing: whether what was found last holds for one call only.
+    """
+
+    def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int]) -> None:
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._layer, self._others = layer, others
+        self._inside = frozenset(id(module) for module in layer.modules())
+        self._root = root
+
+    def containers(self, arguments: tuple[Any, ...] = ()) -> list[Container]:
+        """All of them, those inside the layer first.
+
+        Args:
+            arguments: what the layer is called with, by position and then by name.
+        """
+        self._found: dict[int, Container] = {}
+        self._seen: dict[int, Any] = {}
+        self.passing = bool(arguments)
+        for module in self._layer.modules():
+            self._visit(module, (), _DEPTH)
+        for place, argument in enumerate(arguments):
+            if not isinstance(argument, (Tensor, *_PLAIN)):
+                self._visit(argument, (("argument", place),), _DEPTH)
+        self._visit(self._root, (), _DEPTH)
+        return list(self._found.values())
+
+    def _visit(self, value: Any, address: Address, depth: int) -> None:
+        kind = type(value)
+        if (
+            depth == 0
+            or len(self._found) > _FOUND
+            or kind in _PLAIN
+            or isinstance(value, Tensor)
+            or id(value) in self._seen
+        ):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._visit_module(value, address, depth)
+        elif isinstance(value, (list, deque, dict, set)):
+            self._visit_container(value, address, depth)
+        elif kind is tuple:
+            self._visit_entries(enumerate(value), "item", address, depth)
+        elif isinstance(value, types.BuiltinMethodType):
+            self._visit(value.__self__, (*address, ("self",)), depth)
+        elif isinstance(value, _FUNCTIONS):
+            self._visit_function(value, address, depth)
+        elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__") and _is_users(kind):
+            self._found[id(value)] = Container(address, value)
+            self._visit_entries(list(vars(value).items()), "attr", address, depth)
+            self._visit_class(kind, address, depth)
+
+    def _visit_container(self, value: Any, address: Address, depth: int) -> None:
+        if len(value) > _MOST:
+            return
+        self._found[id(value)] = Container(address, value)
+        if len(value) > _OPENED:
+            return
+        if isinstance(value, dict):
+            self._visit_entries(list(value.items()), "item", address, depth)
+        elif not isinstance(value, set):
+            self._visit_entries(enumerate(list(value)), "item", address, depth)
+
+    def _visit_entries(self, entries: Any, step: str, address: Address, depth: int) -> None:
+        for key, entry in entries:
+            if isinstance(key, (str, int, tuple)) and not (step == "attr" and str(key).startswith("__")):
+                self._visit(entry, (*address, (step, key)), depth - 1)
+
+    def _visit_module(self, module: nn.Module, address: Address, depth: int) -> None:
+        if id(module) in self._others and id(module) not in self._inside:
+            return
+        if id(module) in self._names:
+            address = (("module", self._names[id(module)]),)
+        self._found[id(module)] = Container(address, module)
+        attributes = [(name, value) for name, value in module.__dict__.items() if name not in MODULE]
+        self._visit_entries(attributes, "attr", address, depth)
+        for table in HOOKS:
+            for place, hook in enumerate(hooks_of(module, table)):
+                self._visit(hook, (*address, ("hook", table, place)), depth - 1)
+        if id(module) in self._inside:
+            self._visit_class(type(module), address, depth)
+
+    def _visit_class(self, kind: type, address: Address, depth: int) -> None:
+        for base in kind.__mro__:
+            if is_library(base) or base.__name__ == "_Elsewhere" or id(base) in self._seen:
+                continue
+            self._seen[id(base)] = base
+            names = tuple(name for name, entry in vars(base).items() if _is_data(entry) and name[:2] != "__")
+            self._found[id(base)] = Container((*address, ("class", base.__qualname__)), base, names)
+            for name, entry in list(vars(base).items()):
+                function = function_of(entry)
+                if isinstance(function, types.FunctionType) and name != "__init__":
+                    self._visit(function, (*address, ("method", name)), depth - 1)
+                elif _is_data(entry):
+                    self._visit(entry, (*address, ("attr", name)), depth - 1)
+
+    def _visit_function(self, value: Any, address: Address, depth: int) -> None:
+        if isinstance(value, types.MethodType):
+            self._visit(value.__self__, (*address, ("self",)), depth)
+            self._visit(value.__func__, (*address, ("func",)), depth)
+        elif isinstance(value, functools.partial):
+            self._visit(value.func, (*address, ("func",)), depth)
+            self._visit_entries(enumerate(value.args), "bound", address, depth)
+        else:
+            if value.__closure__:
+                self._found[id(value)] = Container(address, value)
+                self._visit_entries(enumerate(cells_of(value)), "cell", address, depth)
+            self._visit_entries(enumerate(value.__defaults__ or ()), "default", address, depth)
+            self._visit_globals(value, depth)
+
+    def _visit_globals(self, function: types.FunctionType, depth: int) -> None:
+        names, stored = _names_in(function.__code__)
+        module = function.__module__
+        if sys.modules.get(module) is None or vars(sys.modules[module]) is not function.__globals__:
+            return
+        if stored and not is_library(function):
+            self._found[id(function.__code__)] = Container((("globals", module),), function.__globals__, stored)
+        for name in names:
+            entry = function.__globals__.get(name)
+            if _holds_context(entry):
+                self.passing = True
+                self._visit(context_of(entry), (("global", module, name), ("context",)), depth - 1)
+            elif is_library(function):
+                continue
+            elif isinstance(entry, types.ModuleType) and not is_library(entry):
+                for other in names:
+                    if other in vars(entry):
+                        self._visit(vars(entry)[other], (("global", entry.__name__, other),), depth - 1)
+            elif isinstance(entry, type) and not is_library(entry):
+                self._visit_named_class(entry, module, name, depth)
+            elif entry is not None:
+                self._visit(entry, (("global", module, name),), depth - 1)
+
+    def _visit_named_class(self, kind: type, module: str, name: str, depth: int) -> None:
+        if issubclass(kind, nn.Module) or id(kind) in self._seen:
+            return
+        self._seen[id(kind)] = kind
+        data = {key: entry for key, entry in vars(kind).items() if _is_data(entry) and key[:2] != "__"}
+        address: Address = (("global", module, name),)
+        self._found[id(kind)] = Container(address, kind, tuple(data))
+        self._visit_entries(data.items(), "attr", address, depth)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _is_users(kind: type) -> bool:
+    return kind is types.SimpleNamespace or not is_library(kind)
+
+
+def _holds_context(entry: Any) -> bool:
+    """Whether it is a context variable, or wraps one as Hugging Face does for ``torch.compile``."""
+    if isinstance(entry, ContextVar):
+        return True
+    wraps = not isinstance(entry, (type, types.ModuleType)) and callable(getattr(entry, "get", None))
+    return wraps and any(isinstance(value, ContextVar) for value in getattr(entry, "__dict__", {}).values())
+
+
+def _is_data(entry: Any) -> bool:
+    return isinstance(entry, (*_PLAIN, list, dict, set, deque, Tensor)) or (
+        not isinstance(entry, (type, types.ModuleType, *_FUNCTIONS, property, staticmethod, classmethod))
+        and not is_library(type(entry))
+    )
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Global names, and attributes of them, that code mentions; and the global names that it assigns."""
+    import dis
+
+    stored = [step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, assigned = _names_in(constant)
+            names += inner
+            stored += assigned
+    return tuple(dict.fromkeys(names)), tuple(dict.fromkeys(stored))

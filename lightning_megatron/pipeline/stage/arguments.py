@@ -1,0 +1,55 @@
+"""What layers are called with: the leaves of it, and what of it must not be given to a layer twice."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments without Hugging Face's key-value caches, which every further run of a layer would append to."""
+    if any(_is_cache(value) for value in (*args, *kwargs.values())):
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__.startswith("transformers.cache_utils")
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a call's arguments; pytree is asked only where there is a nest."""
+    values = [*args, *kwargs.values()]
+    if all(type(value) in _LEAVES for value in values):
+        return values
+    return pytree.tree_leaves((args, kwargs))
+
+
+def same_nests(old: Any, new: Any) -> Any:
+    """``new``, in the lists and dictionaries of ``old``: a layer may append to one that the step reads afterwards.
+
+    Args:
+        old: a nest.
+        new: a copy of it with some other leaves.
+    """
+    if isinstance(old, list):
+        for place, entry in enumerate(new):
+            if old[place] is not (same := same_nests(old[place], entry)):
+                old[place] = same
+        return old
+    if isinstance(old, dict):
+        for key, entry in new.items():
+            if old[key] is not (same := same_nests(old[key], entry)):
+                old[key] = same
+        return old
+    if type(old) is tuple:
+        entries = tuple(map(same_nests, old, new))
+        return old if all(map(is_, old, entries)) else entries
+    unchanged = all(map(is_, pytree.tree_leaves(old), pytree.tree_leaves(new)))
+    return old if unchanged else new

@@ -1,0 +1,145 @@
+"""What a step leaves on its layers in the end, behind the last line of the user's code.
+
+Layers leave things behind, and the step's own code, on the stage that reaches it, reads them and may reset them. What
+is there afterwards is what one process has after the step, so all stages are told::
+
+    last stage     layer 1 is skipped: .aux = t    loss += layer.aux; layer.aux = 0.0   ──(set aux, 0.0)──▶ all stages
+
+Between two micro-batches nobody can be told in time. A layer that goes on from a number which the step resets is
+refused, therefore; it is seen by the number from which the layer's stage went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, resolve
+from lightning_megatron.pipeline.elsewhere.effects import Effect
+from lightning_megatron.pipeline.elsewhere.undo import Change, may_read
+
+_Entry = tuple[Address, Any]
+_NOWHERE = object()
+
+
+class FinalState:
+    """Follows, on each rank, what the layers of one step leave behind.
+
+    Args:
+        root: the user's module.
+        names: of the layers.
+    """
+
+    def __init__(self, root: nn.Module, names: Sequence[str]) -> None:
+        self._root, self._names = root, names
+        self._effects: list[Effect] = []
+        self._reset: dict[_Entry, Any] = {}
+        self._taken_back: set[_Entry] = set()
+        self._first = True
+
+    def begin(self, micro_batch: int) -> None:
+        """Prepare for a run of this micro-batch."""
+        self._first = micro_batch == 0
+
+    def note(self, effects: Iterable[Effect]) -> None:
+        """Keep, on the stage where the step has just ended for a micro-batch, what all layers have left behind."""
+        for effect in effects:
+            if _is_told_otherwise(effect):
+                continue
+            self._effects.append(effect)
+            if effect.kind == "set" and effect.before is not None:
+                now = self._now(effect)
+                if now is not effect.value and now is not _NOWHERE:
+                    self._reset[effect.entry] = now
+
+    def note_taken_back(self, change: Change) -> None:
+        """Say that something was put back here as it was before a run."""
+        self._taken_back.add((change.container.address, change.key))
+
+    def check(self, effect: Effect, unit: nn.Module | None) -> None:
+        """Complain about a layer that goes on from a number which the step has reset after the micro-batch before.
+
+        Args:
+            effect: of the layer.
+            unit: the layer.
+
+        Raises:
+            RuntimeError: naming the number and the way out.
+        """
+        if self._first or effect.entry not in self._reset or unit is None:
+            return
+        in_table = isinstance(resolve(self._root, effect.address), (dict, list))
+        if not _equal(self._reset[effect.entry], effect.before) and may_read(unit, effect.key, in_table):
+            raise RuntimeError(
+                f"layer `{self._names[effect.layer]}` goes on from the value of {effect.place()} in each micro-batch, "
+                "and the step sets it to another one behind the layers, where the pipeline stage of this layer does "
+                "not come. Let the layer set the value instead of adding to it, reset it in `on_train_batch_start` "
+                "or before the layers are called, or use `pipeline_parallel_size=1`."
+            )
+
+    def take(self) -> list[Effect]:
+        """What is to be told of the step that has ended."""
+        found, self._effects, self._reset = self._effects, [], {}
+        self.forget()
+        latest = {effect.entry: effect for effect in found if effect.kind not in ("append", "fill")}
+        told = [self._present(effect) for effect in latest.values()]
+        lists: dict[Address, list[Effect]] = {}
+        for effect in found:
+            if effect.kind in ("append", "fill"):
+                lists.setdefault(effect.address, []).append(effect)
+        told += [self._grown(effects) for effects in lists.values()]
+        return [effect for effect in told if effect is not None]
+
+    def is_due(self, effect: Effect) -> bool:
+        """Whether even the stage of the layer has to be told."""
+        return effect.is_reset or effect.entry in self._taken_back
+
+    def forget(self) -> None:
+        """Finish a step."""
+        self._taken_back = set()
+
+    def _now(self, effect: Effect) -> Any:
+        """What is there now; ``_NOWHERE`` if the step has taken away what was written to, as it does with a hook."""
+        try:
+            return Container(effect.address, resolve(self._root, effect.address)).read(effect.key)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return _NOWHERE
+
+    def _present(self, effect: Effect) -> Effect | None:
+        now = self._now(effect)
+        if now is _NOWHERE:
+            return None
+        if now is effect.value:
+            return effect
+        if now is MISSING:
+            return replace(effect, kind="drop", value=None, is_reset=True)
+        return replace(effect, value=now, is_reset=True)
+
+    def _grown(self, effects: list[Effect]) -> Effect | None:
+        """The entries that a list has grown by, where they are still at its end; otherwise all of its entries."""
+        now = self._now(effects[0])
+        if not isinstance(now, list):
+            return None
+        added = [entry for effect in effects for entry in effect.value]
+        only_grew = all(effect.kind == "append" for effect in effects) and 0 < len(added) <= len(now)
+        if only_grew and all(old is new for old, new in zip(now[-len(added) :], added, strict=True)):
+            return replace(effects[0], value=added)
+        return replace(effects[0], kind="fill", value=now)
+
+
+def _is_told_otherwise(effect: Effect) -> bool:
+    """Whether it is gone after the step, or an attribute of the LightningModule, which is followed as a whole."""
+    if effect.kind in ("return", "log") or ("context",) in effect.address:
+        return True
+    kind, *at = effect.address[0]
+    return kind == "argument" or (kind == "module" and not at[0])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.equal(one.to(other), other))
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)

@@ -1,0 +1,353 @@
+"""What the layers of one stage leave behind: noticed where they run, repeated where they are skipped.
+
+Looking costs time, so it depends on what was found (``bounds``: the layers of one virtual stage)::
+
+    first run of each kind of step     before and after every call
+    later, where layers had effects    likewise, in every run
+    later, where they had none         each layer's attributes are compared once per step, and a change, which nobody
+                                       expects, is refused
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.elsewhere.away import STATE
+from lightning_megatron.pipeline.elsewhere.containers import Container
+from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, Snapshot, returned_beside
+from lightning_megatron.pipeline.elsewhere.luggage import Luggage, from_bytes, has_away, to_bytes, unpack
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.undo import Change
+from lightning_megatron.pipeline.stage.boundary import Boundary
+from lightning_megatron.pipeline.stage.calls import has_user_hooks
+from lightning_megatron.pipeline.stage.final_state import FinalState
+
+_Kind = tuple[tuple[int, int], str]
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_PASSIVE = (*_PLAIN, Tensor, nn.Module)
+
+
+class SideEffects:
+    """Follows what layers write to besides their output.
+
+    Args:
+        root: the user's module.
+        names: of the trunk's layers, and of the parts that run before them.
+        layers: how many of them are layers.
+        device: where this rank computes.
+
+    Attributes:
+        tracks: whether what the layers of the present run leave behind is noted.
+        looks: whether they are looked at before and after their calls at all.
+    """
+
+    def __init__(self, root: nn.Module, names: Sequence[str], layers: int, device: torch.device) -> None:
+        self._root, self._names, self._last, self._device = root, names, layers, device
+        self._modules = {id(module): name for name, module in root.named_modules() if name}
+        self._others = frozenset(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
+        uses = Counter(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
+        self._shared = frozenset(module for module, layers_of_it in uses.items() if layers_of_it > 1)
+        self._known: dict[int, list[Container]] = {}
+        self._ran: set[int] = set()
+        self._put_off: list[tuple[Effect, tuple[Any, ...]]] = []
+        self._travelling: set[_Kind] = set()
+        self._views: dict[int, list[tuple[Container, Any]]] = {}
+        self._changes: list[tuple[int, Change]] = []
+        self._lent: list[Change] = []
+        self._inside: int | None = None
+        self.final = FinalState(root, names)
+        self.tracks = self.looks = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SideEffects:
+        """Itself: a copy of a layer follows the same steps."""
+        return self
+
+    def begin(self, bounds: tuple[int, int], where: str, micro_batch: int, received: Boundary, first: bool) -> None:
+        """Prepare for a run.
+
+        Args:
+            bounds: first layer of the virtual stage, and the one after its last.
+            where: name of the step.
+            micro_batch: its number in the step.
+            received: what the stage before sent.
+            first: whether it is the first run of its kind.
+        """
+        self._kind, self._bounds = (bounds, where), bounds
+        self._lent = []
+        self.final.begin(micro_batch)
+        self._told = received.effects is not None
+        self._here: list[Effect] = []
+        self._put_off = []
+        self._received = received
+        self._by_layer: dict[int, list[Effect]] | None = None
+        self._first = first
+        self.tracks = first or self._kind in self._travelling
+        self.looks = self.tracks or (micro_batch == 0 and bounds[1] < self._last)
+
+    def end(self) -> None:
+        """Finish a run: nothing of it stays referenced here, nor where layers of the next micro-batch would find it."""
+        self._by_layer = None
+        if self._changes:
+            self._take_back()
+        self._here, self._put_off, self._inside = [], [], None
+        self._received = Boundary()
+
+    def _take_back(self) -> None:
+        """Where a stage goes on behind this one, it has what is of the micro-batch. Behind the last, the step's own
+        code has done with it what one process does; only layers that this rank runs itself, in another virtual stage,
+        go on from what they left behind there.
+        """
+        ends = self._bounds[1] == self._last
+        for layer, change in reversed(self._changes):
+            repeats = layer in self._ran and not self._bounds[0] <= layer < self._bounds[1]
+            if ends and repeats and change.kind == "set" and change.is_kept:
+                if change.is_of_micro_batch:
+                    self._lent.append(change)
+                change.take_back()
+            elif not ends and (repeats or change.is_of_micro_batch):
+                self.final.note_taken_back(change)
+                change.take_back()
+        self._changes = []
+
+    def around(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call layer ``index`` by ``run`` and note what it leaves behind."""
+        if not self.tracks:
+            return self._guarded(index, run, args, kwargs)
+        self._ran.add(index)
+        before = Snapshot(self._containers(index, args, kwargs))
+        self._inside = index
+        output = run(*args, **kwargs)
+        self._inside = None
+        found = list(before.effects(index))
+        if found:
+            self._changes += [(index, change) for change in before.changes]
+            self._known.pop(index, None)  # there may be new containers to look at
+        if type(output) is not Tensor:
+            found += returned_beside(index, output)
+        self._here += found
+        return output
+
+    def repeat(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Do what layer ``index``, which is skipped, did on its own stage.
+
+        Args:
+            index: its number.
+            args: what it is called with here.
+            kwargs: the same, by name.
+            output: stand-in for what it returns.
+
+        Returns:
+            ``output``, with the real values that the layer returned beside the hidden state.
+        """
+        if not self._told:
+            return output
+        returned = {}
+        for effect in self._arrived().get(index, ()):
+            if effect.kind == "return":
+                returned[effect.key] = effect.value
+                continue
+            if effect.kind == "set" and has_away(effect.value) and not self._is_exclusive(effect):
+                self._put_off.append((effect, (*args, *kwargs.values())))
+                continue
+            if effect.kind == "log":
+                self._repeat_log(effect)
+                continue
+            self.final.check(effect, self._unit(index))
+            change = effect.repeat(self._root, (*args, *kwargs.values()))
+            if change is not None:
+                self._changes.append((index, change))
+        if not returned or output is None:
+            return output
+        leaves, spec = pytree.tree_flatten(output)
+        return pytree.tree_unflatten([returned.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+
+    def finish_trunk(self) -> None:
+        """Put the stand-ins of large tensors where the code after the layers looks for them. Not before: a table that
+        layers share, in a cache or a module, is for the layers of each stage to make; where they did, theirs stays.
+        """
+        mine = {(effect.address, effect.key) for effect in self._here}
+        for effect, arguments in self._put_off:
+            if (effect.address, effect.key) not in mine:
+                effect.repeat(self._root, arguments)
+
+    def _is_exclusive(self, effect: Effect) -> bool:
+        """Whether only the layer that wrote it can get at the place: an attribute of its own or of a module in it."""
+        kind, *at = effect.address[0]
+        if kind != "module" or not f"{at[0]}.".startswith(f"{self._names[effect.layer]}."):
+            return False
+        return id(self._root.get_submodule(at[0])) not in self._shared
+
+    def _arrived(self) -> dict[int, list[Effect]]:
+        """What the layers before this stage's did in this micro-batch, by layer."""
+        if self._by_layer is None:
+            self._by_layer = {}
+            flat = [t for leaf, t in zip(self._received.leaves, self._received.tensors, strict=True) if leaf.index < 0]
+            for effect in unpack(self._received.effects or (), flat, self._device, self._root):
+                self._by_layer.setdefault(effect.layer, []).append(effect)
+        return self._by_layer
+
+    def pack(self) -> Luggage | None:
+        """What the next stage has to know; ``None`` if no layer so far leaves anything behind."""
+        if not self._told and not self.tracks:
+            return None
+        self._note_first()
+        if not self._told and self._kind not in self._travelling:
+            return None
+        return Luggage([*self._all_received(), *self._here], self._names, self._modules)
+
+    def note_finished(self) -> None:
+        """Keep, on the stage where the step ends, what all layers have left behind."""
+        if self._told or self.tracks:
+            self._note_first()
+            self.final.note([*self._all_received(), *self._here])
+
+    def take_log(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Take a call of ``self.log`` that belongs to another stage's logs.
+
+        Args:
+            args: of the call.
+            kwargs: the same, by name.
+
+        Returns:
+            Whether it was taken: it comes from a layer whose shapes are asked for, or which another stage repeats.
+
+        Raises:
+            RuntimeError: it cannot be told.
+        """
+        if STATE.paused:
+            return True
+        if self._inside is None or self._bounds[1] == self._last:
+            return False
+        if not self.tracks or not all(isinstance(v, (*_PLAIN, Tensor)) for v in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"layer `{self._names[self._inside]}` calls `self.log({args[0] if args else ''!r}, ...)` "
+                f"{'with an object' if self.tracks else 'in a later step and not in the first'}, which its pipeline "
+                "stage cannot tell the last one. Log a number in every step, keep it on the layer and log it in the "
+                "step, or use `pipeline_parallel_size=1`."
+            )
+        given = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
+        self._here.append(Effect(self._inside, (), "log", None, given))
+        return True
+
+    def _repeat_log(self, effect: Effect) -> None:
+        if self._bounds[1] == self._last:
+            root: Any = self._root
+            args, kwargs = effect.value
+            root.log(*args, **kwargs)
+
+    def _note_first(self) -> None:
+        if self._first and (self._here or self._hooked()):
+            self._travelling.add(self._kind)
+
+    def _all_received(self) -> list[Effect]:
+        return [effect for effects in self._arrived().values() for effect in effects] if self._told else []
+
+    def take_step(self) -> bytes | None:
+        """What the layers left behind in the whole step, for the hooks that follow it on the other stages."""
+        for change in reversed(self._lent):
+            change.container.change("set", change.key, change.new)
+        self._lent = []
+        told = [effect for effect in self.final.take() if not has_away(effect.value)]
+        return to_bytes(told, self._names, self._modules) if told else None
+
+    def repeat_step(self, data: bytes) -> None:
+        """Do here what :meth:`take_step` told."""
+        for effect in from_bytes(data, self._device, self._root):
+            mine = effect.layer in self._ran and self._is_exclusive(effect)
+            if not mine or self.final.is_due(effect):
+                effect.repeat_later(self._root)
+        self.final.forget()
+
+    def _guarded(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer that left nothing behind so far, and of which the next stage expects nothing."""
+        if index not in self._views:
+            found = [container for container in self._containers(index, (), {}) if self._is_own(index, container)]
+            self._views[index] = [(container, _view(container.value)) for container in found]
+        views = [view for _, view in self._views[index]]
+        before = [*map(tuple, views)]
+        self._inside = index
+        output = run(*args, **kwargs)
+        self._inside = None
+        if not _equal(before, [*map(tuple, views)]):
+            self._refuse(index, before)
+        return output
+
+    def _refuse(self, index: int, before: list[tuple[Any, ...]]) -> None:
+        changed = [
+            (container, new)
+            for (container, view), old in zip(self._views[index], before, strict=True)
+            if not _equal(old, tuple(view))
+            for new in view
+            if not any(new is entry for entry in old)
+        ]
+        if changed and all(_is_table(new) for _, new in changed):
+            return
+        container = changed[0][0] if changed else self._views[index][0][0]
+        place = Effect(index, container.address, "set", None, None).place()
+        raise RuntimeError(
+            f"layer `{self._names[index]}` wrote to {place} in a later `{self._kind[1]}` and not in the first, where "
+            "pipeline stages agree on what to tell each other about layers. Let it write there from the first step on "
+            "(a zero will do), return the value and pass it through the layers, or use `pipeline_parallel_size=1`."
+        )
+
+    def _hooked(self) -> bool:
+        here = [self._unit(place) for place in self._places()]
+        return any(has_user_hooks(module) for unit in here if unit is not None for module in unit.modules())
+
+    def _places(self) -> list[int]:
+        """Numbers of the layers and parts that the present run computes."""
+        parts = range(self._last, len(self._names)) if self._bounds[0] == 0 else ()
+        return [*range(*self._bounds), *parts]
+
+    def _unit(self, index: int) -> nn.Module | None:
+        """A layer or part; ``None`` for a parameter."""
+        above, _, leaf = self._names[index].rpartition(".")
+        return self._root.get_submodule(above)._modules.get(leaf)
+
+    def _containers(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
+        arguments = (*args, *kwargs.values())
+        given = () if all(isinstance(argument, _PASSIVE) for argument in arguments) else arguments
+        if given or index not in self._known:
+            unit = self._unit(index)
+            if unit is None:
+                return []
+            reach = Reach(self._root, unit, self._others)
+            found = reach.containers(given)
+            if reach.passing:
+                return found
+            self._known[index] = found
+        return self._known[index]
+
+    def _is_own(self, index: int, container: Container) -> bool:
+        """Whether the step's own code, outside of the layers, does not write to it as well."""
+        value, (kind, *at) = container.value, container.address[0]
+        if isinstance(value, nn.Module) and type(value).__module__.startswith("lightning_megatron."):
+            return False
+        own = kind != "module" or f"{at[0]}.".startswith(f"{self._names[index]}.")
+        return own and not isinstance(value, FunctionType) and kind != "globals"
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it can only be something that a layer keeps for itself, such as a mask for longer sequences."""
+    return isinstance(value, Tensor) and not value.requires_grad and value.numel() > LARGEST
+
+
+def _view(value: Any) -> Any:
+    """Something that gives the present entries of a container each time it is gone over."""
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if hasattr(value, "__dict__") else value
+
+
+def _equal(before: Any, now: Any) -> bool:
+    try:
+        return bool(before == now)
+    except (RuntimeError, ValueError, TypeError):  # tensors in place of others
+        return False
