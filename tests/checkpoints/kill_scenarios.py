@@ -34,7 +34,7 @@ from tests.parity.train import make_trainer
 # What a rank says that has lost another one; anything else that ends a run is a failure of its own.
 LOST = re.compile(
     r"closed its connection|[Cc]onnection (was |likely )*(closed|reset|refused)|Broken pipe|sent nothing for"
-    r"|rank \d+ \(pipeline .*(failed|ended|taken no part)|another rank had failed"
+    r"|rank \d+ \(pipeline .*(failed|died|ended|taken no part)|another rank had failed"
 )
 GRIDS = (Grid(pipeline=2), Grid(data=2), Grid(tensor=2), Grid(pipeline=2, data=2))
 
