@@ -77,7 +77,8 @@ class Tapped(LightningModule):
         self.after = self._masters()
 
     def _masters(self) -> dict[str, Tensor]:
-        whole = self.trainer.strategy.run.engine.model_gradients.whole_masters()
+        with torch._C.DisableTorchFunctionSubclass():  # of this rank's parts, though a hook sees whole weights
+            whole = self.trainer.strategy.run.engine.model_gradients.whole_masters()
         return {name: weight.clone() for name, weight in whole.items()}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
