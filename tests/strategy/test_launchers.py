@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("launch_script.py")
-START_SECONDS, END_SECONDS = 150.0, 15.0
+START_SECONDS, END_SECONDS = 150.0, 45.0  # deadlines for a machine that does other work too
 LAUNCHERS = {
     "lightning": [sys.executable, str(SCRIPT)],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)],
