@@ -12,7 +12,7 @@ between them::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +53,12 @@ class Traces:
     """
 
     def __init__(self, module: nn.Module, only: Collection[str] | None = None) -> None:
-        metrics = tuple(f"{name}." for name, child in module.named_modules() if isinstance(child, Metric))
+        names = [name for name, _ in module.named_modules()] if only is None else only
+        modules = [(name, module.get_submodule(name)) for name in names]
+        metrics = tuple(f"{name}." for name, child in modules if isinstance(child, Metric))
         self._kept = [
             _Kept(name, table, not f"{name}.".startswith(metrics), {k: (value, _copy_of(value)) for k, value in items})
-            for name, table, items in _tables(module, only)
+            for name, table, items in _tables(modules)
         ]
 
     def changes(self) -> Changes:
@@ -192,11 +194,9 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     return bool(torch.allclose(change, torch.as_tensor(changes), rtol=1e-4, atol=1e-7))
 
 
-def _tables(
-    module: nn.Module, only: Collection[str] | None = None
-) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+def _tables(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
     seen: set[int] = set()
-    for name, child in module.named_modules() if only is None else ((n, module.get_submodule(n)) for n in only):
+    for name, child in modules:
         if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
             keys = [key for key in child.__dict__ if key not in _OWN]
         else:
