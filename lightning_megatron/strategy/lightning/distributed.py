@@ -66,7 +66,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
         sync_grads: whether gradients flow back, those of all ranks summed. torch's own way back names ranks of the
             world over gloo, which other groups lack.
     """
-    if sync_grads and group.size() > 1:
+    if sync_grads:
         return gather_for_shards(tensor.unsqueeze(0), 0, group)
     return _all_gather_ddp_if_available(tensor, group, sync_grads)
 
