@@ -176,18 +176,18 @@ class FailureWatch:
         except RuntimeError:  # the store's host is gone; whoever looks after that process says so
             return
 
-    def linger(self, seconds: float = 4.0) -> None:
+    def linger(self, seconds: float = 8.0) -> None:
         """Keep this process (which may host the store) alive until the others have read the report."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        missing = set(range(self._layout.world_size)) - {self._rank}
+        while missing and time.monotonic() < deadline:
+            missing -= self._peers.ended().keys()
             try:
                 with self._asking():
-                    acknowledged = self._store.add(_ACKNOWLEDGED, 0)
+                    missing = {rank for rank in missing if not self._store.check([f"{_ACKNOWLEDGED}/{rank}"])}
             except RuntimeError:
                 return
-            if acknowledged >= self._layout.world_size - 1 - len(self._peers.ended()):
-                return
-            time.sleep(0.1)
+            time.sleep(0.1 if missing else 0.0)
 
     def remote(self, wait_s: float = 0.0) -> Failure | None:
         """The first failure of the run if another rank had it; waits up to ``wait_s`` seconds for the news."""
@@ -307,7 +307,7 @@ class FailureWatch:
                     return None
                 self._seen = Failure(**json.loads(self._store.get(_FAILURE)))
                 if self._seen.rank != self._rank:
-                    self._store.add(_ACKNOWLEDGED, 1)
+                    self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
         except RuntimeError:
             return self._seen
         return self._seen

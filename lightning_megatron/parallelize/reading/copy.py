@@ -53,9 +53,10 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
         attempt = memo | _uncopyable(parts, memo)
         copied = copy.deepcopy(module, attempt)
     functions.fill(attempt)
-    for part in parts:
-        if id(part) in attempt:  # a LightningModule drops its trainer where it is copied
-            _share(part, attempt[id(part)])
+    originals = [*parts, *attempt.get(id(attempt), ())]  # what `deepcopy` has met, such as a module in a list
+    for part in originals:
+        if isinstance(part, nn.Module) and id(part) in attempt:
+            _share(part, attempt[id(part)])  # a LightningModule drops its trainer where it is copied
     return copied
 
 

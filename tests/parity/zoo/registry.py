@@ -138,9 +138,10 @@ def _pretrained() -> dict[str, Specimen]:
 
 # Values beside the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
 # under a pipeline these are refused, with an error that matches this, and every other module trains.
+_OF_ANOTHER_STAGE = r"(an argument of layer .*|the (logged value `val_)?loss`?) depends on `net\.\S+, which another"
 REFUSED_CUT = {
-    "outside_residual": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
-    "dense_skips": r"(an argument of layer .*|the loss) depends on `net\.\S+, which another pipeline stage owns",
+    "outside_residual": _OF_ANOTHER_STAGE,
+    "dense_skips": _OF_ANOTHER_STAGE,
     "indexed": "a layer was left out in one step",
     "weight_penalty": "the step read all parameters of `WeightPenalty`",
     "deep_supervision": r"the (logged value `val_loss`|loss) depends on `net\.blocks\.\d`, which another pipeline",
