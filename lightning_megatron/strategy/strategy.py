@@ -36,6 +36,7 @@ from lightning_megatron.strategy import options as given
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
+from lightning_megatron.strategy.lightning.restoring import restore_now
 from lightning_megatron.strategy.lightning.trainer_access import present, seed_workers, show_device_mesh
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
@@ -67,7 +68,7 @@ class MegatronStrategy(ParallelStrategy):
     """
 
     plan: Plan | None = None
-    restore_checkpoint_after_setup = True  # this rank must know which tensors it holds
+    restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(
         self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1,
@@ -223,19 +224,18 @@ class MegatronStrategy(ParallelStrategy):
         self._checkpoint_io = io
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Cut the module, make the ranks alike, and set up gradients and optimizers."""
+        """Cut the module, make the ranks alike, set up gradients and optimizers, and load a checkpoint's weights."""
         present(self.accelerator, "accelerator").setup(trainer)
         module, precision = present(self.lightning_module, "module"), self.precision_plugin
         run = trainer, module, self._processes, precision, self.options, self.checkpoint_io
         self._run = start_run(*run, self._stage_speeds, self._run)
         self.model = self._run.module
-        fits = trainer.state.fn == TrainerFn.FITTING
-        if fits:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._run.prepare_updates(self.optimizers)
-        self.setup_precision_plugin()
-        if fits:
             move_optimizers(self.optimizers, self.root_device)
+        self.setup_precision_plugin()
+        restore_now(trainer, whole=self.partition is None)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""

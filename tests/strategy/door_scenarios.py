@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch import Tensor, nn
@@ -220,6 +221,42 @@ def uploaded(info: RankInfo, kind: Callable[[_Run, Any], Any], log_model: Any, b
         return run.uploads
     finally:
         del sys.modules["wandb"]
+
+
+class Meets(Callback):
+    """Notes what a fit meets at its start: how many steps the callback has counted, and the sum of a weight."""
+
+    def __init__(self) -> None:
+        self.steps, self.met = 0, [0.0, 0.0]
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        weights = dict(module.named_parameters()).get("head.weight", torch.zeros(0))  # of this stage
+        self.met = [self.steps, float(weights.detach().abs().sum())]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+def met_at_the_start(info: RankInfo, sizes: Sizes | None) -> list[float]:
+    """What the start of a resumed fit meets, of a checkpoint with a hyperparameter that is not plain data."""
+    warnings.simplefilter("ignore")  # both say that the checkpoint holds such a thing
+    path = f"{info.directory}/met.ckpt"
+    found = Meets()
+    for resumes, callback in ((None, Meets()), (path, found)):
+        strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+        options = {"precision": "64-true", "max_steps": 2 if resumes else 1, "callbacks": [callback]}
+        trainer = make_trainer(info, strategy, **options)
+        module = Plain().double()  # one process converts a module only after it has loaded: that rounds to float32
+        module.save_hyperparameters({"folder": Path("data")})
+        trainer.fit(module, ckpt_path=resumes, weights_only=False)
+        trainer.save_checkpoint(path)
+    return found.met
 
 
 def out_of_time(info: RankInfo) -> int:

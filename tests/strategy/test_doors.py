@@ -27,6 +27,7 @@ from tests.strategy.door_scenarios import (
     copied,
     edited,
     looked_at,
+    met_at_the_start,
     out_of_time,
     uploaded,
 )
@@ -58,6 +59,15 @@ def test_loggers_upload_whole_checkpoint_directories(kind: Any, log_model: Any, 
     for name, files in uploads:
         assert name == "model.ckpt" or name.startswith("step=")
         assert {"COMPLETE", "index.json", "meta.pt", "rank-00000.bin"} <= set(files)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), pytest.param((1, 2, 1), marks=WIDE)])
+def test_the_start_of_a_resumed_fit_meets_what_was_loaded(sizes: tuple[int, int, int]) -> None:
+    steps, weight = run_trainers(met_at_the_start, None, devices=1)[0].value
+    assert steps == 1
+    outcomes = run_trainers(met_at_the_start, sizes, devices=sizes[0] * sizes[1] * sizes[2])
+    assert {outcome.value[0] for outcome in outcomes} == {1}
+    assert outcomes[0].value[1] == pytest.approx(weight, abs=0, rel=1e-12 if sizes[0] > 1 else 0)  # stages add by parts
 
 
 def test_copies_of_a_trainer_train() -> None:

@@ -33,7 +33,7 @@ from lightning_megatron.strategy.saving.model_state import ModelState, PartOfSta
 
 _Averaging = (StochasticWeightAveraging, WeightAveraging)
 _OF_AVERAGES = ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")
-_OF_SWA = ("update_parameters", "transfer_weights", "load_state_dict")
+_OF_SWA = ("update_parameters", "transfer_weights")
 
 
 class HeldTensors(nn.Module):
@@ -116,7 +116,7 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
     for callback in callbacks_of(trainer):
         if not isinstance(callback, _Averaging):
             continue
-        own = _Own(callback, weights, trainer)
+        own = _Own(callback, weights)
         if fits:
             callback._average_model = own.new_average(device)
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
@@ -131,8 +131,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class _Own:
     """What one callback does with its average and with the weights in use; named as its methods are."""
 
-    def __init__(self, callback: Any, weights: ModelState, trainer: pl.Trainer) -> None:
-        self._callback, self._weights, self._trainer = callback, weights, trainer
+    def __init__(self, callback: Any, weights: ModelState) -> None:
+        self._callback, self._weights = callback, weights
         self.names = [name for name, _ in weights.module.named_parameters(remove_duplicate=False)]
 
     def live(self) -> HeldTensors:
@@ -181,9 +181,3 @@ class _Own:
         """The averaged parameters become those in use; buffers stay."""
         own = set(self.names)
         self._weights.load({name: pieces for name, pieces in average.pieces().items() if name in own})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The callback's own; schedulers that it replaced in the run that was saved are dropped before they load."""
-        type(self._callback).load_state_dict(self._callback, state)
-        if state["scheduler_state"] is not None:
-            self._callback._clear_schedulers(self._trainer)

@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from lightning_megatron.mesh.watch.peers import told
 from lightning_megatron.strategy.lightning.averaging import averages_parts
+from lightning_megatron.strategy.lightning.restoring import restores_when_set_up
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.lightning.uploads import uploads_directories
 from lightning_megatron.strategy.saving.newest import newest_checkpoint
@@ -74,7 +75,12 @@ class Launcher(_SubprocessScriptLauncher):
             if trainer is None:
                 return function(*args, **kwargs)
             saves: Any = trainer.strategy.checkpoint_io
-            with answers_from_markers(trainer), averages_parts(trainer), uploads_directories(trainer, saves.wait):
+            with (
+                answers_from_markers(trainer),
+                averages_parts(trainer),
+                uploads_directories(trainer, saves.wait),
+                restores_when_set_up(trainer),
+            ):
                 return function(*args, **kwargs)
         except BaseException:
             if not self._processes.are_watched:  # the others would wait for this rank until their timeout

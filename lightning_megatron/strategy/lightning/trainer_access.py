@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary, Timer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -55,16 +55,6 @@ class _FailureCallback(Callback):
 
 def _to_nobody(exception: BaseException) -> None:
     """Stands for the report of a failure where there are no other ranks yet."""
-
-
-def stop_if_out_of_time(trainer: pl.Trainer) -> None:
-    """Let a Timer whose time was used up in the run that was saved stop this one before its first step.
-
-    Lightning asks it when a fit starts, where this strategy has not read its state yet.
-    """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Timer):
-            callback.on_fit_start(trainer, trainer.lightning_module)
 
 
 def refuse_graphs(trainer: pl.Trainer, layout: Layout) -> None:

@@ -105,7 +105,6 @@ class Saving:
         """Go on where the checkpoint stopped; from here on, signals to stop are agreed upon between steps."""
         if self._resumption is not None:
             self._resumption.begin()
-            lightning_state.stop_if_out_of_time(self._trainer)
         note_what_is_read_ahead(self._trainer)
         if self._mesh.layout.world_size > 1:
             self._preemption = listen(self._trainer, self._processes.device, self._processes.wants_batch)
@@ -136,12 +135,15 @@ class Saving:
         return stored_optimizer(optimizer, names, self._engine.model_gradients.state_places(optimizer), added)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Load this rank's part of the optimizers' states."""
-        saved = checkpoint.get("lightning_megatron", {}).get("about", {}).get("precision")
-        same = saved == str(self._trainer.precision)
+        """Load this rank's part of the optimizers' states, after ``on_fit_start``."""
+        own = checkpoint.get("lightning_megatron", {})
+        same = own.get("about", {}).get("precision") == str(self._trainer.precision)
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
         for optimizer, names, state in zip(
             optimizers, self.optimizer_names, checkpoint["optimizer_states"], strict=False
         ):
+            if own:
+                add_saved_groups(optimizer, names, state["param_groups"], parameters)
             places = self._engine.model_gradients.state_places(optimizer)
             load_optimizer(optimizer, names, places, state, keep_types=same)
         move_optimizers(optimizers, self._processes.device)
@@ -309,7 +311,7 @@ class Saving:
             states.append({"state": state, "param_groups": groups})
             if index >= len(optimizers):
                 continue
-            names = self.optimizer_names[index]
+            names, given = self.optimizer_names[index], len(optimizers[index].param_groups)
             add_saved_groups(optimizers[index], names, groups, parameters)
             places = self._engine.model_gradients.state_places(optimizers[index])
             for mine in checkpoint.get("optimizer_values", [])[index:][:1]:
@@ -318,4 +320,5 @@ class Saving:
             for stored, (name, key, pieces) in templates.items():
                 wanted[stored] = stored, pieces
                 state.setdefault(name, {})[key] = plain_if_whole(pieces)
+            del optimizers[index].param_groups[given:], names[given:]  # `on_fit_start` may add them, as before
         return states
