@@ -74,7 +74,7 @@ class Options:
         whole_batch_loss: whether code outside the layers sees each batch whole. ``"auto"`` tries the step on parts of a
             batch and does what makes it that of one process: weighs micro-batches by samples or by counted targets,
             adds them up, or keeps the batch whole. ``True`` keeps every batch whole; ``False`` takes the mean of the
-            micro-batches' losses as it is (the default).
+            micro-batches' losses as it is.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
@@ -120,7 +120,7 @@ class Options:
     activation_recompute: Recompute = None
     compile_layers: CompileOptions = False
     micro_batch_loss_weight: LossWeight | None = None
-    whole_batch_loss: bool | str = False
+    whole_batch_loss: bool | str = "auto"
     variable_shapes: bool = False
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True

@@ -79,7 +79,7 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_layers: str = "auto", pipeline_split: str | Sequence[int] = "auto",
         pipeline_placement: Mapping[str, str] | None = None, activation_recompute: given.Recompute = None,
         compile_layers: given.CompileOptions = False, micro_batch_loss_weight: given.LossWeight | None = None,
-        whole_batch_loss: bool | str = False, variable_shapes: bool = False, record_timeline: bool = False,
+        whole_batch_loss: bool | str = "auto", variable_shapes: bool = False, record_timeline: bool = False,
         optimizer_sharding: given.OptimizerSharding = True, overlap_parameter_gather: bool = False,
         gradient_reduce_dtype: torch.dtype | None = None, nonfinite: given.NonFinite = None,
         log_gradient_norm: bool = False, bucket_size_mb: float = 25.0, process_group_backend: str | None = None,

@@ -150,9 +150,8 @@ def held(info: RankInfo, schedule: str, micro_batches: int, through_memory: bool
 
 def shapes_sent(info: RankInfo, steps: int, variable: bool) -> int:
     """How often this rank sent shapes: batches of 8 samples in micro-batches of 3, 3 and 2; the last has 4 samples."""
-    trainer = trainer_for(
-        info, (2, 1), {"micro_batch_size": 3, "variable_shapes": variable}, max_steps=steps, limit_val_batches=0
-    )
+    arguments = {"micro_batch_size": 3, "variable_shapes": variable, "whole_batch_loss": False}
+    trainer = trainer_for(info, (2, 1), arguments, max_steps=steps, limit_val_batches=0)
     torch.manual_seed(3)
     with Traffic().counted() as traffic:
         trainer.fit(OwnLossTask(NanoGPT(4)))

@@ -25,7 +25,7 @@ BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
 
 def _steps(module: Task, mesh: ParallelMesh, batches: list[Any], **options: Any) -> tuple[list[Any], Reading, int]:  # noqa: F811
     """What every step gives: loss, logs, the counter and the gradients; what was read; the most micro-batches."""
-    engine = engine_of(module, mesh, **{"whole_batch_loss": "auto", **options})
+    engine = engine_of(module, mesh, **options)
     found = []
     for batch in batches:
         output, outcome = run(engine, module, batch)
@@ -221,7 +221,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     from tests.strategy.habit_scenarios import Losses
 
     losses = Losses()
-    trainer = trainer_for(info, layout, {"whole_batch_loss": "auto", **arguments}, max_epochs=1, callbacks=[losses])
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses])
     refused = {key: build for key, (build, _) in REFUSED.items()}
     module = {**WEIGHED, **WHOLE, **refused}[name]()
     trainer.fit(module)
