@@ -78,13 +78,15 @@ class CountSaved(Callback):
         self.left = self.bytes_alive
 
 
-def activations(info: RankInfo, stages: int, micro_batches: int, schedule: str) -> dict[str, float]:
-    """Trains two batches of ``micro_batches`` samples, one sample per micro-batch."""
+def activations(
+    info: RankInfo, stages: int, micro_batches: int, schedule: str, trial: bool | str = False
+) -> dict[str, float]:
+    """Trains two batches of ``micro_batches`` samples, one sample per micro-batch; ``trial``: of the loss."""
     counter = CountSaved()
     trainer = trainer_for(
         info,
         (stages, 1),
-        {"micro_batch_size": 1, "pipeline_schedule": schedule},
+        {"micro_batch_size": 1, "pipeline_schedule": schedule, "whole_batch_loss": trial},
         max_steps=2,
         limit_val_batches=0,
         callbacks=[counter],

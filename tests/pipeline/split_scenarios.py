@@ -77,6 +77,7 @@ def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: A
         (2, 1),
         {
             "micro_batch_size": 2,
+            "whole_batch_loss": False,
             "tensor_parallel_size": tensor,
             "pipeline_schedule": schedule,
             "activation_recompute": recompute,

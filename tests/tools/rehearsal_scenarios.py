@@ -131,7 +131,7 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
     with Metered(meter), Overheard(ledger):
         module, batch = build()
         witness = _Witness(ledger, meter)
-        strategy = linked(MegatronStrategy(**settings), through_memory=False)
+        strategy = linked(MegatronStrategy(**settings, whole_batch_loss=False), through_memory=False)
         trainer = Trainer(
             accelerator="cpu",
             devices=info.world_size,

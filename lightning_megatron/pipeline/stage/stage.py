@@ -145,7 +145,10 @@ class Stage:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
         except StageDone:
-            return StageRun(micro_batch, received, self.cursor.sent)
+            sent = self.cursor.sent
+            if not self.cursor.training:  # a trial runs with gradients on, which nobody asks for
+                sent.tensors = [tensor.detach() for tensor in sent.tensors]
+            return StageRun(micro_batch, received, sent)
         finally:
             self.cursor.end()
 
