@@ -36,10 +36,13 @@ class WideNet(nn.Module):
 
 
 class Packed:
-    """What the saved-tensors hook stores instead of a tensor, so that its life can be watched."""
+    """What the saved-tensors hook stores instead of a tensor, so that its life can be watched.
+
+    Detached: an operation that saves its own result would otherwise hold itself, until a backward that a trial lacks.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
 
 class CountSaved(Callback):

@@ -22,6 +22,9 @@ from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, C
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.undo import Change, may_read
 
+TRIAL = "training_step (tried)"
+"""Name of a step whose writes are put back on every stage after each micro-batch: nothing is left in the end."""
+
 _Entry = tuple[Address, Any]
 _NOWHERE = object()
 
@@ -39,16 +42,16 @@ class FinalState:
         self._effects: list[Effect] = []
         self._reset: dict[_Entry, Any] = {}
         self._taken_back: set[_Entry] = set()
-        self._first = True
+        self._first, self._tried = True, False
 
-    def begin(self, micro_batch: int) -> None:
-        """Prepare for a run of this micro-batch."""
-        self._first = micro_batch == 0
+    def begin(self, micro_batch: int, where: str) -> None:
+        """Prepare for a run of this micro-batch in the step of this name."""
+        self._first, self._tried = micro_batch == 0, where == TRIAL
 
     def note(self, effects: Iterable[Effect]) -> None:
         """Keep, on the stage where the step has just ended for a micro-batch, what all layers have left behind."""
         for effect in effects:
-            if _is_told_otherwise(effect):
+            if self._tried or _is_told_otherwise(effect):
                 continue
             self._effects.append(effect)
             if effect.kind == "set" and effect.before is not None:

@@ -81,7 +81,7 @@ class SideEffects:
         """
         self._kind, self._bounds = (bounds, where), bounds
         self._lent = []
-        self.final.begin(micro_batch)
+        self.final.begin(micro_batch, where)
         self._told = received.effects is not None
         self._here: list[Effect] = []
         self._put_off = []

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.pipeline.elsewhere.away import source_of
+
 _NUMBERS = (bool, int, float, complex, str)
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -50,6 +52,9 @@ class Traces:
     Args:
         module: the user's module, with all modules in it.
         only: names of those modules in it that count; all by default.
+
+    Attributes:
+        buffers: names of what is a buffer.
     """
 
     def __init__(self, module: nn.Module, only: Collection[str] | None = None) -> None:
@@ -60,6 +65,7 @@ class Traces:
             _Kept(name, table, not f"{name}.".startswith(metrics), {k: (value, _copy_of(value)) for k, value in items})
             for name, table, items in _tables(modules)
         ]
+        self.buffers = {(name, key) for name, module in modules for key in module._buffers}
 
     def changes(self) -> Changes:
         """Numbers and tensors written since: name of the table and key -> value before and now."""
@@ -70,6 +76,8 @@ class Traces:
                     continue
                 value, copy = kept.values.get(key, (_MISSING, None))
                 now, before = kept.table[key], value if copy is None else copy
+                if source_of((value, now)) is not None:
+                    continue  # another stage judges it
                 if isinstance(now, (*_NUMBERS, Tensor)) and not _equal(before, now):
                     found[kept.name, key] = (before, _copy_of(now) if type(now) is Tensor else now)
         return found
@@ -151,12 +159,15 @@ class Counters:
                 _restore(value, copy)
 
 
-def judge(joins: Sequence[tuple[Sequence[Changes], Changes]], layers: Sequence[str] = ()) -> tuple[list[Name], str]:
+def judge(
+    joins: Sequence[tuple[Sequence[Changes], Changes]], layers: Sequence[str] = (), lasting: Collection[Name] = ()
+) -> tuple[list[Name], str]:
     """What the steps of the parts of a batch have written, against the step of all of it.
 
     Args:
         joins: changes by some parts, and by all of these at once; each from one and the same state.
         layers: names of modules that may write what depends on their micro-batch.
+        lasting: what even these may not: buffers, which are part of the module's state.
 
     Returns:
         Names of what is the same for all, and the name of one value that has to be written by the whole batch, or "".
@@ -176,7 +187,7 @@ def judge(joins: Sequence[tuple[Sequence[Changes], Changes]], layers: Sequence[s
                 others.append(name)
     others += [name for name in counters if name in adding]
     inside = tuple(f"{layer}." for layer in layers)
-    outside = [name for name in others if not f"{name[0]}.".startswith(inside or "\0")]
+    outside = [name for name in others if name in lasting or not f"{name[0]}.".startswith(inside or "\0")]
     return list(counters), ".".join(str(part) for part in outside[0] if part) if outside else ""
 
 

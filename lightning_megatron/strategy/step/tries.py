@@ -35,13 +35,13 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
 from lightning_megatron.strategy.loss.traces import Counters, Name, Traces, judge
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Part, Reading, candidates, find
 from lightning_megatron.strategy.step.among_stages import Stages
 from lightning_megatron.strategy.step.step import Outcome
 
-TRIAL = "training_step (tried)"
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _PARTS = 5  # most micro-batches that are tried
 _UNSETTLED = 16  # steps in which equal losses are tried again
@@ -136,6 +136,7 @@ class LossTrials:
         with self._streams.trial(), self._stages.running(largest, len(joins.pieces), training=False) as executor:
             executor.run(step)
         names, writes = tried.written(self._layers)
+        writes = next(filter(None, objects.gather(writes, self._mesh.group("pipeline_parallel"))), "")
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins, writes), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
@@ -261,7 +262,8 @@ class _Tried:
 
     def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
         """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
-        return judge([([self._changes[i] for i in pair], self._changes[b]) for b, pair in self._pairs.items()], layers)
+        joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._pairs.items()]
+        return judge(joins, layers, self.traces.buffers)
 
     def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
         """What was logged as numbers, run by run."""
