@@ -223,13 +223,42 @@ class Reduced(Rows):
         return loss
 
 
+class Followed(Rows):
+    """Layers follow the mean of what they see, in buffers that are assigned anew; nobody reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+            layer.register_forward_hook(self._follow)
+
+    @staticmethod
+    def _follow(layer: Any, _: Any, output: Tensor) -> None:
+        layer.mean = 0.9 * layer.mean + 0.1 * output.detach().mean((0, 1))
+
+
+class Warming(Rows):
+    """Layers count their calls in buffers that are assigned anew, and grow with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            layer.register_forward_hook(self._count)
+
+    @staticmethod
+    def _count(layer: Any, _: Any, output: Tensor) -> Tensor:
+        layer.calls = layer.calls + 1
+        return output * (1 - 0.5 / layer.calls)
+
+
 WEIGHED: dict[str, Callable[[], Task]] = {
     "rows": Rows, "padded": Task, "late": Late, "shifted": Shifted, "sum": Sum, "over_batch_size": OverBatchSize,
-    "counted": Counted, "seen": Seen, "reduced": Reduced,
+    "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
-    "running": Running,
+    "running": Running, "followed": Followed,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "vector": (Vector, r"a loss of shape \(.*,\)"),

@@ -212,6 +212,9 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     right = ("", "right")
     added = ([{}, {right: (3, 5)}], {right: (3, 5)})
     alike = ([{right: (3, 4)}, {right: (3, 4)}], {right: (3, 4)})
+    mean = ("layers.0", "mean")
+    unlike = ([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
+    assert judge([unlike], ["layers.0"]) == ([], "") and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
     assert judge([added]) == ([], "") and judge([alike]) == ([right], "") and judge([added, alike])[1] == "right"
 
 
@@ -232,7 +235,13 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     return {"losses": losses.values, "logged": logged, "calls": float(getattr(module, "calls", 0)), "weights": whole}
 
 
-EVERYDAY = [("padded", (2, 2), {}), ("in_batch", (2, 1), {}), ("counted", (2, 1), {"pipeline_schedule": "interleaved"})]
+EVERYDAY = [
+    ("padded", (2, 2), {}),
+    ("in_batch", (2, 1), {}),
+    ("followed", (2, 1), {}),
+    ("warming", (2, 1), {"pipeline_schedule": "zb-v"}),
+    ("counted", (2, 1), {"pipeline_schedule": "interleaved"}),
+]
 LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1), {}),
     ((4, 1), {}),

@@ -135,10 +135,12 @@ class Counters:
 
     Args:
         slots: where they are.
+        turns: for each of them, in which run of a micro-batch it is written; ``None`` for each. A rank of several
+            virtual stages runs the step once for each, and what a layer counts in one of them stays for the others.
     """
 
-    def __init__(self, slots: Sequence[tuple[Table, Any]]) -> None:
-        self._slots = list(slots)
+    def __init__(self, slots: Sequence[tuple[Table, Any]] = (), turns: Sequence[int | None] = ()) -> None:
+        self._slots, self._turns = list(slots), list(turns)
         self._start: list[tuple[Any, Any]] = []
 
     def __len__(self) -> int:
@@ -149,9 +151,11 @@ class Counters:
         values = [table.get(key, _MISSING) for table, key in self._slots]
         self._start = [(value, _copy_of(value)) for value in values]
 
-    def put_back(self) -> None:
-        """Set them as they were then."""
-        for (table, key), (value, copy) in zip(self._slots, self._start, strict=True):
+    def put_back(self, turn: int) -> None:
+        """Set those that are written in this run of a micro-batch as they were then."""
+        for (table, key), (value, copy), own in zip(self._slots, self._start, self._turns, strict=True):
+            if own not in (turn, None):
+                continue
             if value is _MISSING:
                 table.pop(key, None)
             else:

@@ -133,7 +133,7 @@ class ScheduledStep:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
         whole, replicas = self._options.whole_batch_loss, self._mesh.layout.data
         logs: Mapping[str, str] = {}
-        counters, sums = Counters(()), False
+        counters, sums = Counters(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
         if whole == "auto" and weigh is None and (len(parts) > 1 or self._trials.reading.fits):
             read = self._trials.read(call, batch, parts) if len(parts) > 1 else self._trials.reading
@@ -230,7 +230,7 @@ class _Cut:
     weights: list[float]
     total: float = 1.0
     logs: Mapping[str, str] = field(default_factory=dict)
-    counters: Counters = field(default_factory=lambda: Counters(()))
+    counters: Counters = field(default_factory=Counters)
     sums: bool = False
 
 
@@ -247,7 +247,7 @@ class _Recorded:
         chunks: int,
     ) -> None:
         self._call, self._recorder, self._writes = call, recorder, writes
-        self._left = [chunks] * len(parts)
+        self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
         self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
         self._counters = cut.counters if len(cut.counters) else None
@@ -256,7 +256,7 @@ class _Recorded:
 
     def __call__(self, part: Any, index: int) -> Any:
         if self._counters is not None:
-            self._counters.put_back()
+            self._counters.put_back(self._chunks - self._left[index])
         self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
         self._left[index] -= 1
         with self._writes.undone() if self._left[index] else nullcontext():

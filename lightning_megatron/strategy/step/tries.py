@@ -83,7 +83,7 @@ class LossTrials:
         self._keys: set[str] = set()
         self._new_keys, self._fresh = False, False
         self.reading = Reading()
-        self.counters = Counters(())
+        self.counters = Counters()
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -141,7 +141,7 @@ class LossTrials:
         self._stages.settle()
         before, found = self.reading, outcome.output
         self.reading = before.after(found)
-        self.counters = Counters(tried.traces.slots(names))
+        self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
         self._say(before, found, len(parts), why)
 
     def _found(self, step: PipelineStep, tried: _Tried, joins: _Joins, writes: str) -> Outcome:
@@ -248,6 +248,8 @@ class _Tried:
         self._call, self._recording, self.traces, self._pairs = call, recording, traces, joins.pairs
         self._draws = SameDraws(joins.pairs)
         self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
+        self._runs = [0 for _ in joins.pieces]
+        self._turns: dict[Name, int] = {}
         self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
     def __call__(self, part: Any, index: int) -> Any:
@@ -257,13 +259,23 @@ class _Tried:
                 return map_tensors(self._call(part), torch.detach)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
-                self._changes[index] |= self.traces.changes()
+                changes = self.traces.changes()
                 self.traces.put_back()
+            self._changes[index] |= changes
+            for name in changes:
+                self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
+            self._runs[index] += 1
 
     def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
         """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
         joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._pairs.items()]
         return judge(joins, layers, self.traces.buffers)
+
+    def turn(self, name: Name, layers: Sequence[str]) -> int | None:
+        """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
+        layer, or in each of them, by the code around the layers (``None``).
+        """
+        return self._turns[name] if f"{name[0]}.".startswith(tuple(f"{layer}." for layer in layers)) else None
 
     def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
         """What was logged as numbers, run by run."""
