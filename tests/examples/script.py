@@ -1,17 +1,25 @@
-"""Runs an example as a user does, and makes sure that nothing of it outlives the test."""
+"""Runs an example as a user does: by its own launcher, or in reused processes with the environment of ``torchrun``.
+
+A process of its own spends most of its time importing, so every day one example goes through the launcher.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.harness import RankInfo
+from tests.harness.pool import run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 240.0  # seconds; four ranks on two cores import torch and Lightning in about 30
@@ -50,6 +58,33 @@ def run_script(name: str, folder: Path, *options: str) -> Run:
         pytest.fail(f"no end after {DEADLINE:.0f} s:\n{output}")
     wait_for_end(process.pid)
     return Run(process.returncode, output.replace("\r", "\n"))
+
+
+def run_in_workers(name: str, folder: Path, *options: str, processes: int) -> Run:
+    """Run the example ``name`` in ``folder`` on ``processes`` workers, with the environment that ``torchrun`` gives."""
+    outcomes = run_job(as_torchrun, processes, name, str(folder), options)
+    output = "".join(outcome.output for outcome in outcomes)
+    return Run(max(outcome.value for outcome in outcomes), output.replace("\r", "\n"))
+
+
+def as_torchrun(info: RankInfo, name: str, folder: str, options: tuple[str, ...]) -> int:
+    """The script as this process's main program; returns its exit code."""
+    script = str(EXAMPLES / name)
+    ranks = {"RANK": info.rank, "LOCAL_RANK": info.rank, "WORLD_SIZE": info.world_size, "GROUP_RANK": 0}
+    sizes = {"LOCAL_WORLD_SIZE": info.world_size, "MASTER_PORT": info.port}
+    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "examples", "COLUMNS": "120"}
+    os.environ.update({key: str(value) for key, value in {**ranks, **sizes, **texts}.items()})
+    os.chdir(folder)
+    arguments, sys.argv = sys.argv, [script, *options]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # the user's process, not the tests', decides what a warning is
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = arguments
+        sys.path.remove(str(EXAMPLES))
+    return 0
 
 
 def wait_for_end(group: int, seconds: float = 15.0) -> None:

@@ -1,15 +1,17 @@
-"""The fine-tuning example through the real launcher: it learns, and Hugging Face loads what it saved."""
+"""The fine-tuning example: it learns, and Hugging Face loads what it saved."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.examples.script import run_script
+from tests.examples.script import Run, run_in_workers, run_script
 
 
 @pytest.fixture
@@ -20,12 +22,18 @@ def notes(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.launch
+@pytest.mark.parametrize(
+    "run_example",
+    [
+        pytest.param(partial(run_in_workers, processes=4), id="torchrun"),
+        pytest.param(run_script, id="launcher", marks=[pytest.mark.wide, pytest.mark.launch]),
+    ],
+)
 def test_a_hugging_face_model_trains_on_two_stages_of_two_tensor_ranks_and_is_saved_whole(
-    notes: Path, tmp_path: Path
+    notes: Path, tmp_path: Path, run_example: Callable[..., Run]
 ) -> None:
     options = ("--data", str(notes), "--steps=40", "--batch=8", "--micro-batch=3", "--sequence=24", "--lr=5e-3")
-    run = run_script("finetune_hf.py", tmp_path, *options)
+    run = run_example("finetune_hf.py", tmp_path, *options)
     assert run.code == 0, run.output
     before, after = map(float, re.search(r"([\d.]+) nats per token before, ([\d.]+) after", run.output).groups())
     assert after < 0.8 * before

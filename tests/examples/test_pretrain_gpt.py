@@ -1,14 +1,15 @@
-"""The main job, tiny, through the real launcher: what a user sees on the screen and finds on the disk."""
+"""The main job, tiny: what a user sees on the screen and finds on the disk."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pretrain_gpt
 import pytest
 
-from tests.examples.script import run_script
+from tests.examples.script import Run, run_in_workers, run_script
 
 SCRIPT = "pretrain_gpt.py"
 TINY = ("--layers=4", "--hidden=16", "--heads=2", "--sequence=16", "--vocabulary=300", "--batch=8", "--micro-batch=2")
@@ -47,29 +48,72 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.launch
-def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint(texts: Path, tmp_path: Path) -> None:
-    options = ("--data", str(texts), *TINY, "--lr=1e-2", "--prompt=The pipeline", "--sample-length=20")
-    first = run_script(SCRIPT, tmp_path, *options, "--steps=40")
+OPTIONS = (*TINY, "--lr=1e-2", "--prompt=The pipeline", "--sample-length=20")
+
+
+def assert_learnt(first: Run, folder: Path, layout: str) -> None:
+    """What a user sees on the screen and finds on the disk after the first run."""
     assert first.code == 0, first.output
-    assert "pipeline 2 x data 2 x tensor 1" in first.output
+    assert layout in first.output
     assert first.output.count("Sample of the trained model:") == 1, "only rank 0 prints"
     assert re.search(r"^The pipeline.+", first.output, re.MULTILINE)
     assert re.search(r"loss=\d", first.output)
     assert "tokens/s=" in first.output
     assert first.number("Validation loss") < first.number("Unigram entropy")
-    checkpoint = tmp_path / re.search(r"^Checkpoint\s+(.+)$", first.output, re.MULTILINE).group(1)
+    checkpoint = folder / re.search(r"^Checkpoint\s+(.+)$", first.output, re.MULTILINE).group(1)
     assert checkpoint.exists()
 
-    second = run_script(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last")
+
+def assert_resumed(second: Run, first: Run, layout: str) -> None:
     assert second.code == 0, second.output
-    assert "blocks of an earlier run" in second.output
+    assert layout in second.output and "blocks of an earlier run" in second.output
     assert second.number("Validation loss") < first.number("Validation loss")
 
 
-def test_help_explains_every_option(tmp_path: Path) -> None:
-    shown = run_script(SCRIPT, tmp_path, "--help")
-    assert shown.code == 0
+@pytest.mark.launch
+def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint_in_another_layout(
+    texts: Path, tmp_path: Path
+) -> None:
+    options = ("--data", str(texts), *OPTIONS)
+    first = run_script(SCRIPT, tmp_path, *options, "--data-parallel=1", "--steps=40")
+    assert_learnt(first, tmp_path, "pipeline 2 x data 1 x tensor 1")
+    second = run_in_workers(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last", processes=4)
+    assert_resumed(second, first, "pipeline 2 x data 2 x tensor 1")
+
+
+@pytest.mark.wide
+@pytest.mark.launch
+def test_the_main_job_starts_its_four_processes_and_resumes(texts: Path, tmp_path: Path) -> None:
+    options, layout = ("--data", str(texts), *OPTIONS), "pipeline 2 x data 2 x tensor 1"
+    first = run_script(SCRIPT, tmp_path, *options, "--steps=40")
+    assert_learnt(first, tmp_path, layout)
+    assert_resumed(run_script(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last"), first, layout)
+
+
+@pytest.fixture
+def end_of_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SystemExit]:
+    """Runs the script's ``main`` here, where it has to end before it starts a process; how it ended."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    def end(*options: str) -> SystemExit:
+        monkeypatch.setattr("sys.argv", [SCRIPT, *options])
+        with pytest.raises(SystemExit) as ended:
+            pretrain_gpt.main()
+        return ended.value
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seeding sets them
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    return end
+
+
+def test_help_explains_every_option(end_of_main: Callable[..., SystemExit], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not end_of_main("--help").code
+    shown = capsys.readouterr().out
     for option in (
         "--data",
         "--pipeline",
@@ -80,7 +124,7 @@ def test_help_explains_every_option(tmp_path: Path) -> None:
         "--steps",
         "--resume",
     ):
-        assert re.search(rf"{option} .*\n?.*\w", shown.output)
+        assert re.search(rf"{option} .*\n?.*\w", shown)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +135,7 @@ def test_help_explains_every_option(tmp_path: Path) -> None:
         (("--data=./nowhere",), "`--data ./nowhere`: there is no such file or folder"),
     ],
 )
-def test_bad_options_are_refused_before_processes_start(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    refused = run_script(SCRIPT, tmp_path, *options)
-    assert refused.code != 0
-    assert message in refused.output
+def test_bad_options_are_refused_before_processes_start(
+    end_of_main: Callable[..., SystemExit], options: tuple[str, ...], message: str
+) -> None:
+    assert message in str(end_of_main(*options).code)  # a text: Python prints it and ends with 1
