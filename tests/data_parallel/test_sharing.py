@@ -14,6 +14,8 @@ from tests.harness.remember import remembered
 
 SMALL = {"bucket_size_mb": 0.01}  # several buckets, whose cuts fall into the middle of parameters
 CLIP = {"gradient_clip_val": 0.3}
+CLIP_VALUES = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+WIDE = pytest.mark.wide
 
 
 @remembered
@@ -37,7 +39,7 @@ def check(setup: Setup, tolerance: float = 1e-9) -> list[dict[str, Any]]:
     return values
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=WIDE), 3, pytest.param(4, marks=WIDE)])
 def test_shared_work_gives_the_weights_of_one_process(replicas: int) -> None:
     values = check(Setup((1, replicas, 1), SMALL, CLIP))
     (whole,) = {run_trainers(train, Setup((1, 1, 1)), devices=1)[0].value["state_elements"]}
@@ -52,13 +54,20 @@ def test_any_optimizer_may_be_shared(name: str) -> None:
     check(Setup((1, 2, 1), SMALL, {"accumulate_grad_batches": 2}, {"optimizer": name}), tolerance)
 
 
-@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)], ids=["pp2xdp2", "dp2xtp2"])
-@pytest.mark.parametrize("clip", [CLIP, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize(
+    ("layout", "clip"),
+    [
+        pytest.param((2, 2, 1), CLIP, id="pp2xdp2-norm"),
+        pytest.param((1, 2, 2), CLIP_VALUES, id="dp2xtp2-value"),
+        pytest.param((2, 2, 1), CLIP_VALUES, id="pp2xdp2-value", marks=WIDE),
+        pytest.param((1, 2, 2), CLIP, id="dp2xtp2-norm", marks=WIDE),
+    ],
+)
 def test_shared_work_meets_stages_and_split_layers(layout: tuple[int, int, int], clip: dict[str, Any]) -> None:
     check(Setup(layout, {**SMALL, "micro_batch_size": 3}, {**clip, "accumulate_grad_batches": 2}))
 
 
-@pytest.mark.wide
+@WIDE
 @pytest.mark.parametrize("sharding", [True, False])
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "adagrad"])
@@ -93,12 +102,12 @@ def test_two_replicas_with_and_without_sharing_agree_bit_for_bit(name: str) -> N
         assert torch.equal(value, runs[1]["weights"][name]), name
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
+@pytest.mark.parametrize("layout", [pytest.param((1, 2, 1), marks=WIDE), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
 def test_parameters_without_a_gradient_are_left_alone(layout: tuple[int, int, int]) -> None:
     check(Setup(layout, SMALL, {}, {"unused": True}))
 
 
-@pytest.mark.wide
+@WIDE
 @pytest.mark.parametrize("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2)])
 def test_parameters_are_frozen_by_name_wherever_they_are(layout: tuple[int, int, int]) -> None:
     check(Setup(layout, SMALL, {}, {"named": True}))
@@ -114,10 +123,10 @@ def test_layers_unfrozen_into_a_new_group_are_trained() -> None:
         ((1, 1, 2), "muon", {}),
         ((1, 2, 2), "muon", {}),
         ((1, 2, 2), "adafactor", {}),
-        pytest.param((2, 1, 2), "muon", {}, marks=pytest.mark.wide),
-        pytest.param((1, 2, 2), "muon", {"optimizer_sharding": False}, marks=pytest.mark.wide),
-        pytest.param((1, 3, 1), "muon", {}, marks=pytest.mark.wide),
-        pytest.param((2, 2, 1), "muon", {}, marks=pytest.mark.wide),
+        pytest.param((2, 1, 2), "muon", {}, marks=WIDE),
+        pytest.param((1, 2, 2), "muon", {"optimizer_sharding": False}, marks=WIDE),
+        pytest.param((1, 3, 1), "muon", {}, marks=WIDE),
+        pytest.param((2, 2, 1), "muon", {}, marks=WIDE),
     ],
 )
 def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
@@ -135,13 +144,13 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
     [
         (Setup((1, 2, 1), SMALL), Setup((1, 3, 1), SMALL)),
         (Setup((2, 2, 1), SMALL), Setup((1, 2, 2), SMALL)),
-        (Setup((1, 3, 1), SMALL), Setup((2, 1, 1))),
-        (Setup((1, 2, 1), {"optimizer_sharding": False}), Setup((2, 2, 1), SMALL)),
+        pytest.param(Setup((1, 3, 1), SMALL), Setup((2, 1, 1)), marks=WIDE),
+        pytest.param(Setup((1, 2, 1), {"optimizer_sharding": False}), Setup((2, 2, 1), SMALL), marks=WIDE),
         (Setup((1, 2, 1), SMALL, {}, {"optimizer": "adagrad"}), Setup((1, 1, 1), {}, {}, {"optimizer": "adagrad"})),
         (Setup((1, 2, 2), SMALL, {}, {"optimizer": "muon"}), Setup((1, 1, 2), {}, {}, {"optimizer": "muon"})),
-        pytest.param(*(Setup((2, size, 1), SMALL, {}, {"added": True}) for size in (1, 2)), marks=pytest.mark.wide),
-        pytest.param(*(Setup((size, 1, 1), SMALL, {}, {"added": True}) for size in (4, 1)), marks=pytest.mark.wide),
-        pytest.param(*(Setup((size, 2, 1), SMALL, {}, {"added": True}) for size in (1, 3)), marks=pytest.mark.wide),
+        pytest.param(*(Setup((2, size, 1), SMALL, {}, {"added": True}) for size in (1, 2)), marks=WIDE),
+        pytest.param(*(Setup((size, 1, 1), SMALL, {}, {"added": True}) for size in (4, 1)), marks=WIDE),
+        pytest.param(*(Setup((size, 2, 1), SMALL, {}, {"added": True}) for size in (1, 3)), marks=WIDE),
     ],
     ids=[
         "dp2 to dp3",
@@ -164,7 +173,7 @@ def test_a_run_goes_on_at_another_layout(first: Setup, second: Setup, tmp_path: 
         assert not differences(outcome.value, wanted, 1e-9)
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
+@pytest.mark.parametrize("layout", [pytest.param((1, 2, 1), marks=WIDE), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
 def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
     (wanted,) = [outcome.value for outcome in run_trainers(norms, Setup(), devices=1)]
     setup = Setup(layout, {**SMALL, "log_gradient_norm": True})
@@ -175,8 +184,15 @@ def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
 LATE = {**SMALL, "overlap_parameter_gather": True}
 
 
-@pytest.mark.parametrize("own_use", [None, False], ids=["modules called", "weights used apart"])
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
+@pytest.mark.parametrize(
+    ("layout", "own_use"),
+    [
+        pytest.param((1, 2, 1), False, id="dp2-weights used apart"),
+        pytest.param((2, 2, 1), None, id="pp2xdp2-modules called"),
+        pytest.param((1, 2, 1), None, id="dp2-modules called", marks=WIDE),
+        pytest.param((2, 2, 1), False, id="pp2xdp2-weights used apart", marks=WIDE),
+    ],
+)
 def test_weights_that_travel_during_the_next_step_are_waited_for(
     layout: tuple[int, int, int], own_use: bool | None
 ) -> None:

@@ -107,12 +107,12 @@ class LinearLayers(nn.Module):
         return self.head(self.norm(self.layers(self.embed(tokens) + self.shift)))
 
 
-MODULES: dict[str, Callable[[], LightningModule]] = {
-    "tied": lambda: OwnLossTask(NanoGPT(LAYERS)),
-    "torch": lambda: MaskedTask(TorchLayers(LAYERS)),
-    "shared": lambda: TokenTask(TiedLayers()),
-    "linears": lambda: TokenTask(LinearLayers()),
-    "dropout": lambda: TokenTask(DropoutNet()),
+MODULES: dict[str, Callable[[int], LightningModule]] = {
+    "tied": lambda layers: OwnLossTask(NanoGPT(layers)),
+    "torch": lambda layers: MaskedTask(TorchLayers(layers)),
+    "shared": lambda _: TokenTask(TiedLayers()),
+    "linears": lambda _: TokenTask(LinearLayers()),
+    "dropout": lambda _: TokenTask(DropoutNet()),
 }
 
 
@@ -143,6 +143,7 @@ class ScheduleRow:
         stages: pipeline stages; 0 for the plain one-process Trainer.
         replicas: data-parallel replicas.
         tensor: tensor-parallel size.
+        layers: of the module; a plan for tensor ranks is drawn up layer by layer, on every rank.
         micro_batch: samples per micro-batch and replica; batches have 8 samples, the last of an epoch 4.
         recompute: ``activation_recompute``, as text.
         others: further arguments of the strategy, as text.
@@ -160,6 +161,7 @@ class ScheduleRow:
     recompute: str = "None"
     others: str = "{}"
     steps: int = 5
+    layers: int = LAYERS
 
     @property
     def devices(self) -> int:
@@ -222,7 +224,7 @@ def train_row(info: RankInfo, row: ScheduleRow) -> Trace:
         callbacks=[Recorder(trace), best],
     )
     torch.manual_seed(7)
-    module = MODULES[row.module]()
+    module = MODULES[row.module](row.layers)
     trainer.fit(module)
     whole = trainer.strategy.full_state_dict() if row.tensor > 1 else None  # type: ignore[attr-defined]
     trace.weights, trace.steps = local_weights(module) if whole is None else whole, trainer.global_step

@@ -62,7 +62,10 @@ def _row(module: str, setting: Setting) -> Row:
 
 
 def everyday() -> list[Row]:
-    """Rows of an ordinary test run."""
+    """Rows of an ordinary test run.
+
+    A module of one's own under the further schedules is in test_schedules.py, over tensor ranks in test_tensor.py.
+    """
     settings = itertools.cycle(covering())
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
@@ -75,7 +78,7 @@ def everyday() -> list[Row]:
         Row("kept_sums", "pp2", "zb-v", "none", 1, 2),
         Row("hooked", "pp2", "zb-v", "none", 1, 2),
     ]
-    return [*(_row(name, next(settings)) for name in names), *further(("nanogpt", "hf_llama")), *turns]
+    return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns]
 
 
 def further(modules: Iterable[str]) -> Iterator[Row]:

@@ -35,10 +35,9 @@ ROWS = [
             ("dualpipe-v", "{'every': 3}"),
         )
     ),
-    ScheduleRow("zb-v", tensor=2, micro_batch=2, recompute="'full'"),
-    ScheduleRow("interleaved", tensor=2, micro_batch=3, recompute="['*.mlp']"),
-    ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2),
-    ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch"),
+    ScheduleRow("zb-v", tensor=2, micro_batch=2, recompute="'full'", layers=4),
+    ScheduleRow("interleaved", tensor=2, micro_batch=3, recompute="['*.mlp']", layers=4),
+    ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch", layers=4),
     ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']", steps=3),
 ]
 
@@ -66,6 +65,7 @@ def wide_rows() -> list[ScheduleRow]:
         *(ScheduleRow(name, micro_batch=3, module="shared", clip="value") for name in NAMED[:2]),
         *(ScheduleRow("interleaved", virtual=v, micro_batch=m) for v, m in ((1, 2), (2, 1))),
         ScheduleRow("one_by_one", replicas=2, micro_batch=1, module="linears"),
+        ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2),
     ]
 
 

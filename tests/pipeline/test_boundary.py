@@ -81,7 +81,7 @@ def test_shapes_travel_once_per_shape_of_micro_batch() -> None:
     assert run_trainers(shapes_sent, 1, True, devices=2)[1].value == 3, "with variable shapes, with every micro-batch"
 
 
-@pytest.mark.parametrize("through_memory", [True, False])
+@pytest.mark.parametrize("through_memory", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_two_tensor_ranks_send_half_the_bytes_each(through_memory: bool) -> None:
     whole = [outcome.value for outcome in run_trainers(bytes_sent, 1 << 40, through_memory, devices=4)]
     parts = [outcome.value for outcome in run_trainers(bytes_sent, 1, through_memory, devices=4)]

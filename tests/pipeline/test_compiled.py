@@ -1,4 +1,8 @@
-"""Compiled layers: the numbers of uncompiled ones, and one compilation for all of them."""
+"""Compiled layers: the numbers of uncompiled ones, and one compilation for all of them.
+
+Compiling takes seconds per process. Every day, test_lifted.py compiles the layers of two stages, this file those of
+one process and of two tensor ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ EAGER = {"backend": "aot_eager"}  # everything but the C++ compiler, which takes
 @pytest.mark.parametrize(
     ("config", "sizes", "devices"),
     [
-        ("llama", {"pipeline_parallel_size": 2, "compile_layers": EAGER}, 2),
+        pytest.param("llama", {"pipeline_parallel_size": 2, "compile_layers": EAGER}, 2, marks=pytest.mark.wide),
         ("gpt", {"tensor_parallel_size": 2, "compile_layers": EAGER}, 2),
-        pytest.param("llama", {"compile_layers": EAGER, "activation_recompute": "full"}, 1, marks=pytest.mark.wide),
+        ("llama", {"compile_layers": EAGER, "activation_recompute": "full"}, 1),
         pytest.param("llama", {"compile_layers": True}, 1, marks=pytest.mark.wide),
         pytest.param(
             "gpt",
