@@ -23,7 +23,7 @@ from tests.harness.job import Job, JobFailed, Outcome, RankInfo, check_function,
 
 MAX_WORKERS = 16
 DEADLINE = 120.0  # seconds a job may take
-GRACE = 5.0  # seconds the other ranks get to end by themselves once one has failed
+GRACE = 12.0  # seconds the other ranks get to end by themselves once one has failed
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

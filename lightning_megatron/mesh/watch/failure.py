@@ -173,6 +173,7 @@ class FailureWatch:
         try:
             with self._asking():
                 self._tell(self._rank, text, RAISED)
+                self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
         except RuntimeError:  # the store's host is gone; whoever looks after that process says so
             return
 
@@ -306,8 +307,7 @@ class FailureWatch:
                 if not self._store.check([_FAILURE]):
                     return None
                 self._seen = Failure(**json.loads(self._store.get(_FAILURE)))
-                if self._seen.rank != self._rank:
-                    self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
+                self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
         except RuntimeError:
             return self._seen
         return self._seen

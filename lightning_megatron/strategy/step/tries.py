@@ -254,7 +254,8 @@ class _Tried:
 
     def __call__(self, part: Any, index: int) -> Any:
         try:
-            with self._recording.step() as recorder, self._draws.run(index):
+            eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+            with self._recording.step() as recorder, self._draws.run(index), eager:
                 self._recorders[index] = recorder
                 return map_tensors(self._call(part), torch.detach)
         finally:
