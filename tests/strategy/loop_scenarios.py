@@ -80,6 +80,26 @@ class OwnBackward(Manual):
         optimizer.zero_grad()
 
 
+class OwnDescent(OwnBackward):
+    """The same where a gradient's size counts."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NeverZero(TokenTask):
+    """Goes on from the gradients of the steps before."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.03)
+
+
 class Adversaries(Manual):
     """A generator and a discriminator, each with an optimizer of its own."""
 
@@ -277,6 +297,8 @@ class BatchNorms(nn.Module):
 MODULES: dict[str, Any] = {
     "manual": Manual,
     "own_backward": OwnBackward,
+    "own_descent": OwnDescent,
+    "never_zero": NeverZero,
     "adversaries": Adversaries,
     "closures": Closures,
     "closures_by_hand": ClosuresByHand,

@@ -56,6 +56,16 @@ def test_a_loop_of_ones_own_is_that_of_one_process(name: str, data: int, tensor:
     _compare(name, (1, data), tensor_parallel_size=tensor)
 
 
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=WIDE)])
+def test_backwards_of_one_step_add_up_where_tensor_ranks_have_terms_of_a_gradient(data: int) -> None:
+    _compare("own_descent", (1, data), tensor_parallel_size=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("options", [{"optimizer_sharding": {"shard": 2}}, pytest.param({}, marks=WIDE)], ids=str)
+def test_gradients_of_earlier_steps_stay_in_the_sum_of_all_nodes(options: dict[str, Any]) -> None:
+    _compare("never_zero", (1, 4), **options)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

@@ -168,8 +168,10 @@ class Bucket:
     def resume(self, factor: float, replicas: int) -> None:
         """Prepare reduced gradients for further accumulation (no ``zero_grad`` since the last step).
 
-        The sum over ranks will be taken and divided again, so what is a sum already must enter it once: each rank keeps
-        its own shard, times what it will be divided by, and zeros elsewhere.
+        The sum over ranks will be taken and divided again, so what is a sum already must enter it once, times what it
+        will be divided by. Each rank keeps its own shard, divided by how many ranks have the same, and zeros elsewhere;
+        or all of it, divided by how many ranks sum: more than the replicas where stages or tensor-parallel ranks each
+        have a term.
 
         Args:
             factor: what new gradients are scaled by (the loss scale), and the old ones have to be.
@@ -180,9 +182,9 @@ class Bucket:
                 low, high = self.placement.bounds(self.sharing.rank)
                 self.flat[:low].zero_()
                 self.flat[high:].zero_()
-                self.own_gradients.mul_(factor * replicas)
-            elif factor != 1.0:
-                self.gradients.mul_(factor)
+                self.own_gradients.mul_(factor * replicas / _size_of(self.sharing.copy_group))
+            elif (kept := factor * replicas / _size_of(self.sharing.group)) != 1.0:
+                self.gradients.mul_(kept)
         self.reduced = self.scattered = False
 
     def start_sum(self, dtype: torch.dtype | None) -> None:
@@ -339,3 +341,8 @@ def _view_like(flat: Tensor, parameter: nn.Parameter, *, contiguous: bool) -> Te
     if parameter.permute(order).is_contiguous():
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view(parameter.shape)
+
+
+def _size_of(group: Any) -> int:
+    """How many ranks a group has; 1 for ``None``."""
+    return 1 if group is None else int(group.size())
