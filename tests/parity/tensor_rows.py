@@ -226,7 +226,7 @@ def check_row(row: TensorRow) -> None:
     Raises:
         AssertionError: listing every difference beyond the module's tolerance.
     """
-    outcomes = run_trainers(train_row, row, devices=row.devices, deadline=180.0, grace=20.0)
+    outcomes = run_trainers(train_row, row, devices=row.devices, deadline=420.0, grace=20.0)
     traces = [outcome.value for outcome in outcomes]
     names = set(reference(row.reference).weights)
     for trace in traces:  # buffers are part of a state, not of this comparison

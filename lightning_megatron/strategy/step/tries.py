@@ -136,15 +136,15 @@ class LossTrials:
         with self._streams.trial(), self._stages.running(largest, len(joins.pieces), training=False) as executor:
             executor.run(step)
         names, writes = tried.written(self._layers)
-        writes = next(filter(None, objects.gather(writes, self._mesh.group("pipeline_parallel"))), "")
-        outcome = self._stages.outcome(lambda: self._found(step, tried, joins, writes), TRIAL)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
+        found.writes = next(filter(None, objects.gather(writes, self._mesh.group("world"))), "")
         self.reading = before.after(found)
         self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
         self._say(before, found, len(parts), why)
 
-    def _found(self, step: PipelineStep, tried: _Tried, joins: _Joins, writes: str) -> Outcome:
+    def _found(self, step: PipelineStep, tried: _Tried, joins: _Joins) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
@@ -158,7 +158,6 @@ class LossTrials:
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
         found = findings[0].joined(findings[1:])
-        found.writes = writes
         for axis in ("data_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
