@@ -87,6 +87,19 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
+class Filled(torch.autograd.Function):
+    """Asks for memory and writes its result there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.mul(x, x, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
 def bias(z):
     b = nn.Parameter(random_tensor(LENGTH, seed=6))
     out = (z * b).square().sum()
@@ -198,6 +211,7 @@ BYPASS = {
     "asked for a gradient": lambda z: torch.autograd.grad((z**3).sum(), z, create_graph=True)[0] * 2,
     "with a start": lambda z: torch.autograd.grad(z**3, z, OTHER, create_graph=True)[0].sum(),
     "hook": lambda z: hooked(z),
+    "which writes into memory of its own": lambda z: Filled.apply(z),
 }
 """Pass by ``__torch_function__``, or are about the graph."""
 

@@ -22,6 +22,7 @@ from tests.harness.links import linked
 from tests.harness.remember import remembered
 from tests.parallelize.models import ARCHITECTURES, FLOAT32_NORMS, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
+from tests.parity.custom_functions import custom_loss
 from tests.parity.row import CLIPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
 from tests.parity.zoo.tasks import Task
@@ -85,6 +86,18 @@ def _gpt(layers: int = 2) -> nn.Module:
     return enlarged(NanoGPT(layers=layers).double())
 
 
+class CustomTask(GPTTask):
+    """The loss has gradients of its own: ``autograd.Function``s of the logits, one of them with a trained operand."""
+
+    def __init__(self) -> None:
+        super().__init__(_gpt())
+        self.temperature = nn.Parameter(torch.full((1,), 1.5, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        logits, _ = self.net(batch[0])
+        return custom_loss(logits, batch[1], self.temperature)
+
+
 class CompiledTask(GPTTask):
     """Compiles each of its layers, as users of large models do.
 
@@ -111,6 +124,7 @@ class CompiledTask(GPTTask):
 
 
 OWN = {
+    "custom": CustomTask,
     "nanogpt": lambda: GPTTask(_gpt()),
     "gpt": lambda: GPTTask(_gpt(4)),
     "compiled": CompiledTask,
@@ -249,15 +263,18 @@ def everyday() -> list[TensorRow]:
         TensorRow("llama", tensor=4, stages=2, replicas=1, sequence=False, steps=3),
         TensorRow("gpt2+", tensor=2, stages=1, replicas=2, sequence=False, accumulate=2),
         TensorRow("bloom", tensor=2, stages=2, replicas=1, sequence=False, clip="value"),
+        TensorRow("custom", steps=3),
     ]
 
 
 def options() -> list[TensorRow]:
-    """Compiled layers, recomputation and every schedule, one row each."""
+    """Custom functions, compiled layers, recomputation and every schedule, one row each."""
     recompute = ("'full'", "'selective'", "{'every': 2}", "['*.mlp']")
     compiled = ("compiled", "compiled_wrapped", "compiled_recomputed", "compiled_inductor")
     schedules = ("gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+    custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
     return [
+        *custom,
         *(TensorRow(name, sequence=sequence, steps=3) for name in compiled for sequence in (False, True)),
         *(TensorRow("compiled_wrapped", stages=2, schedule=name, steps=3) for name in ("1f1b", *schedules)),
         TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}", steps=3),

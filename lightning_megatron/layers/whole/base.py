@@ -136,7 +136,8 @@ class WholeTensor(torch.Tensor):
             )
         for tensor in shown:
             _enter(tensor)
-        rule = shown[0].rules.get(func) if shown else None
+        writes = kwargs.get("out") is not None  # into an ordinary tensor, which is whole
+        rule = shown[0].rules.get(func) if shown and not writes else None
         if rule is not None:
             with contextlib.suppress(NeedsWhole):
                 return rule(func, *args, **kwargs)
