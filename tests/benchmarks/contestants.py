@@ -17,7 +17,8 @@ from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
 from tests.benchmarks.model import Size, Task, make_batches
 from tests.harness import RankInfo, ReusedProcesses
 
-WARM_UP = 3
+# Steps 1 and 8 also try what the loss of a batch is made of; the next trials are in steps 64 and 512.
+WARM_UP = 8
 
 
 @dataclass(frozen=True)

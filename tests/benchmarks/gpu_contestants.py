@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import CausalLanguageModel, DecoderConfig
 
-WARM_UP, STEPS = 5, 10
+WARM_UP, STEPS = 8, 10
 
 
 @dataclass(frozen=True)
