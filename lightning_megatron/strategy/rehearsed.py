@@ -1,4 +1,4 @@
-"""What a rehearsal found, for people and for programs."""
+"""Results of a rehearsal, as text and as plain values for JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Callbacks for what only this strategy can tell."""
+"""Callbacks that use measurements of this strategy: gradient norm, layer times, pipeline timelines."""

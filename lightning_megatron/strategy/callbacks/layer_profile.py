@@ -1,4 +1,4 @@
-"""Measures the layers of a pipeline in its first steps, and says how far from even the stages are.
+"""Times the layers of a pipeline in the first steps, and reports the imbalance of the stages.
 
 A callback that the strategy itself adds for ``pipeline_split="profile"``, which is why it does not import it.
 """

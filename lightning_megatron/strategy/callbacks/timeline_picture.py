@@ -1,4 +1,4 @@
-"""Shows what a pipeline did in one training step, beside what the simulator says it should have done."""
+"""Draws the measured timeline of one training step, and the simulated one of the same schedule."""
 
 from __future__ import annotations
 
