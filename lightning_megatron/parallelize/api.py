@@ -123,7 +123,7 @@ def _decide(
 
 
 def _agree(blueprint: Blueprint, group: dist.ProcessGroup) -> None:
-    """See that all ranks have decided alike: with different parts they would wait for each other's messages.
+    """Check that all ranks chose the same plan; with different ones they would wait for messages that nobody sends.
 
     Raises:
         ValueError: they have not; the message says where they differ.

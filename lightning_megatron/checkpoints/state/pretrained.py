@@ -116,7 +116,7 @@ def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Map
 
 
 def find_prefix(stored: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
-    """What to take off the stored names, and what to put before them instead, for most of them to fit.
+    """The prefix to remove from stored names and the prefix to add instead, with which most of them match ``names``.
 
     ``["h.0.w", "wte.w"]`` and ``["net.h.0.w", "net.wte.w", "scale"]`` give ``("", "net.")``.
     """

@@ -148,7 +148,7 @@ def _pieces(value: Any, place: StatePlace) -> Any:
 
 
 def plain_values(states: Sequence[Mapping[str, Any]]) -> list[dict[Any, dict[str, Any]]]:
-    """What optimizers keep of parameters besides tensors (counts, lists), by optimizer, parameter and name."""
+    """Values other than tensors in the state of optimizers (counts, lists), by optimizer, parameter and name."""
     kinds = (Tensor, PiecedTensor)
     values = [
         {

@@ -76,7 +76,7 @@ class Failure:
 
 
 class AgreedFailure(RuntimeError):
-    """Raised by all ranks alike, which have agreed on it: nobody has to be told of another's."""
+    """A failure on which all ranks have agreed. Every rank raises it, so none reports it to the others."""
 
 
 class _StoreIsSilent(RuntimeError):
@@ -273,7 +273,7 @@ class FailureWatch:
         return bool(arrived >= goal)
 
     def message(self, failure: Failure) -> str:
-        """What this process prints when it ends because of ``failure``; empty if another one speaks for it."""
+        """What this process prints when it ends because of ``failure``; empty if another process prints it."""
         together = self._peers.same_output()
         if failure.kind == RAISED and failure.rank in together:
             return ""  # it prints its own traceback

@@ -34,7 +34,7 @@ _TORCH = os.path.join("torch", "distributed", "")
 
 
 class HangWatch:
-    """Looks at one rank's main thread; called again and again from a thread of its own.
+    """Samples the state of one rank's main thread; called periodically from a separate thread.
 
     Args:
         store: reachable from all ranks.
@@ -144,7 +144,7 @@ def _call_of_torch(frames: list[Any]) -> str:
 
 
 def _unfinished_collective() -> str:
-    """What the flight recorder has of the newest collective that is not done; empty where it records none."""
+    """The flight recorder's entry of the newest unfinished collective; empty if it records nothing."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return ""
@@ -171,7 +171,7 @@ def _report(culprit: int, notes: list[dict[str, Any] | None], patience_s: float)
 
 
 def _missed(culprit: int, notes: list[dict[str, Any] | None]) -> list[str]:
-    """What ranks wait for that ``culprit`` has to take part in; what anyone waits for, if nobody needs it directly."""
+    """The operations that wait for ``culprit``; if there are none, all operations that any rank waits for."""
     waiting = [note for note in notes if note is not None and note["waits"] and note["for"]]
     direct = [note for note in waiting if culprit in note["ranks"]]
     return list(dict.fromkeys(note["for"] for note in direct or waiting))[:3]

@@ -104,7 +104,7 @@ def told(status: int | None) -> str:
 
 
 class Process:
-    """One process of this host, looked at from outside.
+    """One process of this host, observed by another one.
 
     Args:
         peer: of another rank.
@@ -231,7 +231,7 @@ class Peers:
         return rank in self._known
 
     def close(self) -> None:
-        """Hear of ends no more; :meth:`ended` still tells them."""
+        """Stop observing processes; :meth:`ended` still reports those that have ended."""
         for process in list(self._known.values()):
             process.close()
 

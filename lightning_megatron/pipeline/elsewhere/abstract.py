@@ -78,7 +78,7 @@ class _WatchedMode(FakeTensorMode):
         return output
 
     def alive(self) -> list[FakeTensor]:
-        """Fake tensors that somebody keeps."""
+        """Fake tensors that are still referenced."""
         return [tensor for reference in self._made if (tensor := reference()) is not None]
 
 

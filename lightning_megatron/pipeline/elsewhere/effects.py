@@ -157,8 +157,8 @@ class Snapshot:
 
 
 def returned_beside(layer: int, output: Any) -> Iterator[Effect]:
-    """Small tensors that a layer returned beside its first, such as a balancing loss: whoever collects them on a later
-    stage needs them.
+    """Small tensors that a layer returned besides its first, such as a balancing loss, for code on later stages that
+    collects them.
 
     Args:
         layer: the layer's place in the trunk.
@@ -171,7 +171,7 @@ def returned_beside(layer: int, output: Any) -> Iterator[Effect]:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A tensor's version, and its numbers where somebody might add to them in place."""
+    """A tensor's version, and a copy of its values if it may be changed in place."""
 
     version: int
     numbers: Tensor | None

@@ -52,7 +52,7 @@ class Change:
         return self.container.read(self.key) is self.new
 
     def take_back(self) -> None:
-        """Put back what was there, unless somebody else has written since."""
+        """Restore the earlier value, unless other code has written to the entry since."""
         if self.kind == "set":
             if self.is_kept:
                 old_is = self.old is not MISSING

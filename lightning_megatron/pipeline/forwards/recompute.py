@@ -165,7 +165,7 @@ class RecomputedCall(Wrapper):
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def _run_noting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run, and see what is left behind; in the backward, take it off again."""
+        """Run, and find side effects on the module; in the backward, undo them."""
         before = Snapshot(Reach(self.module, self.module, frozenset()).containers())
         try:
             return run(*args, **kwargs)

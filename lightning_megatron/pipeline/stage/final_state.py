@@ -64,7 +64,7 @@ class FinalState:
         self._taken_back.add((change.container.address, change.key))
 
     def check(self, effect: Effect, unit: nn.Module | None) -> None:
-        """Complain about a layer that goes on from a number which the step has reset after the micro-batch before.
+        """Refuse a layer that continues from a number which the step has reset since the previous micro-batch.
 
         Args:
             effect: of the layer.
@@ -85,7 +85,7 @@ class FinalState:
             )
 
     def take(self) -> list[Effect]:
-        """What is to be told of the step that has ended."""
+        """The effects of the step that has ended, for the other stages."""
         found, self._effects, self._reset = self._effects, [], {}
         self.forget()
         latest = {effect.entry: effect for effect in found if effect.kind not in ("append", "fill")}
@@ -98,7 +98,7 @@ class FinalState:
         return [effect for effect in told if effect is not None]
 
     def is_due(self, effect: Effect) -> bool:
-        """Whether even the stage of the layer has to be told."""
+        """Whether the stage of the layer itself needs the effect."""
         return effect.is_reset or effect.entry in self._taken_back
 
     def forget(self) -> None:

@@ -138,7 +138,7 @@ class ResumableLoader(DataLoader[Any]):
         return _rebuilt, (type(self).__mro__[2],), self.__dict__  # pickle would look for a class of the original's name
 
     def state_dict(self) -> dict[str, Any]:
-        """What says to Lightning that the loader can resume; its state is in the strategy's part of a checkpoint."""
+        """Marks the loader as resumable for Lightning; its position is in the strategy's part of a checkpoint."""
         return {"resumes": True}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def _streams(loader: Any) -> bool:
 
 
 class _NotedSampler:
-    """Notes the random state that an order is drawn from; the first time, draws it anew and passes over entries."""
+    """Records the random state from which an order is drawn; the first time, restores that state and skips entries."""
 
     def __init__(self, sampler: Any, loader: ResumableLoader, passed: int) -> None:
         self._sampler = sampler
@@ -234,7 +234,7 @@ class _LateIterator:
 
 
 class _ResumableIterator(_LateIterator):
-    """The iterator of the epoch that a run goes on in."""
+    """Iterator of the epoch in which a run resumes."""
 
     def __init__(self, loader: ResumableLoader, make: Callable[[], Any], at: Continuation) -> None:
         super().__init__(loader, make)

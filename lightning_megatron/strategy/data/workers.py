@@ -113,7 +113,7 @@ class WorkerStates:
         self._before_last: tuple[int, Any] | None = None
 
     def begin(self) -> None:
-        """The workers begin with the data anew; what they have made ahead is dropped."""
+        """Start a new pass over the data; prefetched batches are dropped."""
         self.begun, self.given_out = list(self._received), list(self._received)
         self._before_last = None
         self.batches = 0
@@ -141,7 +141,7 @@ class WorkerStates:
 
 
 class NotingIterator(_MultiProcessingDataLoaderIter):
-    """Torch's own, which takes notes off the batches.
+    """Torch's iterator, which also removes the recorded states from the batches.
 
     Args:
         loader: with :class:`WorkerNotes` in it.

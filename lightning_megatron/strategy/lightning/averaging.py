@@ -140,7 +140,7 @@ class _Own:
         return HeldTensors(self._weights.stored_once(), self.names)
 
     def new_average(self, device: torch.device) -> Any:
-        """Equal to the weights in use; on ``device``, unless the callback has one of its own."""
+        """A new average, equal to the current weights; on the callback's device if it has one, else on ``device``."""
         callback = self._callback
         if not isinstance(callback, WeightAveraging):
             return copy.deepcopy(self.live())
@@ -155,18 +155,18 @@ class _Own:
 
     @torch.no_grad()
     def swap_models(self, module: nn.Module) -> None:
-        """Average and weights in use change places."""
+        """Exchange the average and the current weights."""
         average = self._callback._average_model.module
         before = copy.deepcopy(self.live()).pieces()
         self._weights.load(average.pieces())
         average.fill(before)
 
     def copy_average_to_current(self, module: nn.Module) -> None:
-        """The average becomes the weights in use."""
+        """Replace the current weights by the average."""
         self._weights.load(self._callback._average_model.module.pieces())
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The callback's own, for which the module takes its state over by itself; here the strategy does."""
+        """Run the callback's method without its load of the module's weights, which the strategy loads."""
         current = checkpoint.get("current_model_state")
         given = checkpoint if current is None else {**checkpoint, "current_model_state": module.state_dict()}
         type(self._callback).on_load_checkpoint(self._callback, trainer, module, given)

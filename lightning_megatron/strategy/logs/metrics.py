@@ -96,7 +96,7 @@ class MetricCalls:
 
 
 def _without_exchange(metric: Metric) -> Metric:
-    """A copy that computes from its own states alone, and that nobody watches."""
+    """A copy of ``metric`` that computes from its own states only, without exchange and without hooks."""
     copied = copy.deepcopy(metric)
     for part in copied.modules():
         if isinstance(part, Metric):

@@ -30,7 +30,7 @@ def newest_checkpoint(lightnings: Iterable[str], folder: Any, extension: str, ro
 
 
 def askable(path: str) -> str:
-    """What stands for a checkpoint where Lightning asks when it was changed: remote folders cannot tell, files can."""
+    """A path whose modification time Lightning can read: the checkpoint, or its marker where folders have no times."""
     return path if Folder(path).is_local else f"{path}/{MARKER}"
 
 

@@ -106,7 +106,7 @@ def _of_this_pass(mode: str, loader: Any, batches: int) -> int:
 
 
 def note_what_is_read_ahead(trainer: pl.Trainer) -> None:
-    """Lightning fetches a batch ahead where it does not know how many there are; let loaders take note of that."""
+    """Tell loaders whether Lightning prefetches a batch, as it does where their length is unknown."""
     combined, fetcher = fetched_loaders(trainer)
     if combined is None or fetcher is None:
         return

@@ -164,7 +164,7 @@ class Saving:
         self.weights.load(state)
 
     def _after_the_hook(self, path: Any, state: StateOnDisk, strict: bool) -> dict[str, Any]:
-        """What ``on_load_checkpoint`` left of a state: tensors that it touched, and this rank's part of the others."""
+        """The state after ``on_load_checkpoint``: tensors that the hook read, and this rank's part of the others."""
         found = self._fitting(path, state.kinds_now(), {}, strict)
         untouched = state.untouched
         wanted = {
