@@ -1,4 +1,4 @@
-"""Public names of the callbacks that users add to a Trainer."""
+"""Callbacks for what only this strategy can tell."""
 
 from lightning_megatron.strategy.callbacks.layer_profile import PipelineProfile
 from lightning_megatron.strategy.callbacks.timeline_picture import PipelineTimeline

@@ -1,7 +1,7 @@
-"""Applies the planner to a run that is about to start: it chooses the layout, and which process has which rank.
+"""The planner's answers, applied to a run that is about to start: which layout, and which process is which rank.
 
-Every process makes both choices before the processes connect, from the same inputs: the module's shape (counted without
-allocating memory), the batch of its loader, the number of processes, and the machine.
+Both are settled before the processes connect, by every process for itself from the same facts: the module's shape,
+counted without memory, the batch that its loader gives, the number of processes, and the machine.
 """
 
 from __future__ import annotations

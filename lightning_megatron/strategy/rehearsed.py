@@ -1,4 +1,4 @@
-"""Results of a rehearsal, as text and as plain values for JSON."""
+"""What a rehearsal found, for people and for programs."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Run:
             with self._replicas, self._differentiating:
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
-            return output
+            return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
 
     def _take(self, outcome: Outcome | None) -> None:
         """Log what a step has logged, and stop where it has asked for that."""

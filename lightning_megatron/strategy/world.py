@@ -1,14 +1,14 @@
-"""The environment of a rank: other ranks, their failures, and memory for its weights.
+"""What a run finds outside of its own process: other ranks, their failures, and memory for its weights.
 
-All other code of a strategy is the same whether the other ranks exist or not. The strategy therefore creates everything
-that communicates through a ``World`` that it is given. A rehearsal, in which one rank of thousands runs alone, passes
-another implementation::
+Everything else that a strategy does is the same whether the other ranks exist or not. So it makes what reaches out of
+its process through the world that it was given, and a rehearsal, in which one rank of thousands runs alone, gives it
+another one::
 
     strategy ── watch ──────▶ World: asks the store whether a rank failed      paper: nobody can fail
              ── materialize ▶ World: memory for meta weights                   paper: takes it back
-             ── links ──────▶ World: messages to the other stages              paper: recorded, not sent
-             ── executor ───▶ World: receives the previous stage's shapes      paper: computes them
-             ── compares ───▶ World: reads other ranks' batches and losses     paper: there are none
+             ── links ──────▶ World: messages to the other stages              paper: they loaded the same batch
+             ── executor ───▶ World: hears what the stage before will send     paper: works it out by itself
+             ── compares ───▶ World: reads other ranks' batches and losses     paper: nobody has any
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ FILTERS: tuple[tuple[str, str, type[Warning], str], ...] = (
     ("ignore", r".*The 'train_dataloader' does not have many workers", UserWarning, "as above, older wording"),
     ("ignore", r".*GPU available but not used", UserWarning, "the tests run on CPU processes"),
     ("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, "torch.compile hides it itself"),
+    ("ignore", r"`training_step` returned `None`", UserWarning, "Lightning asks whether it was meant; it was"),
     ("ignore", r".*The number of training batches", UserWarning, "Lightning's advice for short runs"),
 )
 

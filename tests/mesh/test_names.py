@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_megatron.mesh.parts.names import Parts, innermost, lies_in, outwards, parent
+from lightning_megatron.mesh.parts.names import Parts, lies_in, outwards, parent
 
 
 def test_a_name_is_held_by_each_module_around_it() -> None:
@@ -40,11 +40,3 @@ def test_of_parts_inside_each_other_the_innermost_is_meant() -> None:
     assert parts.of("head.weight") == "head.weight"
     assert parts.of("head") is None and "head" not in parts
     assert "anything" not in Parts([])
-
-
-def test_what_is_known_of_a_part_is_found_by_a_name_inside_it() -> None:
-    stages = {"net": 0, "net.layers.1": 1}
-    assert innermost("net.layers.1.weight", stages) == "net.layers.1"
-    assert innermost("net.layers.10", stages) == "net"
-    assert innermost("head", stages) is None
-    assert innermost("head", {"": 0}) == ""

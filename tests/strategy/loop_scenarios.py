@@ -87,6 +87,23 @@ class OwnDescent(OwnBackward):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class LeftOut(TokenTask):
+    """Leaves batches out: one by its number, others by their loss."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)
+        if batch_idx == 1:
+            return None
+        return loss if int(loss * 1000) % 3 else None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class NeverZero(TokenTask):
     """Goes on from the gradients of the steps before."""
 
@@ -298,6 +315,7 @@ MODULES: dict[str, Any] = {
     "manual": Manual,
     "own_backward": OwnBackward,
     "own_descent": OwnDescent,
+    "left_out": LeftOut,
     "never_zero": NeverZero,
     "adversaries": Adversaries,
     "closures": Closures,

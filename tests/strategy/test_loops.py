@@ -20,10 +20,11 @@ def _one_process(name: str, options: dict[str, Any]) -> Any:
     return run_trainers(loops.fit, None, {}, name, options, devices=1)[0].value
 
 
-def _compare(name: str, layout: Layout, options: dict[str, Any] | None = None, **arguments: Any) -> None:
-    expected = _one_process(name, {})
+def _compare(name: str, layout: Layout, options: Any = None, both: Any = None, **arguments: Any) -> None:
+    expected = _one_process(name, both or {})
+    options = {**(options or {}), **(both or {})}
     devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
-    for outcome in run_trainers(loops.fit, layout, arguments, name, options or {}, devices=devices):
+    for outcome in run_trainers(loops.fit, layout, arguments, name, options, devices=devices):
         metrics, steps, norms = outcome.value
         found = list(differences("metrics", metrics, expected[0], 1e-9))
         found += [f"{steps} steps"] if steps != expected[1] else []
@@ -54,6 +55,21 @@ def _compare(name: str, layout: Layout, options: dict[str, Any] | None = None, *
 )
 def test_a_loop_of_ones_own_is_that_of_one_process(name: str, data: int, tensor: int) -> None:
     _compare(name, (1, data), tensor_parallel_size=tensor)
+
+
+@pytest.mark.parametrize(
+    ("layout", "both", "arguments"),
+    [
+        ((2, 1), {}, {}),
+        pytest.param((2, 1), {"accumulate_grad_batches": 2}, {}, marks=WIDE),
+        pytest.param((2, 1), {}, {"pipeline_schedule": "zb-v", "micro_batch_size": 1}, marks=WIDE),
+        pytest.param((1, 1), {}, {"tensor_parallel_size": 2}, marks=WIDE),
+        pytest.param((2, 1), {}, {"tensor_parallel_size": 2}, marks=WIDE),
+        pytest.param((1, 1), {"accumulate_grad_batches": 2}, {"micro_batch_size": 1}, marks=WIDE),
+    ],
+)
+def test_a_batch_is_left_out_by_returning_none(layout: Layout, both: dict[str, Any], arguments: dict[str, Any]) -> None:
+    _compare("left_out", layout, both=both, **arguments)
 
 
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=WIDE)])

@@ -6,11 +6,10 @@
     weights   w0 w0 w0 w1 w1 w1 w1 w2 .                                what the layers compute with
     master             w1 w1 w1 w1                                     this rank's shard, what the optimizer updates
 
-Main gradients of 16-bit weights are float32. Master weights are float32 under mixed precision, where layers compute
-with 16-bit copies of them. Otherwise they are a view of the weights, and the sum of the gradients is rounded once to
-their dtype for the update. If a step is a single backward, ``flat`` exists only from the bucket's last gradient until
-its reduction, and afterwards only this rank's shard of the sum is kept; steps that accumulate several backwards keep
-``flat``.
+Main gradients of 16-bit weights are float32. The master weights are a view of the weights, unless the optimizer is to
+keep more digits than layers compute with: then they are float32, too. If they are not, the sum of the gradients is
+rounded once, for the update. Where a step is one backward, ``flat`` is there from the last of its gradients until their
+sum, and only this rank's shard of the sum stays; steps that add up several backwards keep it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,6 @@ from lightning_megatron.data_parallel.buckets.holders import Sharing
 class GradientBuckets:
     """Accumulates the gradients of this rank's parameters, reduces them over replicas, and sets ``.grad``.
 
-    Invariants: a trained parameter lies in one bucket. Every rank launches buckets in index order, each at most once
-    per batch. Reduced gradients are sums over all holders, divided by ``divide_by * scale`` of :meth:`begin`.
-
     Args:
         parameters: name -> parameter, in registration order.
         replicas: the ranks that hold the parameters of this stage.

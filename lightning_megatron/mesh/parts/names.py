@@ -11,7 +11,7 @@ that a parameter or submodule belongs to::
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 
 def parent(name: str) -> str:
@@ -32,11 +32,6 @@ def lies_in(name: str, part: str) -> bool:
     return not part or name == part or name.startswith(f"{part}.")
 
 
-def innermost(name: str, parts: Container[str]) -> str | None:
-    """The innermost of ``parts`` that is ``name`` or contains it; ``None`` if no part does."""
-    return next((each for each in outwards(name) if each in parts), None)
-
-
 class Parts:
     """A set of named parts of a module.
 
@@ -49,7 +44,7 @@ class Parts:
 
     def of(self, name: str) -> str | None:
         """The innermost part that is ``name`` or contains it; ``None`` if no part does."""
-        return innermost(name, self._names)
+        return next((each for each in outwards(name) if each in self._names), None)
 
     def __contains__(self, name: str) -> bool:
         """Whether ``name`` is one of the parts, or lies in one."""

@@ -1,9 +1,9 @@
 """One message per failure: what a rank prints that only ends because of another one.
 
-An exception that is the echo of another rank's failure is still raised, so that a caller can handle it. If it is not
-handled, its traceback (of a receive whose connection broke, say) would be printed on every rank, below the one that
-matters. When such an exception ends the interpreter, a short message replaces its traceback. Of the ranks that share a
-terminal, only one prints the message.
+An exception that is the echo of another rank's failure is still raised, so that a caller can handle it. If nobody does,
+its traceback (of a receive whose connection broke, say) would be printed on every rank, under the one that matters. So
+where such an exception ends the interpreter, the message is printed that was chosen for it, which is none on the ranks
+that share a terminal with one that speaks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Registers what this process waits for; the few calls that block make the entries.
+"""What this process waits for, said by the few calls that block.
 
-A rank that hangs reports nothing. The thread of ``mesh.watch.hang``, and code that handles an exception, must therefore
-be able to read what the rank was waiting for, and for which ranks. Calls that block register this while they block::
+A rank that hangs says nothing, so whoever looks at it from outside (the thread of ``mesh.watch.hang``, or whoever
+handles an exception) has to learn what it was waiting for and for whom. The calls that block say so while they block::
 
     with waits.within(...)          computation of the forward pass of micro-batch 3, virtual stage 1
         with waits.on(...)          `all_reduce` of 2×8×12 float64 over ranks 0, 1 (tensor_parallel)
             with waits.on(...)      messages of 2×8×12 float64 among ranks 0, 1 (tensor_parallel)
 
-A step enters hundreds of these contexts, so entering one stores only a function and its arguments; the text is
-formatted on request. The register belongs to the process, not to a thread, because autograd runs backward passes, and
-the collectives in them, on its own threads.
+A step enters hundreds of these, so entering one stores a function and its arguments, and words are made only when
+somebody asks. The register belongs to the process and not to a thread, because autograd runs backward passes, and the
+collectives in them, on threads of its own.
 
 An exception that leaves ``waits.on`` is marked: it may be the echo of another rank's failure, which closed a connection
-that this rank waited on. Exceptions raised elsewhere originate on this rank.
+that this rank waited on. Whatever is raised elsewhere began here.
 """
 
 from __future__ import annotations

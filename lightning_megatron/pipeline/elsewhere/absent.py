@@ -1,8 +1,8 @@
 """Weights and buffers of other stages, as code outside of a step sees them.
 
 Hooks reach into layers by name: ``self.layers[1].out.weight.clamp_(-1, 1)``. On a stage that does not own the layer
-the weight has no values, only zeros of the right shape with which steps run. So outside of a step such a tensor answers
-questions about its metadata only::
+there is no number to read and nothing to write, only zeros of the right shape for the steps to run over. So outside of
+a step such a tensor answers what it knows and no more::
 
     shape, dtype, device, len()          as they are
     in-place writes, .data = ...         nothing: the owning stage does the same to the real one

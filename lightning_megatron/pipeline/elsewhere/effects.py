@@ -1,4 +1,4 @@
-"""Side effects of a layer besides its output, repeated on the stages that skip the layer.
+"""What a layer leaves behind besides its output, made known to the stages that skip it.
 
 In one process the step may read what its layers kept: a balancing loss on each of them, a list that they append to,
 the size of their activations in a dictionary. A stage that skips a layer has none of it. So the stage that computes a

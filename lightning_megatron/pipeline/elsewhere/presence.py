@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import innermost, outwards, parent
+from lightning_megatron.mesh.parts.names import outwards, parent
 from lightning_megatron.pipeline.cut.averaged_copies import Copies
 from lightning_megatron.pipeline.cut.partition import Partition
 
@@ -259,8 +259,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
 
 
 def _part_of(name: str, parts: Mapping[str, Part]) -> Part | None:
-    part = innermost(name, parts)
-    return None if part is None else parts[part]
+    return next((parts[each] for each in outwards(name) if each in parts), None)
 
 
 _Key = tuple[int, str]

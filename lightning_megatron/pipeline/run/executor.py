@@ -91,6 +91,8 @@ class PipelineExecutor:
     def run(self, step: PipelineStep) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
         self._split, program = self._program(step.schedule)
+        if step.goes_on is not None:  # of one micro-batch, all forwards may run before all backwards
+            program = sorted(program, key=lambda entry: _is_of_backward(entry[1]))
         self._begin(step)
         with ExitStack() as stack:
             stack.callback(self._forget)
@@ -313,8 +315,13 @@ class PipelineExecutor:
         self._inputs[slot.place] = Boundary(tuple(leaves), tensors, effects=self._effects.pop(slot.place, None))
 
     def _followed(self, program: Program) -> Iterator[tuple[Callable[[Slot], None], Slot]]:
-        """The program, noting where in it this rank is."""
+        """The program, noting where in it this rank is; without backwards, where the step does not go on to them."""
+        asks = self._step.goes_on
         for act, slot in program:
+            if asks is not None and _is_of_backward(slot):
+                if not asks():
+                    return
+                asks = None
             self._slot = slot
             yield act, slot
 
@@ -344,6 +351,10 @@ class _Announcement:
 
     def __call__(self, slot: Slot) -> None:
         self._executor.announce(self._final)
+
+
+def _is_of_backward(slot: Slot) -> bool:
+    return "FORWARD" not in slot.action.name
 
 
 def _shapes(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:

@@ -64,6 +64,8 @@ class PipelineStep:
         name: of the user's step, such as ``"training_step"``.
         loss_scales: factor of each micro-batch's loss in backward; empty in evaluation, where no backward runs.
         gradients: told in which backward gradients become final.
+        goes_on: asked, on every stage, between the forwards and the backwards of a step of one micro-batch: whether
+            backwards are to run.
         outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
     """
 
@@ -73,6 +75,7 @@ class PipelineStep:
     name: str
     loss_scales: Sequence[float] = ()
     gradients: HearsFinal | None = None
+    goes_on: Callable[[], bool] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -91,7 +94,9 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise RuntimeError(
             "`training_step` must return the loss as a tensor, or a dict with it under 'loss', for every micro-batch; "
-            f"it returned {type(output).__name__}. A step cannot be skipped in distributed training."
+            f"it returned {type(output).__name__}. To leave a batch out, say `return None` in the code of "
+            "`training_step` itself, with one replica and `whole_batch_loss='auto'`; "
+            "`MegatronStrategy(nonfinite='skip')` skips updates whose loss or gradients are not finite."
         )
     if loss.numel() != 1:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Arguments of layer calls: their leaves, and the caches in them that a layer must not receive twice."""
+"""What layers are called with: the leaves of it, and what of it must not be given to a layer twice."""
 
 from __future__ import annotations
 

@@ -38,14 +38,6 @@ class StageDone(BaseException):
 class StageCursor:
     """Follows the layer calls of one run of the user's step on one virtual stage.
 
-    Invariants: between :meth:`begin` and :meth:`end`, layers ``first`` to ``stop - 1`` of the trunk compute, earlier
-    ones return stand-ins, and the call of layer ``stop`` ends the step with :class:`StageDone`. Layers are called in
-    the order of the trunk, each once. Outside of a run the cursor holds no tensor of a micro-batch.
-
-    Attributes:
-        received: from the previous virtual stage, first the hidden state [micro-batch, ..]; empty on virtual stage 0.
-        sent: for the next virtual stage, filled when the run ends; empty on the last one.
-
     Raises:
         RuntimeError: the layers are called twice, out of order, or not at all.
     """

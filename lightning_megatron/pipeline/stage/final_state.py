@@ -1,12 +1,12 @@
-"""State of the layers at the end of a step, after the last line of the user's code.
+"""What a step leaves on its layers in the end, behind the last line of the user's code.
 
-Layers keep values besides their output. The step's own code, on the stage that reaches it, reads these values and may
-reset them. The values after the step are those that one process has, so they are sent to all stages::
+Layers leave things behind, and the step's own code, on the stage that reaches it, reads them and may reset them. What
+is there afterwards is what one process has after the step, so all stages are told::
 
     last stage     layer 1 is skipped: .aux = t    loss += layer.aux; layer.aux = 0.0   ──(set aux, 0.0)──▶ all stages
 
-Between two micro-batches there is no time for such a message. A layer that continues from a number which the step
-resets is therefore refused; the check compares the number from which the layer's stage continued.
+Between two micro-batches nobody can be told in time. A layer that goes on from a number which the step resets is
+refused, therefore; it is seen by the number from which the layer's stage went on.
 """
 
 from __future__ import annotations

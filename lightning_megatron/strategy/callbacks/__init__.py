@@ -1,1 +1,1 @@
-"""Callbacks that use measurements of this strategy: gradient norm, layer times, pipeline timelines."""
+"""Callbacks for what only this strategy can tell."""

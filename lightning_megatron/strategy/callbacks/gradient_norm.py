@@ -1,4 +1,4 @@
-"""Logs the norm of the gradients over the whole model, which takes all ranks to compute."""
+"""Logs the norm of the gradients, which no rank could compute by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times the layers of a pipeline in the first steps, and reports the imbalance of the stages.
+"""Measures the layers of a pipeline in its first steps, and says how far from even the stages are.
 
 A callback that the strategy itself adds for ``pipeline_split="profile"``, which is why it does not import it.
 """

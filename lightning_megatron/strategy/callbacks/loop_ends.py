@@ -1,8 +1,8 @@
-"""Reports the ends of loops over batches, to distinguish ranks with fewer batches from slow ranks.
+"""Says when loops over batches end, so that ranks with different numbers of batches are told apart from slow ones.
 
-This callback must come first: no messages may be exchanged between the end of a loop and the check that it has ended on
-every rank. Validation inside of a fit can begin before Lightning announces the end of the training epoch; if the last
-batch of the epoch is done by then, the epoch is reported as ended.
+Comes first among the callbacks: nothing may be exchanged between the end of a loop and the question whether it has
+ended everywhere. Validation inside of a fit can begin before the training epoch's own end is announced; where its last
+batch is done, the epoch has ended there already.
 """
 
 from __future__ import annotations

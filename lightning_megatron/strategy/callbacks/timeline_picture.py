@@ -1,4 +1,4 @@
-"""Draws the measured timeline of one training step, and the simulated one of the same schedule."""
+"""Shows what a pipeline did in one training step, beside what the simulator says it should have done."""
 
 from __future__ import annotations
 

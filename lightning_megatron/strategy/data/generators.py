@@ -1,8 +1,8 @@
 """Random generators that samplers and data sets keep to themselves, found by looking at their attributes.
 
 The order of ``DataLoader(data, shuffle=True, generator=torch.Generator())`` comes from that generator and not from the
-global ones; an augmentation may draw from ``self.rng = numpy.random.default_rng(0)``. To resume a run exactly, the
-states of both must be restored.
+global ones; an augmentation may draw from ``self.rng = numpy.random.default_rng(0)``. To go on where a run stopped,
+both must be where they were.
 """
 
 from __future__ import annotations

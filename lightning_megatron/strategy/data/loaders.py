@@ -1,15 +1,15 @@
 """Any ``DataLoader`` goes on where a run stopped: same order, no sample twice, none left out.
 
-A sampler draws the order of an epoch from the global generators, from its own generator, or from a seed and the epoch.
-The state of these generators is recorded just before. To resume, the order is drawn from the recorded state again, the
-sampler skips the consumed batches without loading them, and the generators are set to their state at the time of the
-checkpoint; so are those of loader workers (:mod:`lightning_megatron.strategy.data.workers`)::
+A sampler draws the order of an epoch from the global generators, from one of its own, or from a seed and the epoch.
+Their state is noted just before. To resume, the order is drawn from that state again, the batches that were consumed
+are passed over in the sampler, without loading them, and the generators are put where they were when the checkpoint was
+saved; so are those of loader workers (:mod:`lightning_megatron.strategy.data.workers`)::
 
     epoch starts   state A ─ order drawn ─ batch 0 ─ batch 1 ─ ... ─ checkpoint (state B)
-    resumed        state A ─ order drawn ─ skip ──────────────────── state B ─ next batch
+    resumed        state A ─ order drawn ─ pass over ─────────────── state B ─ next batch
 
-Progress is counted in samples over all replicas, so a run with another number of replicas continues at the same sample.
-A stream (an ``IterableDataset``) has no sampler: its consumed batches are loaded and dropped.
+What is counted is samples over all replicas, so another number of replicas continues at the same sample. A stream (an
+``IterableDataset``) has no sampler: its consumed batches are loaded and dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The position of a loader in its data, as plain data for checkpoints, and how a resumed run restores it."""
+"""Where a loader is in its data, and where a resumed run lets it go on: what checkpoints keep of it, as plain data."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Resumes the random generators of loader workers, so that they draw the numbers that they would have drawn next.
+"""Loader workers go on with the random numbers that they would have drawn next.
 
-A worker's generators live in its process and run ahead of training, because workers prefetch. Each batch therefore
-carries the state of its worker's generators after it, if the batch advanced them, and the main process keeps the state
-that came with the last batch it yielded. On resuming, workers start from these states, and the first batch comes from
-the worker whose turn it was::
+A worker keeps its generators to itself, and has always drawn for batches that nobody has read yet. So each batch brings
+along where its worker's generators were after it, if they have moved at all, and the main process remembers that of
+the last batch it gave out. Workers that are started to go on begin there, and the first batch goes to the worker whose
+turn it was::
 
-    worker 0    batch 0 ─ batch 2 ─ batch 4 (prefetched)   resumes after batch 2, with batch 4
-    worker 1    batch 1 ─ batch 3 (prefetched)             resumes after batch 1, with batch 3, which is next
-    yielded     batches 0, 1, 2
+    worker 0    batch 0 ─ batch 2 ─ batch 4 (ahead)        goes on after batch 2, with batch 4
+    worker 1    batch 1 ─ batch 3 (ahead)                  goes on after batch 1, with batch 3, which comes first
+    given out   batches 0, 1, 2
 
-The states are removed from a batch before user code sees it, and recording them does not change any random number.
+What a batch brings along is taken off before anyone sees it, and nothing draws other numbers than without it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Resumes correctly from checkpoints that were saved around the end of an epoch.
+"""A run that stopped around the end of an epoch goes on with what was outstanding there, and counts on rightly.
 
 A checkpoint is often saved after the last batch of an epoch, when its validation and its ``on_train_epoch_end`` are
 still to come; or after them; or after a fit that ``max_steps`` ended in the middle of an epoch. Lightning 2.6 then
-skips the validation, or the hooks of the next epoch, and counts one epoch less from there on::
+leaves out the validation, or the hooks of the next epoch, and counts one epoch less from there on::
 
     saved        in the epoch    after its last batch   after its end
-    resumes at   next batch      validation, epoch end   next epoch
+    goes on      next batch      validation, epoch end   next epoch
 
-The counters are corrected before Lightning loads them, and its restart flags just before the first epoch.
+The counters are put right before Lightning loads them, and its notes on how to restart just before the first epoch.
 """
 
 from __future__ import annotations

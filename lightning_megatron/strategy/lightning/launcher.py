@@ -2,13 +2,13 @@
 
 Lightning asks each ModelCheckpoint for files called ``last*`` and takes the one changed last. After a crash that can be
 an older one than ``step=40.ckpt`` beside it, or one that was not finished. So while a function of the Trainer runs
-under this launcher, which only this strategy uses, the Trainer's ModelCheckpoints answer from the completion markers
-instead, and consider checkpoints that were saved on SLURM's signal. During this time averaging callbacks and loggers
-that upload have the methods of :mod:`~lightning_megatron.strategy.lightning.averaging` and
-:mod:`~lightning_megatron.strategy.lightning.uploads`. Callbacks of other Trainers are not changed.
+under this launcher, which only our strategy has, its ModelCheckpoints answer from the markers instead, and what was
+saved on SLURM's signal counts too. Averaging callbacks and loggers that upload get the methods of
+:mod:`~lightning_megatron.strategy.lightning.averaging` and :mod:`~lightning_megatron.strategy.lightning.uploads` for as
+long. Other Trainers' callbacks are left alone.
 
-Lightning kills all processes as soon as one has failed, possibly before the others have reported which one failed. This
-launcher gives them some seconds to end by themselves, and names a process that fails before the ranks have connected.
+Lightning kills all processes at once when one has failed, which may be before the others have said whose failure it
+was. Here they get some seconds to end by themselves; one that fails before the ranks have met is named here.
 """
 
 from __future__ import annotations

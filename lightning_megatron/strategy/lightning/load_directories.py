@@ -1,12 +1,12 @@
-"""Lets Lightning read checkpoint directories in places where it has no Trainer, and so no strategy to ask.
+"""What Lightning reads of checkpoint files it reads of our directories as well, where no Trainer is at hand.
 
 ``Module.load_from_checkpoint(DIRECTORY)`` and the command line (``test --ckpt_path DIRECTORY``, which takes
-hyperparameters from it) each call a function that opens a file; Lightning offers no way to add a format. These
-functions are wrapped once, when Lightning is imported, and stay wrapped, because no run exists at whose end they could
-be restored. Paths that are not directories go to Lightning as before.
+hyperparameters from it) each call a function that opens a file; Lightning offers no way to add a format. That
+function is wrapped once, when Lightning is imported, and stays so: there is no run at whose end it could be given back.
+What is not a directory goes to Lightning as before.
 
-The command line looks up ``--trainer.strategy=MegatronStrategy`` among the strategies that have been imported, so the
-strategy is imported together with the command line.
+``--trainer.strategy=MegatronStrategy`` is looked for among the strategies that have been imported, so the strategy is
+imported along with the command line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Passes aggregated values to Lightning's ``self.log``, once per key and step.
+"""Handing aggregated values to Lightning, once per key and step.
 
-Much of the work of ``self.log`` is the same in every step: it traverses the metric that stores the value, inspects hook
-signatures, and builds and compares metadata. With a small model that takes a tenth of a step. A key that is new to a
-result collection is therefore logged through ``self.log``; afterwards only its value is updated.
+``self.log`` of Lightning does much that does not change from step to step: it walks the metric it stores the value in,
+inspects hook signatures, builds and compares metadata. With a small model that is a tenth of a step. So a key goes the
+whole way when it is new to a result collection, and afterwards its value alone is handed on.
 """
 
 from __future__ import annotations

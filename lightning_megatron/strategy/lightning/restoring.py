@@ -1,9 +1,9 @@
-"""Restores a checkpoint at the point where Lightning does so for one process: before ``on_fit_start``.
+"""Restores a checkpoint where Lightning does it for one process: before ``on_fit_start``, as ``fit`` was told to.
 
 A rank knows which tensors it holds once ``MegatronStrategy.setup`` has divided the module. Lightning restores either
-before that or, if ``restore_checkpoint_after_setup`` is set, after ``on_fit_start``. By then callbacks and modules have
-read weights and states that are not loaded yet, and the ``weights_only`` argument of ``fit`` is lost. So Lightning's
-call before the setup is recorded, and carried out at the end of the setup::
+before that or, where ``restore_checkpoint_after_setup`` says so, after ``on_fit_start``. By then callbacks and modules
+have looked at weights and states that are not loaded yet, and the ``weights_only`` that ``fit`` was given is lost. So
+Lightning is let ask for it before the setup, and is answered at the end of that::
 
     Lightning for one process     setup hook, restore, strategy.setup, on_fit_start, optimizers restored
     here                          setup hook, strategy.setup and restore, on_fit_start, optimizers restored

@@ -1,14 +1,14 @@
-"""Keeps the user's sampler with one replica, and Lightning's distributed sampler with several.
+"""In which order a run's loaders read: that of the user's sampler, unless several replicas have to share it out.
 
-Lightning replaces the sampler of every loader under a distributed strategy by its own, which shuffles training data
-even if the user's loader reads in order. With several replicas this is the behaviour of ``DDPStrategy``, and is wanted
-here too. With one replica every rank loads every sample, so the loader is left unchanged, and the first loss is that of
-plain Lightning.
+Lightning puts a sampler of its own into every loader of a distributed strategy: training data is shuffled by it, even
+where the user's loader reads in order. With several replicas that is what ``DDPStrategy`` does, and what is wanted
+here. With one replica every rank loads every sample, and the loader can stay as it is: then the first loss is the one
+that plain Lightning has.
 
-A run that resumes from a checkpoint keeps the order of the run that wrote it, whatever the number of replicas::
+A run that goes on from a checkpoint keeps the order of the run that wrote it, whatever the number of replicas::
 
     saved with     resumed with 1 replica        with several
-    one replica    the user's sampler            the user's sampler, its order distributed over the replicas
+    one replica    the user's sampler            the user's sampler, its order dealt out to the replicas
     several        Lightning's, for one replica  Lightning's
 """
 

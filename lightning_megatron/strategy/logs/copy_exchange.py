@@ -1,8 +1,8 @@
-"""Broadcasts updates of averaged copies, from the stage whose hooks made them to the others.
+"""Handing round what hooks wrote into copies of trained parts, from the stage that could to the others.
 
-Each stage updates those parameters of an averaged or momentum copy whose source it holds
-(``pipeline.cut.averaged_copies``). Before the copy is used or saved, the stages compare which tensors changed: one that
-changed on a single stage is broadcast from there; one that changed on several must have changed in the same way.
+Each stage updates the part of an averaged or momentum copy that it has the source of
+(``pipeline.cut.averaged_copies``). Before the copy is used or saved, the stages compare notes: of what
+changed on one of them the others get the new value; what changed on several must have changed alike.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Changes that a step makes to the module besides its result: attributes, buffers, lists that it appends to.
+"""What a step leaves on the module besides its result: attributes, buffers, lists it appends to.
 
-Examples are ``self.outputs.append(loss)``, averaged in ``on_validation_epoch_end``, a counter, and a running mean in a
-buffer. Two corrections are needed:
+``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a counter, a running mean in a buffer. Two
+things have to be put right:
 
-- Only the last stage reaches these lines of the step, but the hooks that read the attributes run on every rank. After
-  each step the last stage therefore sends the changes, and the first stage sends the buffers of modules that run before
-  the layers, because other stages have filled theirs from stand-ins.
-- A step of several micro-batches appends an entry per micro-batch, and the mean of these differs from the mean over
-  batches if the sizes differ. So the entries of one batch are merged, in the same way as outputs of a step. A list that
-  the code also extends, by an entry per sample for instance, is not changed.
+- Only the last stage gets that far in the step, while the hooks that read the attributes run on every rank. After each
+  step the last stage therefore sends what changed; and the first one sends the buffers of what runs before the layers,
+  which the others have filled from stand-ins.
+- A step of several micro-batches appends an entry per micro-batch, of which the mean is not that of batches of unlike
+  sizes. So the entries of one batch are merged as what a step returns is. A list that the code also extends, by an
+  entry per sample for instance, is left as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records the calls of ``self.log`` inside a step.
+"""Recording what the user logs inside a step.
 
 Inside a step only the last stage reaches ``self.log``, once per micro-batch and only for its replica. Lightning's
 loggers, progress bars and callbacks want one call per key and step on every rank, with one value. So calls made

@@ -1,7 +1,7 @@
-"""State of a run besides weights and optimizers: random generators, positions of the loaders, and the layout.
+"""What a run is besides weights and optimizers: where its random numbers and its data stand, and how it is laid out.
 
-Random states and loaders differ between replicas, and are equal on all stages and tensor ranks of one replica. So the
-first rank gathers them over its data group, which has one rank of each replica.
+Random states and loaders differ between replicas and are equal on the stages and tensor ranks of one, so the first
+rank collects them from the ranks of its own row of the grid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Saves and restores a run: states of modules and optimizers, and checkpoints.
+"""What a run keeps: states of modules and optimizers, checkpoints, and going on from them.
 
-Lightning asks for whole states; a rank holds parts. All names and shapes here are those of one process, so that any
-layout can load what another one saved.
+Lightning asks for whole states; a rank holds parts. Everything here is named and shaped as in one process, so that
+what one layout saves any other can load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Separates Lightning's checkpoint into tensors, written by name, and the rest, written to ``meta.pt``."""
+"""What of Lightning's checkpoint is written as tensors, by name, and what beside them, in ``meta.pt``."""
 
 from __future__ import annotations
 

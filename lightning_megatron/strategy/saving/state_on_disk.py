@@ -1,8 +1,8 @@
-"""A lazy ``state_dict`` for ``on_load_checkpoint``: entries that a hook reads are whole, all others stay on disk.
+"""A checkpoint's ``state_dict`` for ``on_load_checkpoint``: read when a hook touches it, by slices where none does.
 
-A hook that drops, renames or changes entries expects whole tensors, as one process loads them; a rank needs only its
-part. So the hook gets a dict that lists every entry and loads none. An entry that the hook reads is loaded whole; of
-the others each rank later loads its own part::
+A hook that drops, renames or changes entries means whole tensors, as one process loads them; a rank wants only its
+part. So the hook gets a dict that knows every entry and has none. What it takes out is read whole; what is left
+untouched is read later, each rank its own part::
 
     state["head.weight"] = state.pop("old_head.weight") * 2      read whole, on every rank
     state["layers.0.weight"]                                     never asked for: this rank's slice, when it is loaded

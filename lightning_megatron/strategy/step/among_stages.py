@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.buckets.bucket import NARROW
@@ -55,6 +55,9 @@ class Stages(Protocol):
 
     def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
         """The outcome of a step, which ``make`` gives on the stage that computes the loss; equal on all stages."""
+
+    def share(self, value: Tensor) -> Tensor:
+        """A scalar of the stage that computes the loss, on every stage, in the middle of a step."""
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
@@ -109,6 +112,10 @@ class OneStage:
     def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
         """This stage's own."""
         return make()
+
+    def share(self, value: Tensor) -> Tensor:
+        """This stage's own."""
+        return value
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """There are no copies on other stages."""
@@ -247,6 +254,10 @@ class SeveralStages:
         outcome.state = self._state.changes()
         self._delivery.send(outcome)
         return outcome
+
+    def share(self, value: Tensor) -> Tensor:
+        """See :class:`Stages`."""
+        return self._delivery.share(value)
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """See :class:`Stages`."""

@@ -22,6 +22,7 @@ from lightning_megatron.strategy.step.step import Outcome
 
 _HEADER = 4
 _RESULTS = (1 << 20) + 1  # tag of messages that bring a step's outcome
+_SHARED = _RESULTS + 1  # tag of numbers that a step in progress goes on with
 _INLINE_VALUES = 60
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -57,6 +58,19 @@ class OutcomeDelivery:
         sent, self._sent = self._sent, []
         for work in sent:
             work.wait()
+
+    def share(self, value: Tensor) -> Tensor:
+        """A number of the stage that computes the loss, on every stage; in the middle of a step.
+
+        Args:
+            value: scalar in float64; what other stages hand in is written over.
+        """
+        work = start_broadcast(value, self._source, self._group, _SHARED)
+        if self._has_loss:
+            self._sent.append(work)
+        else:
+            work.wait()
+        return value
 
     def send(self, outcome: Outcome) -> None:
         """Start sending it to the other stages, which fetch it when they get there."""

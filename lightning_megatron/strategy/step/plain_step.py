@@ -76,6 +76,9 @@ class PlainStep:
         if not automatic and self._copies is not None:
             self._copies.compare()
         self._mean.start(outcome, trains=True)
+        if output is None and automatic and self._replicas == 1 and self._gradients.buckets is not None:
+            with self._summing():  # nothing: the update finds no gradients of this batch
+                pass
         self._outcome = outcome
         self._awaits_backward = automatic and output is not None and not skips_backward(self._module)
         return output

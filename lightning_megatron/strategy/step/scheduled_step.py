@@ -30,6 +30,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.loss.skips import Asks, Skips
 from lightning_megatron.strategy.loss.traces import Counters, LastStageWrites
 from lightning_megatron.strategy.loss.weighing import Counted
 from lightning_megatron.strategy.step.among_stages import Stages
@@ -82,6 +83,7 @@ class ScheduledStep:
         self.schedules: dict[tuple[int, bool], Schedule] = {}
         forwards = partial(self._schedule, forward_only=True)
         self._writes = LastStageWrites(module, layers)
+        self._skips = Skips(module, alone=mesh.layout.data == 1)
         self._trials = LossTrials(module, layers, mesh, device, stages, streams, recording, forwards)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
@@ -95,12 +97,16 @@ class ScheduledStep:
             parts, cut = self._cut(call, batch, split)
             scales = [weight / (cut.total * window.batches) * window.scale for weight in cut.weights]
             sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
-            self._outcome = self._run(call, batch, parts, scales, cut, "training_step")
+            asks = self._skips.asks(self._stages.share, self._device) if self._skips.may and len(parts) == 1 else None
+            self._outcome = self._run(call, batch, parts, scales, cut, "training_step", asks)
         except Exception as error:
             say_how_cut(error, batch, len(split))
             raise
         self._trials.note_logged([key.name for key in self._outcome.logs.keys])
-        sink.withdraw()
+        if self._outcome.loss is None:
+            sink.finish()  # no backward of Lightning's follows
+        else:
+            sink.withdraw()
         return self._outcome.training_output()
 
     def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
@@ -132,6 +138,9 @@ class ScheduledStep:
     def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], _Cut]:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
         whole, replicas = self._options.whole_batch_loss, self._mesh.layout.data
+        if self._skips.may and whole == "auto" and len(parts) > 1:
+            self._skips.say(len(parts), self._mesh.layout.pipeline)
+            return [batch], _Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
         logs: Mapping[str, str] = {}
         counters, sums = Counters(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
@@ -173,14 +182,16 @@ class ScheduledStep:
         scales: list[float],
         cut: _Cut,
         name: str,
+        asks: Asks | None = None,
     ) -> Outcome:
         training = bool(scales)
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
         with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
             schedule = self._schedule(len(parts), forward_only=not training)
+            call = asks.hears(call) if asks is not None else call
             recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
-            step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink)
+            step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
             with self._stages.running(batch, len(parts), training=training) as executor:
                 executor.run(step)
@@ -195,11 +206,11 @@ class ScheduledStep:
     def _merge(self, step: PipelineStep, recorder: LogRecorder, cut: _Cut) -> Outcome:
         """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""
         parts, weights = step.micro_batches, cut.weights
-        outputs = [step.outputs[index] for index in range(len(parts))]
+        outputs = [step.outputs.get(index) for index in range(len(parts))]  # none, where the step is left out
         sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
         self._appended.merge(weights, sizes)
         logs, loss = recorder.collect(self._device), None
-        if step.name == "training_step":
+        if step.name == "training_step" and step.outputs:
             losses = [loss_of(output).detach() for output in outputs]
             self._losses.note(losses)
             loss = torch.stack(losses).sum() if cut.sums else weighted_mean(losses, weights)
@@ -210,7 +221,7 @@ class ScheduledStep:
             self._losses.compare(loss, step.name, self._device)
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         outcome = Outcome(logs, loss, output, stop=stops(self._module))
-        self._mean.start(outcome, trains=loss is not None)
+        self._mean.start(outcome, trains=step.name == "training_step")
         self._mean.finish(outcome)
         return outcome
 

@@ -22,6 +22,12 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def _several_commands() -> None:
+    """Study pipeline schedules and layouts before training with lightning_megatron."""
+    # Without a callback typer would drop the command's name if there were only one command.
+
+
 app.command("timeline")(timeline)
 app.command("plan")(plan)
 app.command("predict")(predict)

@@ -58,28 +58,43 @@ def timeline(
     options = {
         name: value for name, value in (("group_size", group_size), ("memory_limit", memory_limit)) if value is not None
     }
-    times = {
-        "--forward": forward, "--backward-input": backward_input, "--backward-weight": backward_weight,
-        "--p2p": p2p, "--p2p-link": p2p_link,
-    }  # fmt: skip
     try:
-        _check_numbers(times, stages * micro_batches * (chunks or 1))
+        _check_numbers(
+            {
+                "--forward": forward,
+                "--backward-input": backward_input,
+                "--backward-weight": backward_weight,
+                "--p2p": p2p,
+                "--p2p-link": p2p_link,
+            },
+            stages * micro_batches * (chunks or 1),
+        )
         made = make_schedule(
             _schedule(schedule), stages, micro_batches, chunks=chunks, placement=placement,
             forward_only=forward_only, **options,
         )  # fmt: skip
         check(made)
-        passes = forward, backward_input, backward_weight
-        costs = Costs.uniform(made.virtual_stages, *passes, latency=p2p, message_size=p2p_link, bandwidth=1.0)
+        costs = Costs.uniform(
+            made.virtual_stages,
+            forward,
+            backward_input,
+            backward_weight,
+            latency=p2p,
+            message_size=p2p_link,
+            bandwidth=1.0,
+        )
         found = simulate(made, costs)
     except ValueError as error:
-        raise _failed(str(error)) from error
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
     try:
         written = _write(found, svg_file, png_file, trace_file)
     except OSError as error:
-        raise _failed(f"could not write {error.filename}: {error.strerror}") from error
+        typer.echo(f"Error: could not write {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from error
     except ImportError as error:
-        raise _failed(str(error)) from error
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
     _print(found, as_json, written)
 
 
@@ -102,12 +117,6 @@ def figures(found: Timeline) -> dict[str, Any]:
         "peak_activations": list(found.peak_activations),
         "instructions": [[str(step) for step in steps] for steps in schedule.instructions],
     }
-
-
-def _failed(message: str) -> typer.Exit:
-    """Print ``message`` to stderr; the exception that ends the command with status 2."""
-    typer.echo(f"Error: {message}", err=True)
-    return typer.Exit(2)
 
 
 def _check_numbers(costs: Mapping[str, float], passes: int) -> None:
