@@ -205,6 +205,12 @@ class LogsNothing(Rows):
         return super().loss(x, y)
 
 
+class LogsList(Rows):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.log("three", [3])  # type: ignore[arg-type]
+        return super().loss(x, y)
+
+
 class LogsText(Rows):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.log("three", "3")  # type: ignore[arg-type]
@@ -264,5 +270,6 @@ REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "vector": (Vector, r"a loss of shape \(.*,\)"),
     "detached": (Detached, "does not require grad"),
     "logs_nothing": (LogsNothing, r"`self.log\(nothing, None\)` was called, but `NoneType` values cannot be logged"),
+    "logs_list": (LogsList, r"`self.log\(three, \[3\]\)` was called, but `list` values cannot be logged"),
     "logs_text": (LogsText, r"`self.log\(three, 3\)` was called, but `str` values cannot be logged"),
 }

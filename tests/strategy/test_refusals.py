@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.pipeline.stage.cursor import StageCursor
 from tests.harness import run_trainers
 from tests.strategy import refusal_scenarios as refusals
 
@@ -153,3 +154,12 @@ def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> No
     for outcome in run_trainers(refusals.late_gradient, (stages, 1), {}, devices=stages):
         for name, weight in outcome.value.items():
             assert torch.allclose(weight, expected[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_a_part_that_is_called_once_more_says_how_to_generate() -> None:
+    cursor = object.__new__(StageCursor)
+    cursor._layers = cursor._next = 4
+    cursor._trunk = "layers"
+    said = cursor._misplaced("embed")
+    assert "`embed` was called after all 4 layers of `layers` had run" in said
+    assert "text generation" in said and "`strategy.full_state_dict()`" in said and ONE_STAGE in said

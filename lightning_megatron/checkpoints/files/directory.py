@@ -185,7 +185,7 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
     """
     target = Folder(path, storage_options)
     if not target.exists():
-        raise FileNotFoundError(f"no checkpoint at {target}.")
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
     marker = _marker_or_none(target)
     if marker is None:
         raise IncompleteCheckpointError(

@@ -16,11 +16,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -140,7 +142,7 @@ class LogRecorder:
         if self._take is not None and self._take(args, kwargs):
             return
         name, value, options = _log_call(self._module, args, kwargs)
-        if value is None or isinstance(value, (str, bytes)):  # in Lightning's words
+        if not isinstance(value, (Tensor, float, int, Metric, Number)):  # in Lightning's words
             raise ValueError(
                 f"`self.log({name}, {value!s})` was called, but `{type(value).__name__}` values cannot be logged"
             )
@@ -174,9 +176,10 @@ class LogRecorder:
         for name, module in self._module.named_modules():
             if module is value:
                 return name
-        raise ValueError(
-            f"`self.log` was given a {type(value).__name__} that is not an attribute of the LightningModule; assign it "
-            "to `self` so that every rank can find it."
+        raise MisconfigurationException(  # in Lightning's words
+            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged: "
+            f"a {type(value).__name__}. You can fix this by setting an attribute for the metric in your "
+            "`LightningModule`, so that every rank can find it."
         )
 
     @staticmethod
@@ -189,8 +192,6 @@ class LogRecorder:
             if value.numel() != 1:
                 raise ValueError(f"`self.log` takes scalars; got a tensor of shape {tuple(value.shape)}.")
             return value.detach().reshape(()).clone()
-        if isinstance(value, dict):
-            raise ValueError("`self.log` takes scalars; use `self.log_dict` for a dictionary.")
         return torch.tensor(float(value), dtype=torch.float64)
 
     def collect(self, device: torch.device) -> StepLogs:
