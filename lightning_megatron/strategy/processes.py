@@ -28,6 +28,7 @@ from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_e
 from lightning_megatron.mesh.watch.failure import AgreedFailure, Failure, FailureWatch
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
+from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
@@ -70,8 +71,8 @@ class Processes:
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and numbers: a copy, or what another process unpickles, has met nobody yet."""
-        unmet = {"_mesh": None, "_watch": None, "_runs": 0, "device": torch.device("cpu"), "backend": self._given}
-        return self.__dict__ | unmet
+        unmet = {"_mesh": None, "_watch": None, "_runs": 0, "exit_of": _of_others}
+        return self.__dict__ | unmet | {"device": torch.device("cpu"), "backend": self._given}
 
     def rank_of(self, launched: int) -> int:
         """Global rank of the process that was launched as number ``launched``: another where a topology says so."""
@@ -141,6 +142,23 @@ class Processes:
         """
         if self._watch is not None and self.mesh.layout.world_size > 1:
             self._watch.end_loop(kind, count)
+
+    def replica(self, world: int, rank: int, options: Options) -> dict[str, int]:
+        """Number of replicas, and which of them this process belongs to, in the words of distributed samplers.
+
+        Args:
+            world: number of processes.
+            rank: this one's; where there is no mesh yet, because Lightning only counts batches, it tells the replica.
+            options: of the strategy.
+
+        Raises:
+            RuntimeError: processes are not connected yet, and a planner will choose the layout.
+        """
+        if self._mesh is None and not options.asks_the_planner:
+            layout = resolve_layout(world, **options.sizes)
+        else:
+            layout, rank = self.mesh.layout, self.mesh.rank
+        return {"num_replicas": layout.data, "rank": layout.coordinates(rank).data}
 
     @property
     def mesh(self) -> ParallelMesh:

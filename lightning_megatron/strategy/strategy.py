@@ -156,7 +156,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Samplers shard over data-parallel replicas: all stages of one replica load the same samples."""
-        return {"num_replicas": self.mesh.layout.data, "rank": self.mesh.coordinates.data}
+        return self._processes.replica(self.num_nodes * self.num_processes, self.global_rank, self.options)
 
     def _configure_launcher(self) -> None:
         resolve_layout(self.num_nodes * self.num_processes, **self.options.sizes)  # refuses sizes that do not fit
@@ -263,7 +263,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers alike on all stages of a replica; training goes on where the checkpoint's run stopped."""
-        seed_workers(dataloader, self.mesh.coordinates.data)
+        seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         return dataloader if self._run is None else self._run.continue_loader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.lightning import launcher
 from tests.harness import run_trainers
+from tests.strategy.door_scenarios import Plain
 from tests.strategy.run_scenarios import lives
 
 
@@ -43,6 +44,18 @@ def test_a_strategy_without_a_trainer_says_so() -> None:
     with pytest.raises(RuntimeError, match="the mesh exists only once the Trainer has started"):
         _ = strategy.device_mesh
     assert strategy.skipped_steps == 0 and strategy.partition is None and strategy.parallel_report is None
+
+
+def test_batches_are_counted_before_the_processes_have_met() -> None:
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(devices=4, strategy=MegatronStrategy(pipeline_parallel_size=2), **options)
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}  # type: ignore[attr-defined]
+    trainer = Trainer(devices=1, strategy=MegatronStrategy(), max_epochs=3, **options)
+    module = Plain()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    trainer.training = True
+    assert trainer.estimated_stepping_batches == 6
 
 
 def test_an_unstarted_twin_shares_options_and_nothing_of_a_run() -> None:
