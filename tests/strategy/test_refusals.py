@@ -158,8 +158,7 @@ def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> No
 
 def test_a_part_that_is_called_once_more_says_how_to_generate() -> None:
     cursor = object.__new__(StageCursor)
-    cursor._layers = cursor._next = 4
-    cursor._trunk = "layers"
+    cursor._next, cursor._trunk = 4, "layers"
     said = cursor._misplaced("embed")
-    assert "`embed` was called after all 4 layers of `layers` had run" in said
+    assert "`embed` was called when layer 4 of `layers` was expected" in said
     assert "text generation" in said and "`strategy.full_state_dict()`" in said and ONE_STAGE in said

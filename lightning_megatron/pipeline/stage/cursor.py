@@ -246,16 +246,10 @@ class StageCursor:
         keep = f"keep it on every stage with `MegatronStrategy({option})`"
         if self._next == 0:
             return f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}."
-        if self._next == self._layers:
-            return (
-                f"`{part}` was called after all {self._layers} layers of `{self._trunk}` had run, and it is not on "
-                "this stage. If the step runs the model once more (text generation, a second forward), it cannot run "
-                "under a pipeline: collect the weights with `strategy.full_state_dict()` and generate with an ordinary "
-                f"module, or use `pipeline_parallel_size=1`. If `{part}` runs after the layers, {keep}."
-            )
         return (
             f"`{part}` was called when layer {self._next} of `{self._trunk}` was expected, and it is not on this "
-            "stage. If the step leaves layers out, it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
+            "stage. If the step leaves layers out, or runs the model again (text generation: take the weights by "
+            "`strategy.full_state_dict()`), it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
             f"if `{part}` belongs there, {keep}."
         )
 
