@@ -58,6 +58,30 @@ def test_what_layers_are_given_and_return_keeps_no_part_anywhere_else() -> None:
     assert _places(Gatherer()) == {"embed": [0], "head": [2]}
 
 
+class Prompted(Walker):
+    """Two ways through the layers; the second begins where the first has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = True
+        self.prompt = nn.Parameter(torch.zeros(self.embed.embedding_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.plain:
+            with torch.autocast("cpu", enabled=False):
+                return self._layers(self.embed(tokens))
+        return self._layers(self.prompt + self.embed(tokens))
+
+    def _layers(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_code_behind_a_branch_that_returns_is_not_behind_the_layers() -> None:
+    assert _places(Prompted()) == {"embed": [0], "head": [2], "prompt": [0]}
+
+
 class Nested(nn.Module):
     """The layers in an outer ``nn.Sequential``, which names its parts by number and is called as a whole."""
 

@@ -8,7 +8,7 @@ the step calls.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 Parts = frozenset[str]
@@ -81,3 +81,18 @@ def assigned_in(body: Iterable[ast.AST]) -> set[str]:
     """Names of the variables that statements assign to."""
     nodes = [node for part in body for node in ast.walk(part)]
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def is_variable(node: ast.expr) -> bool:
+    """Whether an argument is a variable, or an entry of one: ``mask``, ``masks[kind]``, ``*extra``."""
+    while isinstance(node, (ast.Subscript, ast.Starred)):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def returns(body: Sequence[ast.stmt]) -> bool:
+    """Whether the code behind these statements is never reached from them."""
+    last = body[-1] if body else None
+    if isinstance(last, ast.If):
+        return returns(last.body) and returns(last.orelse)
+    return returns(last.body) if isinstance(last, ast.With) else isinstance(last, (ast.Return, ast.Raise))

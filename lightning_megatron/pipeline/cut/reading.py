@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, names_in
+from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, is_variable, names_in, returns
 from lightning_megatron.pipeline.cut.resolver import Resolver
 from lightning_megatron.pipeline.cut.trunk import Trunk, holders_of
 
@@ -98,6 +98,7 @@ class _Reader(Resolver):
         self.flows = Flows()
         self.loop_layers: set[str] = set()
         self.loop_results: set[str] = set()
+        self.returned: list[Phase] = []
 
     def read_method(self, owner: nn.Module, method: Callable[..., Any], call: ast.Call | None = None) -> None:
         """Read ``method`` with ``self`` bound to ``owner``; code without source and recursive calls are skipped."""
@@ -112,14 +113,15 @@ class _Reader(Resolver):
         definition = tree.body[0]
         if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) or not definition.args.args:
             return
-        outer_scope, outer_class = self.scope, self.owner_class
-        self.scope = {definition.args.args[0].arg: owner}
+        outer_scope, outer_class, outer_returned = self.scope, self.owner_class, self.returned
+        self.scope, self.returned = {definition.args.args[0].arg: owner}, []
         self.owner_class = _defining_class(type(owner), function)
         self.active.add(key)
         with self.flows.scope(self._argument_flows(definition, call)):
             self.visit_all(definition.body)
+        self.phase = max([self.phase, *self.returned])
         self.active.discard(key)
-        self.scope, self.owner_class = outer_scope, outer_class
+        self.scope, self.owner_class, self.returned = outer_scope, outer_class, outer_returned
 
     def _argument_flows(
         self, definition: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call | None
@@ -177,11 +179,18 @@ class _Reader(Resolver):
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
-        before = self.phase
-        self.visit_all(node.body)
-        after_body, self.phase = self.phase, before
-        self.visit_all(node.orelse)
-        self.phase = max(self.phase, after_body)
+        before, ends = self.phase, []
+        for branch in (node.body, node.orelse):
+            self.phase = before
+            self.visit_all(branch)
+            if not returns(branch):  # what follows is not code after the layers because of a branch that left
+                ends.append(self.phase)
+        self.phase = max(ends, default=before)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+        self.returned.append(self.phase)
 
     def visit_For(self, node: ast.For) -> None:
         self._visit_loop(node, [(node.target, node.iter)], node.body)
@@ -268,7 +277,7 @@ class _Reader(Resolver):
             self._hands_on_layer(p, self.loop_layers) for p in [node.func, *arguments]
         ):
             # Variables passed to layers cross stages with the hidden state.
-            arguments = [part for part in arguments if not _is_variable(part)]
+            arguments = [part for part in arguments if not is_variable(part)]
         if getattr(node.func, "id", "") != "len":
             self.visit_all(arguments)
         if isinstance(target, nn.Module):
@@ -377,13 +386,6 @@ class _Reader(Resolver):
     def _passes_trunk(self, node: ast.Call) -> bool:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         return any(self.resolve(argument) is self.container for argument in arguments)
-
-
-def _is_variable(node: ast.expr) -> bool:
-    """Whether an argument is a variable, or an entry of one: ``mask``, ``masks[kind]``, ``*extra``."""
-    while isinstance(node, (ast.Subscript, ast.Starred)):
-        node = node.value
-    return isinstance(node, ast.Name)
 
 
 def _defining_class(owner: type, function: Any) -> type | None:
