@@ -16,6 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from lightning_megatron.checkpoints.files.adapters import (
+    Entry,
+    adapter_entries,
+    adapters_of,
+    choose_adapter,
+    merged_entries,
+    stored_entry,
+)
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
 from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.files.storage import bytes_of
@@ -149,8 +157,10 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5 * 1024**3,
+    merge: bool = False,
+    adapter: str | None = None,
 ) -> list[str]:
-    """Write Hugging Face safetensors and their ``config.json``.
+    """Write Hugging Face safetensors and their ``config.json``, and ``generation_config.json`` where there is one.
 
     Args:
         source: an opened checkpoint.
@@ -160,13 +170,15 @@ def export_safetensors(
         dtype: dtype of floating-point tensors; by default as stored.
         config: content of ``config.json``; by default the one stored with the checkpoint.
         shard_bytes: largest size of one file, unless a single tensor is larger.
+        merge: add an adapter's update to the weights that it adapts.
+        adapter: name of the adapter to merge; by default the only one.
 
     Returns:
         The names of the tensors written.
 
     Raises:
         ValueError: no ``prefix`` is given and the module had no Hugging Face model or several, no name starts with the
-            prefix, or safetensors does not have a dtype.
+            prefix, the model has adapters and ``merge`` is not set, or safetensors does not have a dtype.
     """
     found: dict[str, Any] = source.about.get("huggingface", {})
     if prefix is None:
@@ -177,64 +189,100 @@ def export_safetensors(
             )
         prefix = next(iter(found))
     config = found.get(prefix) if config is None else config
-    optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
-    kinds = {
-        name: (tuple(shape), dtype if dtype is not None and kind.is_floating_point else kind)
-        for name, (shape, kind) in source.kinds.items()
-        if name.startswith(prefix) and name not in optimizers
-    }
-    if not kinds:
+    entries = _entries(source, prefix, dtype, merge, adapter)
+    if not entries:
         raise ValueError(
             f"no tensor's name starts with {prefix!r}; `lightning-megatron checkpoint inspect` lists them."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(kinds, shard_bytes)
+    shards = _shards(entries, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(source, folder / file, {name: kinds[name] for name in names}, prefix)
-        weight_map |= {name.removeprefix(prefix): file for name in names}
+        _write_safetensors(folder / file, {name: entries[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(_size(*kind) for kind in kinds.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(map(_size, entries.values()))}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     if config is not None:
         stored = dict(config) if dtype is None else {**config, "dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(stored, indent=2))
+    generation = source.about.get("generation", {}).get(prefix)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     return sorted(weight_map)
 
 
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def export_adapter(
+    source: Source, folder: Path, *, adapter: str | None = None, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Write an adapter alone, as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    Args:
+        source: an opened checkpoint.
+        folder: to write into; created if it does not exist.
+        adapter: its name; by default the only one.
+        dtype: dtype of floating-point tensors; by default as stored.
+
+    Returns:
+        The names of the tensors written.
+
+    Raises:
+        ValueError: there is no such adapter, or peft computes what it stores of this kind.
+    """
+    chosen = choose_adapter(source, adapter)
+    entries = adapter_entries(source, chosen, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(folder / "adapter_model.safetensors", entries)
+    (folder / "adapter_config.json").write_text(json.dumps(chosen.config, indent=2))
+    return sorted(entries)
 
 
-def _shards(kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]], limit: int) -> list[list[str]]:
+def _entries(
+    source: Source, prefix: str, dtype: torch.dtype | None, merge: bool, adapter: str | None
+) -> dict[str, Entry]:
+    if merge:
+        return merged_entries(source, choose_adapter(source, adapter, prefix), prefix, dtype)
+    held = [adapter.name for adapter in adapters_of(source, prefix) if prefix.startswith(adapter.start)]
+    if held:
+        raise ValueError(
+            f"the model {prefix!r} has adapters ({', '.join(held)}), and its class alone has no place for them: add "
+            "one to the weights with `--merge-adapters`, or write it alone with `--format adapter`."
+        )
+    optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
+    names = [name for name in source.kinds if name.startswith(prefix) and name not in optimizers]
+    return {name.removeprefix(prefix): stored_entry(source, name, dtype) for name in names}
+
+
+def _size(entry: Entry) -> int:
+    return torch.Size(entry.shape).numel() * entry.dtype.itemsize
+
+
+def _shards(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     used = 0
-    for name, kind in kinds.items():
-        if shards[-1] and used + _size(*kind) > limit:
+    for name, entry in entries.items():
+        if shards[-1] and used + _size(entry) > limit:
             shards.append([])
             used = 0
         shards[-1].append(name)
-        used += _size(*kind)
+        used += _size(entry)
     return shards
 
 
-def _write_safetensors(
-    source: Source, path: Path, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]], prefix: str
-) -> None:
+def _write_safetensors(path: Path, entries: Mapping[str, Entry]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in kinds.items():
-        start, end = end, end + _size(shape, dtype)
-        entry = {"dtype": safetensors_type(dtype), "shape": list(shape), "data_offsets": [start, end]}
-        header[name.removeprefix(prefix)] = entry
+    for name, entry in entries.items():
+        start, end = end, end + _size(entry)
+        place = {"dtype": safetensors_type(entry.dtype), "shape": list(entry.shape), "data_offsets": [start, end]}
+        header[name] = place
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for name, (_, dtype) in kinds.items():
-            file.write(bytes_of(source.read(name).to(dtype)))
+        for entry in entries.values():
+            file.write(bytes_of(entry.read().to(entry.dtype).contiguous()))
     part.rename(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,11 +27,12 @@ from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoad
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
 from lightning_megatron.strategy.lightning.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders, loader_states, loading_mode
+from lightning_megatron.strategy.saving.adapter_notes import adapter_notes
 
 _PACKAGES = ("lightning_megatron", "torch", "lightning", "transformers", "numpy")
 
 
-def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any]) -> dict[str, Any]:
+def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The part of a checkpoint that a human asks for first: layout, versions, the module's class."""
     module = trainer.lightning_module
     return {
@@ -39,6 +40,8 @@ def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any]) -> 
         "precision": str(trainer.precision),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "huggingface": _huggingface_configs(module),
+        "generation": _generation_configs(module),
+        "adapters": adapter_notes(module, names),
         "versions": {"python": platform.python_version()} | _versions(),
     }
 
@@ -53,6 +56,16 @@ def _huggingface_configs(module: Any) -> dict[str, Any]:
         if isinstance(child, kind) and not any(name.startswith(outer) for outer in found):
             config = json.loads(child.config.to_json_string(use_diff=False))
             found[f"{name}." if name else ""] = {**config, "architectures": [type(child).__name__]}
+    return found
+
+
+def _generation_configs(module: Any) -> dict[str, Any]:
+    """Start of the names of every Hugging Face model that generates -> its generation config."""
+    found = {}
+    for name, child in module.named_modules() if "transformers" in sys.modules else ():
+        config = child.__dict__.get("generation_config")
+        if config is not None and hasattr(config, "to_json_string"):
+            found[f"{name}." if name else ""] = json.loads(config.to_json_string())
     return found
 
 

@@ -219,7 +219,7 @@ class Saving:
             "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
             "streams": self._streams.state_dict(),
             "order": self._samplers.order,
-            "about": about(self._trainer, mesh, self._details),
+            "about": about(self._trainer, mesh, self._details, self._engine.model_gradients.presence.entries),
         }
 
     def load(self, path: Any, optimizers: Sequence[Optimizer], weights_only: bool | None) -> dict[str, Any]:

@@ -6,12 +6,25 @@ It needs no process group and no GPU; export and import hold one tensor in memor
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, export and import checkpoints.")
+
+_TOKENIZER = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+)
 
 _Path = Annotated[str, typer.Argument(help="A checkpoint directory, by path or fsspec URL.")]
 _Trust = Annotated[bool, typer.Option("--trust", help="Load pickled objects too, which runs code from the file.")]
@@ -88,35 +101,58 @@ def verify(path: _Path) -> None:
 def export_(
     path: _Path,
     to: Annotated[Path, typer.Argument(help="File to write (.ckpt), or folder (safetensors).")],
-    form: Annotated[str, typer.Option("--format", help="lightning or safetensors; by default from the ending.")] = "",
+    form: Annotated[str, typer.Option("--format", help="lightning, safetensors or adapter.")] = "",
     optimizer: Annotated[bool, typer.Option(help="Write the optimizers' state too (lightning).")] = True,
     prefix: Annotated[str | None, typer.Option(help="Start of the model's names, taken off (safetensors).")] = None,
     dtype: Annotated[str | None, typer.Option(help="Type of the weights, e.g. bfloat16 (safetensors).")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights.")] = None,
     shard_gb: Annotated[float, typer.Option(help="Largest size of one file, in GB (safetensors).")] = 5.0,
+    merge: Annotated[
+        bool, typer.Option("--merge-adapters", help="Add an adapter to the weights (safetensors).")
+    ] = False,
+    adapter: Annotated[str | None, typer.Option(help="Name of the adapter, if there are several.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer is copied beside the weights.")] = None,
     trust: _Trust = False,
 ) -> None:
-    """Write one Lightning .ckpt, or Hugging Face safetensors with their config.json."""
+    """Write one Lightning .ckpt, Hugging Face safetensors with their config.json, or an adapter of peft."""
     import torch
 
-    from lightning_megatron.checkpoints.files.exporting import export_lightning, export_safetensors
+    from lightning_megatron.checkpoints.files.exporting import export_adapter, export_lightning, export_safetensors
 
     form = form or ("lightning" if to.suffix == ".ckpt" else "safetensors")
+    if form not in ("lightning", "safetensors", "adapter"):
+        raise typer.BadParameter(f"`--format {form}` must be lightning, safetensors or adapter.")
+    if merge and form != "safetensors":
+        raise typer.BadParameter(f"`--merge-adapters` is for `--format safetensors`, not {form}.")
+    if tokenizer is not None and form == "lightning":
+        raise typer.BadParameter("`--tokenizer` is for folders, and `--format lightning` writes one file.")
+    vocabulary = [] if tokenizer is None else _tokenizer_files(tokenizer)
     source = _open(path, trust)
+    chosen = None if dtype is None else _dtype(getattr(torch, dtype, None), dtype)
     try:
         if form == "lightning":
             export_lightning(source, to, optimizer=optimizer)
             typer.echo(f"wrote {to}")
-        elif form == "safetensors":
-            chosen = None if dtype is None else _dtype(getattr(torch, dtype, None), dtype)
-            content = None if config is None else json.loads(config.read_text())
-            limit = int(shard_gb * 1e9)
-            names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, shard_bytes=limit)
-            typer.echo(f"wrote {len(names)} tensors to {to}")
+            return
+        if form == "adapter":
+            names = export_adapter(source, to, adapter=adapter, dtype=chosen)
         else:
-            raise typer.BadParameter(f"`--format {form}` must be lightning or safetensors.")
+            content = None if config is None else json.loads(config.read_text())
+            options: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "merge": merge, "adapter": adapter}
+            names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, **options)
+        for file in vocabulary:
+            shutil.copy(file, to / file.name)
     except (ValueError, RuntimeError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+    typer.echo(f"wrote {len(names)} tensors to {to}")
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a tokenizer, by the names that Hugging Face gives them."""
+    found = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern))
+    if not found:
+        raise typer.BadParameter(f"`--tokenizer {folder}`: there are no files of a tokenizer in it.")
+    return found
 
 
 def _dtype(found: Any, name: str) -> Any:

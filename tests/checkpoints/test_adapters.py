@@ -1,0 +1,93 @@
+"""Adapters trained at a layout are written as peft writes them, or added to the weights; plain libraries load both."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.checkpoints.adapter_scenarios import Adapted, base_of, train_adapter
+from tests.checkpoints.test_files import command
+from tests.harness import run_trainers
+
+TOKENS = torch.arange(8)[None]
+LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+def _trained(kind: str, folder: Path, **sizes: int) -> Path:
+    path = folder / f"{kind}{len(sizes)}.ckpt"
+    if not path.exists():
+        run_trainers(train_adapter, kind, str(path), sizes, devices=4 if sizes else 1)
+    return path
+
+
+def _logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=TOKENS).logits
+    return logits
+
+
+def _alone(kind: str, folder: Path) -> Tensor:
+    """Logits of the module that one process has trained."""
+    module = Adapted(kind)
+    module.load_state_dict(torch.load(_trained(kind, folder), weights_only=True)["state_dict"])
+    return _logits(module.model)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "prompt", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2"))]
+)
+def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
+    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    command("export", path, tmp_path / "adapter", "--format", "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
+    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)  # Hugging Face's norms are in float32
+    assert set(json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())) >= {"peft_type", "task_type"}
+    message = command("export", path, tmp_path / "plain", "--prefix", "model.base_model.", fails=True)
+    assert "--merge-adapters" in message
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "gpt2"))])
+def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_path: Path) -> None:
+    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    command("export", path, tmp_path / "merged", "--merge-adapters", "--shard-gb", "0.00002")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "merged") is not None
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+
+
+def test_adapters_that_cannot_be_written_so_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = _trained("prompt", folder, **LAYOUT)
+    assert "merge_and_unload" in command("export", path, tmp_path / "a", "--merge-adapters", fails=True)
+    assert "these adapters" in command(
+        "export", path, tmp_path / "b", "--format", "adapter", "--adapter", "x", fails=True
+    )
+    assert "safetensors" in command("export", path, tmp_path / "c.ckpt", "--merge-adapters", fails=True)
+    assert "tokenizer" in command("export", path, tmp_path / "d", "--tokenizer", tmp_path, fails=True)
+    assert not any((tmp_path / name).exists() for name in ("a", "b", "c.ckpt", "d"))
+
+
+def test_a_tokenizer_is_copied_beside_the_weights(folder: Path, tmp_path: Path) -> None:
+    path = _trained("llama", folder, **LAYOUT)
+    (tmp_path / "words").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
+        (tmp_path / "words" / name).write_text("{}")
+    command("export", path, tmp_path / "merged", "--merge-adapters", "--tokenizer", tmp_path / "words")
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= {
+        f.name for f in (tmp_path / "merged").iterdir()
+    }
+    assert not (tmp_path / "merged" / "notes.txt").exists()
