@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.autograd import first_order
 from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
+from lightning_megatron.mesh.pickling import HeldGroup
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -33,7 +34,7 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
     :func:`sync_batch_norms` converts existing layers to it; evaluation is that of ``nn.BatchNorm``.
     """
 
-    replicas: _Replicas
+    replicas: HeldGroup
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [batch, channels, ..] -> the same shape; collective over the data group in training."""
@@ -59,19 +60,6 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
             factor = 1.0 / float(self.num_batches_tracked) if factor is None else factor
         for running, found in ((self.running_mean, mean), (self.running_var, var)):
             running.mul_(1 - (factor or 0.0)).add_(found.to(running.dtype), alpha=factor or 0.0)
-
-
-class _Replicas:
-    """The data group of a layer: deep copies of the layer share it, and pickling drops it."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> _Replicas:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _Replicas, ()
 
 
 class _Normalized(torch.autograd.Function):
@@ -154,5 +142,5 @@ def sync_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> list
             layer: Any = child
             layer.__class__ = SyncedBatchNorm
             layer.process_group = None
-            layer.replicas = _Replicas(group)
+            layer.replicas = HeldGroup(group)
     return left

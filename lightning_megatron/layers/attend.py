@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input
 from lightning_megatron.mesh.messages.collectives import gather_from_group, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import Range
+from lightning_megatron.mesh.pickling import OfOneRank
 
 PutOffProjection = Callable[[str, Range | None, Tensor, Tensor], None]
 """Takes the name of a projection (``in_proj``, ``q_proj``, .., ``out_proj``), its rows of the packed weight and bias
@@ -38,7 +38,7 @@ PutOffProjection = Callable[[str, Range | None, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionSharding:
+class AttentionSharding(OfOneRank):
     """How a split attention runs.
 
     Attributes:
@@ -56,9 +56,6 @@ class AttentionSharding:
     rows: tuple[Range, ...] | None
     sequence_dim: int | None
     stream: RankStream
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSharding:
-        return self
 
 
 def key_value_total(layer: nn.MultiheadAttention) -> int:

@@ -7,7 +7,6 @@ the contributions. The vocabulary is padded internally to a multiple of 128 per 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,16 @@ from lightning_megatron.layers.loss import local_vocabulary
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.mesh.messages.collectives import reduce_from_group, resolve_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range, padded_vocabulary
+from lightning_megatron.mesh.pickling import OfOneRank
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingSharding:
+class EmbeddingSharding(OfOneRank):
     """This rank's part of the vocabulary: entries [start, start + held)."""
 
     group: dist.ProcessGroup
     start: int
     held: int
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingSharding:
-        return self
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -34,12 +34,13 @@ from lightning_megatron.mesh.messages.collectives import (
     split_to_group,
 )
 from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range, padded_vocabulary
+from lightning_megatron.mesh.pickling import OfOneRank
 
 Mesh = DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnSharding:
+class ColumnSharding(OfOneRank):
     """How a split column-parallel layer runs.
 
     Attributes:
@@ -59,7 +60,7 @@ class ColumnSharding:
 
 
 @dataclass(frozen=True, eq=False)
-class RowSharding:
+class RowSharding(OfOneRank):
     """How a split row-parallel layer runs.
 
     Attributes:

@@ -14,6 +14,7 @@ from lightning_megatron.layers.products import PendingProducts, Products, sharde
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.mesh.pickling import OfOneRank
 
 
 class Splitting(Protocol):
@@ -54,7 +55,7 @@ def may_put_off(layer: Splitting, x: Tensor) -> bool:
     )
 
 
-class ColumnEntry:
+class ColumnEntry(OfOneRank):
     """The shared input of the column-parallel layers that read one tensor (query, key and value; gate and up).
 
     The first member that is called with a tensor prepares it for all members: one all-gather in the forward under

@@ -314,6 +314,7 @@ def start_run(
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     lightning_state.insert_failure_callback(trainer, processes.report)
+    remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
         insert_loop_ends(trainer, processes.end_loop)
     if options.profiles_layers:

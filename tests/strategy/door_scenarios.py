@@ -270,6 +270,63 @@ def out_of_time(info: RankInfo) -> int:
     return trainer.global_step
 
 
+class Copies(Callback):
+    """Copies the Trainer and the module while they run."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Trainer, LightningModule]] = []
+        self.bytes: list[int] = []
+        self.refusals: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"copies": [], "bytes": [], "refusals": []}
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        self.on_train_batch_end(trainer, module)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        saved = io.BytesIO()
+        for save in (pickle.dumps, lambda value: torch.save(value, saved)):
+            for value in (trainer, module):
+                try:
+                    found = save(value)
+                except pickle.PicklingError as error:
+                    self.refusals.append(str(error))
+                else:
+                    self.bytes.append(len(found or b""))
+        if not self.refusals:
+            self.copies += [copy.deepcopy((trainer, module)), pickle.loads(pickle.dumps((trainer, module)))]
+        for _, part in self.copies[-2:]:
+            assert part.log.__func__ is LightningModule.log  # type: ignore[attr-defined]
+            ours, theirs = module.state_dict(), part.state_dict()
+            assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def copied_meanwhile(info: RankInfo, sizes: Sizes) -> tuple[list[int], list[float]]:
+    """Steps that copies of a running Trainer take, and the sizes of a module's and of its weights' pickles."""
+    callback, module = Copies(), Plain()
+    trainer = make_trainer(info, MegatronStrategy(*sizes), max_steps=1, callbacks=[callback])
+    trainer.fit(module)
+    callback.on_train_batch_end(trainer, module)
+    steps = []
+    for twin, part in callback.copies:
+        twin.fit_loop.epoch_loop.max_steps = 3
+        twin.fit(part)
+        steps.append(twin.global_step)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return steps, [max(callback.bytes[1::4]), len(pickle.dumps(weights))]
+
+
+def refused_to_pickle(info: RankInfo, sizes: Sizes) -> list[str]:
+    """What pickling a divided module, or its Trainer, says while they run and afterwards."""
+    callback, module = Copies(), Plain()
+    trainer = make_trainer(info, MegatronStrategy(*sizes), max_steps=1, callbacks=[callback])
+    trainer.fit(module)
+    callback.on_train_batch_end(trainer, module)
+    assert not callback.bytes
+    return callback.refusals
+
+
 def copied(info: RankInfo) -> list[float]:
     """Steps that copies of a Trainer take: a pickled one, a deep copy, and one of its callbacks alone."""
     trainer = make_trainer(info, MegatronStrategy(), max_steps=1)

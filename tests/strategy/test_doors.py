@@ -25,10 +25,12 @@ from tests.strategy.door_scenarios import (
     Wandb,
     bytes_of_the_whole_state,
     copied,
+    copied_meanwhile,
     edited,
     looked_at,
     met_at_the_start,
     out_of_time,
+    refused_to_pickle,
     uploaded,
 )
 
@@ -72,6 +74,20 @@ def test_the_start_of_a_resumed_fit_meets_what_was_loaded(sizes: tuple[int, int,
 
 def test_copies_of_a_trainer_train() -> None:
     assert run_trainers(copied, devices=1)[0].value == [2, 2]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)])
+def test_copies_of_a_running_trainer_train(sizes: tuple[int, int, int]) -> None:
+    steps, (module, weights) = run_trainers(copied_meanwhile, sizes, devices=sizes[1])[0].value
+    assert steps == [3] * 6
+    assert module < 2 * weights + 10_000, "no more than the weights, which lie in buckets, once"
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), pytest.param((2, 1, 2), marks=WIDE)])
+def test_a_part_of_a_module_is_not_pickled(sizes: tuple[int, int, int]) -> None:
+    for outcome in run_trainers(refused_to_pickle, sizes, devices=sizes[0] * sizes[2]):
+        assert len(outcome.value) == 12
+        assert all("strategy.full_state_dict()" in refusal for refusal in outcome.value), outcome.value
 
 
 def test_a_timer_whose_time_is_used_up_takes_no_further_step() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,21 @@ class FlatWeights:
             self.master.copy_(torch.where(changed, self.own.to(self.master.dtype), self.master))
 
 
+class _WithoutBucket:
+    """Pickles one parameter; torch would take the whole memory that it looks into along, for each parameter anew."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, protocol: Any) -> Any:
+        parameter: Any = self._parameter()
+        if type(parameter) is not nn.Parameter:  # a hook sees it whole, and it is pickled as it is seen
+            return type(parameter).__reduce_ex__(parameter, protocol)
+        alone: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        alone.__dict__.update({name: value for name, value in parameter.__dict__.items() if value is not self})
+        return alone.__reduce_ex__(protocol)
+
+
 def take_weights(
     parameters: Sequence[nn.Parameter],
     placement: Placement,
@@ -74,6 +91,7 @@ def take_weights(
         view.copy_(parameter.data)
         parameter.grad = None
         parameter.data = view
+        parameter.__dict__["__reduce_ex__"] = _WithoutBucket(parameter)
         if dtype != gradients:
             parameter.grad_dtype = gradients
         weights.views.append(view)

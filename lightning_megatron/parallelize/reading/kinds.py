@@ -16,6 +16,7 @@ from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.parallelize.reading.replay import Replay
 
 DROP_IN = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelMultiheadAttention)
@@ -86,7 +87,7 @@ def _local_class(cls: Any, base: Any) -> Any:
     plain = {nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear}
     if cls in plain:
         return base
-    bases = (cls, base) if _calls_super(cls, base) else (base, cls)
+    bases = (OtherClass, *((cls, base) if _calls_super(cls, base) else (base, cls)))
     return type(f"{base.__name__}Of{cls.__name__}", bases, {"__module__": cls.__module__, "_twin_of": cls})
 
 

@@ -26,6 +26,7 @@ from lightning_megatron.layers.table import ParameterSharding, apply_specs
 from lightning_megatron.mesh.messages.collectives import copy_to_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
 from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
@@ -262,7 +263,7 @@ def _refusing_attention_weights(planned: bool) -> Callable[..., None]:
                 "from a configuration with `output_attentions=True`: the plan then keeps the heads whole."
             )
 
-    return hook
+    return RankHook(hook)
 
 
 def _whole_inside(column: nn.Module, stream: RankStream) -> None:
@@ -275,8 +276,8 @@ def _whole_inside(column: nn.Module, stream: RankStream) -> None:
         if module.training:
             stream.open(output.device)
 
-    column.register_forward_pre_hook(close, prepend=True)
-    column.register_forward_hook(open_)
+    column.register_forward_pre_hook(RankHook(close), prepend=True)
+    column.register_forward_hook(RankHook(open_))
 
 
 def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region) -> Callable[..., None]:
@@ -297,7 +298,7 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
                 "Set `example_input_array` on the LightningModule to an input that makes this call."
             )
 
-    return hook
+    return RankHook(hook)
 
 
 def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -307,7 +308,7 @@ def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
         latent, rotated = output.split([output.shape[-1] - rotary, rotary], dim=-1)
         return torch.cat([latent, copy_to_group(rotated, group)], dim=-1)
 
-    return hook
+    return RankHook(hook)
 
 
 def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable[..., Any]:
@@ -326,4 +327,4 @@ def _slicing_hook(region: Region, heads: int, parts: int, rank: int) -> Callable
                     which[key] = "heads"
         return slice_arguments(args, kwargs, which, heads, parts, rank) if which else None
 
-    return hook
+    return RankHook(hook)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
 from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
+from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
@@ -264,14 +265,14 @@ def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _replace(args, kwargs, (0,) if args else ("hidden_states",), change)
 
-    return hook
+    return RankHook(hook)
 
 
 def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _replace(args, kwargs, keys, lambda x: gather_for_shards(x, dim if x.dim() > 2 else 0, group))
 
-    return hook
+    return RankHook(hook)
 
 
 def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -280,7 +281,7 @@ def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
             return gather_from_group(output, dim, group)
         return type(output)([gather_from_group(output[0], dim, group), *output[1:]])
 
-    return hook
+    return RankHook(hook)
 
 
 def _opening(stream: RankStream) -> Callable[..., None]:
@@ -289,18 +290,18 @@ def _opening(stream: RankStream) -> Callable[..., None]:
         if module.training and tensors:
             stream.open(tensors[0].device)
 
-    return hook
+    return RankHook(hook)
 
 
 def _closing(stream: RankStream) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         stream.close()
 
-    return hook
+    return RankHook(hook)
 
 
 def _forgetting(stream: RankStream) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         stream.forget()
 
-    return hook
+    return RankHook(hook)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.pickling import refuse_pickling
 from lightning_megatron.pipeline.elsewhere.away import STATE, Source, mark, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
@@ -81,6 +82,8 @@ class Absent(Tensor):
             return f"<tensor of `{first.part}` on another pipeline stage>"
         if name == "__deepcopy__":
             return first
+        if name == "__reduce_ex__":
+            refuse_pickling(f"`{first.part}`")
         if name == "__set__" or writes_in_place(name):
             target = args[0] if args else next(iter(kwargs.values()))
             absent = all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.batches import signature
+from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, make_real, mark
@@ -94,7 +95,7 @@ def _hide(owner: nn.Module, leaf: str, sentinel: Sentinel, device: torch.device)
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
-class _Elsewhere:
+class _Elsewhere(OtherClass):
     """Mixin of hollow modules: says why an attribute that a forward would have set is missing."""
 
     def __getattr__(self, name: str) -> Any:

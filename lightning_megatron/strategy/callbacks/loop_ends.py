@@ -8,6 +8,7 @@ batch is done, the epoch has ended there already.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -27,6 +28,10 @@ class LoopEnds(Callback):
     def __init__(self, end_loop: Callable[..., None]) -> None:
         self._end_loop = end_loop
         self._ended = -1
+
+    def __reduce__(self) -> Any:
+        """Without the processes of this run: copies of it end no loop."""
+        return LoopEnds, (end_nothing,)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The epoch's batches are done."""
@@ -50,6 +55,10 @@ class LoopEnds(Callback):
         if self._ended != trainer.current_epoch:
             self._ended = trainer.current_epoch
             self._end_loop(TRAINING, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def end_nothing(*args: Any) -> None:
+    """Stands for what waits for other ranks, in copies of a Trainer that were made while a run went on."""
 
 
 def insert_loop_ends(trainer: pl.Trainer, end_loop: Callable[..., None]) -> None:

@@ -25,6 +25,7 @@ from lightning_megatron.layers.whole.between_steps import WholeView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.replaced import Replaced, has_other_method
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -80,7 +81,7 @@ class WholeHooks:
                     self._wrap(owner, name, self.local(getattr(owner, name)))
 
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        owner.__dict__[name] = function
+        owner.__dict__[name] = Replaced(owner, name, function)
         self._wrapped.append((owner, name))
 
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
@@ -112,7 +113,7 @@ def _hooks_of(owner: Any, parent: type | None) -> list[str]:
     """Hooks that a module or callback of the user defines."""
     known = [name for name in dir(parent or pl.LightningModule) if name.startswith("on_") and name not in _LEFT_ALONE]
     more = _OTHER_HOOKS if parent is None else ()
-    return [h for h in (*known, *more) if h not in owner.__dict__ and is_overridden(h, owner, parent=parent)]
+    return [h for h in (*known, *more) if not has_other_method(owner, h) and is_overridden(h, owner, parent=parent)]
 
 
 def _tell_whole(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces, plain_if_whole
+from lightning_megatron.mesh.replaced import Replaced
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState
 
@@ -91,7 +92,7 @@ def averages_parts(trainer: pl.Trainer) -> Iterator[None]:
     """Within, no averaging callback of a Trainer copies the whole module; each waits for :func:`begin_averages`."""
     found: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, _Averaging)]
     for callback in found:
-        callback.__dict__["setup"] = _nothing
+        callback.__dict__["setup"] = Replaced(callback, "setup", _nothing)
     try:
         yield
     finally:
@@ -121,7 +122,8 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
             callback._average_model = own.new_average(device)
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
             names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
-            callback.__dict__.update({name: getattr(own, name.removeprefix("_")) for name in names})
+            for name in names:
+                callback.__dict__[name] = Replaced(callback, name, getattr(own, name.removeprefix("_")))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -146,7 +148,8 @@ class _Own:
             return copy.deepcopy(self.live())
         options = {"use_buffers": callback._use_buffers, **callback._kwargs}
         average = AveragedModel(self.live(), callback._device or device, **options)
-        average.__dict__["update_parameters"] = functools.partial(self.update, average)
+        update = functools.partial(self.update, average)
+        average.__dict__["update_parameters"] = Replaced(average, "update_parameters", update)
         return average
 
     def update(self, average: AveragedModel, module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from lightning_megatron.mesh.replaced import Replacement
 from lightning_megatron.mesh.watch.peers import told
 from lightning_megatron.strategy.lightning.averaging import averages_parts
 from lightning_megatron.strategy.lightning.restoring import restores_when_set_up
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.processes import Processes
 
 _QUESTION = "_find_last_checkpoints"
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _LOOK_S = 0.2
 _BEFORE_S = 1.0  # for what a failed process still prints
 _PATIENCE_S = 10.0  # for ranks that end by themselves, with the failure's name
@@ -59,14 +61,17 @@ class Launcher(_SubprocessScriptLauncher):
         self._processes = processes
         processes.exit_of = self.exit_of
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes that it has started, which a copy has not."""
+        return self.__dict__ | {"procs": []}
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes of this node, then call ``function``."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            # torch prints a page of C++ frames about each question to a store whose process, this one, is gone.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            self._call_children_scripts()
+            with _quiet_children():
+                self._call_children_scripts()
             _Children(self.procs, lambda: self._processes.are_watched).start()
         elif isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
             _Orphan(lambda: self._processes.are_watched).start()
@@ -126,6 +131,21 @@ class _Children(threading.Thread):
         os._exit(1)
 
 
+@contextmanager
+def _quiet_children() -> Iterator[None]:
+    """Start processes in here to whom torch does not print a page of C++ frames about each question to a store whose
+    process, this one, is gone.
+    """
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
 class _Orphan(threading.Thread):
     """Ends this process if the one that started it is gone before the ranks have met.
 
@@ -160,7 +180,7 @@ def answers_from_markers(trainer: pl.Trainer) -> Iterator[None]:
     """
     asked = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
     for callback in asked:
-        callback.__dict__[_QUESTION] = _Search(callback, getattr(callback, _QUESTION))
+        callback.__dict__[_QUESTION] = _Search(callback)
     try:
         yield
     finally:
@@ -168,13 +188,15 @@ def answers_from_markers(trainer: pl.Trainer) -> Iterator[None]:
             callback.__dict__.pop(_QUESTION, None)
 
 
-class _Search:
+class _Search(Replacement):
     """Stands for ``ModelCheckpoint._find_last_checkpoints`` of one callback."""
 
-    def __init__(self, callback: ModelCheckpoint, lightnings: Callable[..., set[str]]) -> None:
-        self._callback, self._lightnings = callback, lightnings
+    def __init__(self, callback: ModelCheckpoint) -> None:
+        super().__init__(callback, _QUESTION)
+        self._callback, self._lightnings = callback, getattr(callback, _QUESTION)
 
     def __call__(self, trainer: pl.Trainer) -> set[str]:
+        """Lightning's answer, with the newest whole checkpoint."""
         folder = self._callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
         found = self._lightnings(trainer)
         return newest_checkpoint(found, folder, self._callback.FILE_EXTENSION, trainer.default_root_dir)

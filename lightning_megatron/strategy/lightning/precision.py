@@ -24,6 +24,10 @@ class _GlobalClip:
 
     _gradients: ModelGradients | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the gradients of the run: a copy is in none."""
+        return self.__dict__ | {"_gradients": None}
+
     @property
     def gradients(self) -> ModelGradients:
         """Those of the run that this plugin is used in.

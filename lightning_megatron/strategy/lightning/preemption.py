@@ -30,9 +30,11 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron.mesh.messages.collectives import world_maximum
+from lightning_megatron.mesh.replaced import Replaced
 from lightning_megatron.mesh.watch.turns import TRAINING
 
 _NAME = "preempted.ckpt"
+_QUESTION = "_broadcast_sigterm_tensor"
 _ONE_PRESS_S = 0.5
 _SLOW_S = 5.0
 _INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
@@ -62,7 +64,7 @@ class Preemption:
         Lightning puts back, when the fit ends, what was there before it.
         """
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
+        epoch_loop.__dict__[_QUESTION] = Replaced(epoch_loop, _QUESTION, self.agree)
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer._accelerator_connector.cluster_environment
@@ -80,7 +82,7 @@ class Preemption:
 
     def remove(self) -> None:
         """Give Lightning's loop its own question back; the signals' handlers Lightning puts back itself."""
-        self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        self._trainer.fit_loop.epoch_loop.__dict__.pop(_QUESTION, None)
 
     def _note_stop(self, number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher

@@ -21,20 +21,22 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 
+from lightning_megatron.mesh.replaced import Replacement
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _RESTORE = "_restore_modules_and_callbacks"
 
 
-class _WhenSetUp:
+class _WhenSetUp(Replacement):
     """Stands for the method of Lightning's that restores modules and callbacks.
 
     Args:
-        restore: that method.
+        connector: whose method it is.
     """
 
-    def __init__(self, restore: Callable[..., None]) -> None:
-        self._restore = restore
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector, _RESTORE)
+        self._restore: Callable[..., None] = getattr(connector, _RESTORE)
         self._asked: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
@@ -55,7 +57,7 @@ def restores_when_set_up(trainer: pl.Trainer) -> Iterator[None]:
         AttributeError: this version of Lightning restores by another method.
     """
     connector, strategy = trainer._checkpoint_connector, trainer.strategy.__dict__
-    connector.__dict__[_RESTORE] = _WhenSetUp(getattr(connector, _RESTORE))
+    connector.__dict__[_RESTORE] = _WhenSetUp(connector)
     strategy["restore_checkpoint_after_setup"] = False
     try:
         yield

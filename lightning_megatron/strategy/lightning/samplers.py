@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.pickling import HeldGroup
+from lightning_megatron.mesh.replaced import Replaced
 from lightning_megatron.strategy.data.walk import order_state, restore_order
 
 OWN, LIGHTNINGS = "own", "lightning"
@@ -49,7 +51,8 @@ class Samplers:
         self._replaces = bool(trainer._accelerator_connector.use_distributed_sampler)
         self._requires, self._resolve = getattr(self._connector, _REQUIRES), getattr(self._connector, _RESOLVE)
         self._order = OWN if mesh.layout.data == 1 else LIGHTNINGS
-        self._connector.__dict__.update({_REQUIRES: self._is_replaced, _RESOLVE: self._sampler_of})
+        for name, answer in ((_REQUIRES, self._is_replaced), (_RESOLVE, self._sampler_of)):
+            self._connector.__dict__[name] = Replaced(self._connector, name, answer)
 
     def release(self) -> None:
         """Let Lightning answer again."""
@@ -96,10 +99,12 @@ class DealtSampler(DistributedSamplerWrapper):
     def __init__(self, sampler: Any, mesh: ParallelMesh) -> None:
         super().__init__(sampler, num_replicas=mesh.layout.data, rank=mesh.coordinates.data, shuffle=False)
         self.dealt = sampler
-        self._group = mesh.group("data_parallel")
+        self._replicas = HeldGroup(mesh.group("data_parallel"))
         self._parts = SimpleNamespace(sampler=sampler, dataset=None, collate_fn=None)
 
     def __iter__(self) -> Iterator[Any]:
-        first = dist.get_global_rank(self._group, 0)
-        restore_order(self._parts, objects.broadcast(order_state(self._parts), first, self._group))
+        group = self._replicas.group
+        if group is not None:  # it is in the run that dealt it, not unpickled elsewhere
+            first = dist.get_global_rank(group, 0)
+            restore_order(self._parts, objects.broadcast(order_state(self._parts), first, group))
         return super().__iter__()

@@ -127,10 +127,10 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 
 def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException], None]) -> None:
-    """Put the failure callback in front, once."""
+    """Put the failure callback in front, in the place of an earlier run's."""
     callbacks = callbacks_of(trainer)
-    if not any(isinstance(callback, _FailureCallback) for callback in callbacks):
-        callbacks.insert(0, _FailureCallback(report))
+    others = (callback for callback in callbacks if not isinstance(callback, _FailureCallback))
+    callbacks[:] = [_FailureCallback(report), *others]
 
 
 class WholeSummaries:

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger, utilities
 
 from lightning_megatron.checkpoints.files.directory import MARKER
+from lightning_megatron.mesh.replaced import Replaced
 
 _UPLOAD = "_scan_and_log_checkpoints"
 
@@ -36,7 +37,8 @@ def uploads_directories(trainer: pl.Trainer, wait: Callable[[], None]) -> Iterat
     """
     found = [logger for logger in trainer.loggers if isinstance(logger, (MLFlowLogger, WandbLogger))]
     for logger in found:
-        logger.__dict__[_UPLOAD] = functools.partial(_upload, getattr(logger, _UPLOAD), wait)
+        upload = functools.partial(_upload, getattr(logger, _UPLOAD), wait)
+        logger.__dict__[_UPLOAD] = Replaced(logger, _UPLOAD, upload)
     try:
         yield
     finally:

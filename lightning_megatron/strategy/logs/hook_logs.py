@@ -30,6 +30,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.replaced import Replaced
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
 from lightning_megatron.strategy.lightning.trainer_access import hook_of, in_hook
@@ -225,7 +226,7 @@ class HeldHooks:
             for hook in _HOOKS:
                 if is_overridden(hook, owner, parent=parent) and may_log(owner, hook):
                     self._wrapped.append((owner, hook, owner.__dict__.get(hook)))
-                    owner.__dict__[hook] = self._holding(getattr(owner, hook))
+                    owner.__dict__[hook] = Replaced(owner, hook, self._holding(getattr(owner, hook)))
 
     def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)

@@ -29,6 +29,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.pickling import HeldGroup
 
 
 @dataclass(frozen=True)
@@ -165,16 +166,13 @@ class RunningStep(Protocol):
 
 
 class _GatherOverReplicas:
-    """``dist_sync_fn`` of a metric; survives a deep copy of the metric, which a process group would not."""
+    """``dist_sync_fn`` of a metric, which is copied and pickled with it."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._replicas = HeldGroup(group)
 
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return gather_all_tensors(tensor, self._group)
-
-    def __deepcopy__(self, memo: Any) -> _GatherOverReplicas:
-        return self
+        return gather_all_tensors(tensor, self._replicas.group)
 
 
 class MetricRouter:

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.replaced import Replacement
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import watches_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
@@ -27,7 +28,7 @@ from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.step.engine import StepEngine
 
 
-class LogRouting:
+class LogRouting(Replacement):
     """Routes the logs of one run, from when it is made until :meth:`release`.
 
     Args:
@@ -51,6 +52,7 @@ class LogRouting:
         cuts_batches: bool,
         fits: bool,
     ) -> None:
+        super().__init__(module, "log")
         self._module, self._engine = module, engine
         self._replicas = None if mesh.layout.data > 1 else ALREADY_REDUCED
         callbacks = lightning_state.callbacks_of(trainer)
@@ -66,10 +68,10 @@ class LogRouting:
             if fits and watches_gradients(module, callbacks):
                 self._of_updates = HookLogs(mesh, device)
             self._of_hooks = HookLogs(mesh, device)
-            self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self.log)
-        module.__dict__["log"] = self.log
+            self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)
+        module.__dict__["log"] = self
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` of the module; arguments as of Lightning's."""
         recorder = self._engine.recording.recorder
         if recorder is not None:
@@ -89,7 +91,7 @@ class LogRouting:
         except BaseException:
             self._of_updates.release()
             raise
-        self._of_updates.flush(self._module, self.log)
+        self._of_updates.flush(self._module, self)
 
     def release(self) -> None:
         """Give the module its ``log``, metrics and hooks back."""

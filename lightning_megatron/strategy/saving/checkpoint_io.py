@@ -223,6 +223,10 @@ class MegatronCheckpointIO(CheckpointIO):
             return
         remove_checkpoint(path)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without a background save, and the group that its ranks meet through: those stay with this one."""
+        return self.__dict__ | {"_group": None, "_pending": None, "_to_remove": []}
+
     def teardown(self) -> None:
         """Wait for a background save."""
         self.wait()
