@@ -53,8 +53,9 @@ class _WithoutBucket:
 
     def __call__(self, protocol: Any) -> Any:
         parameter: Any = self._parameter()
-        if type(parameter) is not nn.Parameter:  # a hook sees it whole, and it is pickled as it is seen
-            return type(parameter).__reduce_ex__(parameter, protocol)
+        kind: Any = type(parameter)
+        if kind is not nn.Parameter:  # a hook sees it whole, and it is pickled as it is seen
+            return kind.__reduce_ex__(parameter, protocol)
         alone: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         alone.__dict__.update({name: value for name, value in parameter.__dict__.items() if value is not self})
         return alone.__reduce_ex__(protocol)
