@@ -6,12 +6,14 @@ a step such a tensor answers what it knows and no more::
 
     shape, dtype, device, len()          as they are
     in-place writes, .data = ...         nothing: the owning stage does the same to the real one
+    nn.init.*, normal_, ...              likewise, but random numbers are drawn: those of later layers depend on it
     arithmetic                           a result that is absent too
     .item(), float(), if, print          an error that names the part, instead of a zero
     writing it into a tensor that is here                 likewise
 
-In a step it is zeros, and what is made of it is :mod:`.away`; in the backward that runs layers again it is plain zeros.
-A logged value that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
+Its shape is that of one process, as hooks see split weights whole. In a step it is zeros of the shape of this rank's
+part, and what is made of it is :mod:`.away`; in the backward that runs layers again it is plain zeros. A logged value
+that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.pickling import refuse_pickling
@@ -37,6 +40,11 @@ _KNOWN = frozenset(
     )
 )
 _TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
+_DRAWS = frozenset(
+    ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+)
+_TURNS = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"))
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
 class Absent(Tensor):
@@ -45,6 +53,7 @@ class Absent(Tensor):
     Attributes:
         part: dotted name of what it belongs to.
         plain: the zeros.
+        whole: the same as hooks see them: of the shape that it has in one process.
         away: the same, for steps.
         absent_source: what they lack.
         phase: tells what runs now.
@@ -52,6 +61,7 @@ class Absent(Tensor):
 
     part: str
     plain: Tensor
+    whole: Tensor
     away: Tensor
     absent_source: Source
     phase: Callable[[], Phase]
@@ -77,7 +87,7 @@ class Absent(Tensor):
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name in _KNOWN or (name == "__get__" and attribute not in _TENSOR_ATTRIBUTES):
-            return func(*_plain(args), **_plain(kwargs))
+            return func(*_whole(args), **_whole(kwargs))
         if name in ("__repr__", "__str__"):
             return f"<tensor of `{first.part}` on another pipeline stage>"
         if name == "__deepcopy__":
@@ -86,8 +96,15 @@ class Absent(Tensor):
             refuse_pickling(f"`{first.part}`")
         if name == "__set__" or writes_in_place(name):
             target = args[0] if args else next(iter(kwargs.values()))
-            absent = all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target))
-            return target if absent else first.refuse(f"written into another tensor by `{name}`")
+            if not all(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(target)):
+                first.refuse(f"written into another tensor by `{name}`")
+            if name in _TURNS:
+                func(*_whole(args), **_whole(kwargs))
+            elif name in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__:
+                _draw(func, args, kwargs)
+            return target
+        if name in _HOOKS:
+            return RemovableHandle({})
         return first._result(func, attribute or name, args, kwargs)
 
     def _is_in_step(self) -> bool:
@@ -103,7 +120,9 @@ class Absent(Tensor):
         if isinstance(kwargs.get("out"), Tensor):
             self.refuse(f"written by `{name}`")
         with torch.no_grad():
-            output = func(*_plain(args), **_plain(kwargs))
+            output = func(*_whole(args), **_whole(kwargs))
+        if name == "new_tensor":  # of the caller's numbers
+            return output
         leaves = pytree.tree_leaves(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             self.refuse(f"read by `{name}`")
@@ -123,20 +142,43 @@ class Absent(Tensor):
         )
 
 
-def make_absent(zeros: Tensor, part: str, phase: Callable[[], Phase], source: Source | None = None) -> Absent:
+def make_absent(
+    zeros: Tensor,
+    part: str,
+    phase: Callable[[], Phase],
+    source: Source | None = None,
+    shape: tuple[int, ...] | torch.Size | None = None,
+) -> Absent:
     """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph.
 
     Args:
-        zeros: of its shape.
+        zeros: what steps see.
         part: dotted name of what it belongs to.
         phase: tells what runs now.
         source: the part, for messages about steps.
+        shape: in one process, if that is another.
     """
     absent = zeros.as_subclass(Absent)
-    absent.part, absent.plain, absent.phase = part, zeros, phase
+    absent.part, absent.plain, absent.whole, absent.phase = part, zeros, zeros, phase
     absent.absent_source = source or Source(part)
     absent.away = mark(zeros.as_subclass(Tensor), absent.absent_source)
+    if shape is not None and zeros.shape != shape:
+        absent.whole = torch.zeros((), dtype=zeros.dtype, device=zeros.device).expand(shape)
     return absent
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> None:
+    """Draw the random numbers that an in-place function draws where the tensor is, so that the state of the generator
+    afterwards is the same.
+    """
+    first = next(iter((*args, *kwargs.values())))
+    scratch = torch.empty(first.whole.shape, dtype=first.whole.dtype, device=first.whole.device)
+    if args:
+        func(scratch, *_whole(args[1:]), **_whole(kwargs))
+    else:
+        func(**{**_whole(kwargs), next(iter(kwargs)): scratch})
+    if 0 not in first.whole.stride():  # made in a hook, with memory of its own, and may be computed with
+        first.whole.copy_(scratch)
 
 
 def _away(value: Any) -> Any:
@@ -145,3 +187,7 @@ def _away(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, Absent) else leaf, value)
+
+
+def _whole(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.whole if isinstance(leaf, Absent) else leaf, value)

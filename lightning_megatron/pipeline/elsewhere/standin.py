@@ -76,7 +76,7 @@ def hollow_out(
         owner, leaf = owner_of(module, name)
         if owner is not None and leaf not in owner.__dict__:  # under another name of its module, it may be
             zeros = _hide(owner, leaf, sentinels[entry.part], device)
-            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source)
+            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source, entry.twin.shape)
     for name in parts:
         part = owner_of(module, name)[0]
         child = part._modules.get(name.rpartition(".")[2]) if part is not None else None
