@@ -5,10 +5,10 @@ Below it lie the buckets, which know of groups and buffers only; here names, sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
 from lightning_megatron.data_parallel.buckets.shards import Placement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
+from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
@@ -57,28 +58,6 @@ class GradientOptions:
     overlap_gather: bool = False
 
 
-class GradientSink(Protocol):
-    """Where the gradients of a batch collect, and are summed over the ranks that share parameters."""
-
-    @property
-    def scatters(self) -> bool:
-        """Whether each rank ends up with a shard of the sums, instead of ``.grad``."""
-
-    def begin(
-        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
-    ) -> None:
-        """Prepare for the backward(s) of one batch; see ``GradientBuckets.begin``."""
-
-    def withdraw(self) -> None:
-        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
-
-    def set_final(self, final: bool | frozenset[int]) -> None:
-        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
-
-    def finish(self) -> None:
-        """Wait for the sums and publish them."""
-
-
 class ModelGradients:
     """Buckets, piecewise updates and the global norm of one module.
 
@@ -89,6 +68,10 @@ class ModelGradients:
         presence: what of the module is on this rank.
         tensor: puts together what is split over tensor-parallel ranks.
         options: how gradients are summed and weights kept.
+        several: whether a gradient has terms of several ranks or backwards.
+
+    Attributes:
+        shows_whole: around code of the user's that looks at gradients; split ones are seen whole there.
     """
 
     def __init__(
@@ -99,6 +82,8 @@ class ModelGradients:
         presence: Presence,
         tensor: TensorState,
         options: GradientOptions,
+        *,
+        several: bool = False,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -110,6 +95,8 @@ class ModelGradients:
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
         self.local: LocalGradients | None = None
+        self._several = several and not splits_itself(module)
+        self.shows_whole: Callable[[], AbstractContextManager[None]] = nullcontext
         self._autograd: GradientSink = LocalGradients(())
         if splits_itself(module) and mesh.layout.data > 1:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
@@ -117,11 +104,21 @@ class ModelGradients:
         self._wholes: WholeMatrices | None = None
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
+        self._hooked: HookedGradients | None = None
 
     @property
     def sink(self) -> GradientSink:
-        """Where gradients collect: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one."""
-        return self.buckets or self.local or self._autograd
+        """Where gradients collect: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one; with
+        the user's hooks on them, where several backwards or ranks have terms of one gradient.
+        """
+        plain = self.buckets or self.local or self._autograd
+        if not self._several:
+            return plain
+        if self._hooked is None or self._hooked.sink is not plain:
+            self._hooked = HookedGradients(
+                plain, self._module.named_parameters(), lambda: self.shows_whole(), own=int(plain is self.buckets)
+            )
+        return self._hooked
 
     @property
     def replicas(self) -> Sharing:
@@ -223,6 +220,9 @@ class ModelGradients:
 
     def close(self) -> None:
         """Remove hooks; what the optimizers keep can still be asked for, and saved."""
+        if self._hooked is not None:
+            self._hooked.close()
+            self._hooked = None
         for update in self.updates.values():
             update.close()
         self.updates = {}

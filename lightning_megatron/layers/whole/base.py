@@ -44,6 +44,10 @@ class NeedsWhole(Exception):
     """No rule computes this from the parts."""
 
 
+class ShownFirst:
+    """Mixin: a tensor that stands for a whole one, and answers for all arguments before a `WholeTensor` does."""
+
+
 class WholeTensor(torch.Tensor):
     """A tensor of global shape [.., length, ..] of which this rank holds [.., block, ..].
 
@@ -100,7 +104,8 @@ class WholeTensor(torch.Tensor):
 
     def alike(self, other: WholeTensor) -> bool:
         """Whether the other tensor has this one's shape and is cut in the same way."""
-        return self.shape == other.shape and self._dim == other._dim and self._split == other._split
+        alike = self.shape == other.shape and self._dim == other._dim and self._split == other._split
+        return alike and self._local.shape == other._local.shape
 
     def changed(self) -> None:
         """Follow a change of the local part in place: in autograd's graph, and in the count of versions."""
@@ -123,6 +128,8 @@ class WholeTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
+            return NotImplemented
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -194,7 +201,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
     found = func(*args, **kwargs)
     memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
-    return tree_map(lambda value: _read_only(value, memory), found)
+    return tree_map(lambda value: read_only(value, memory), found)
 
 
 def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -253,6 +260,8 @@ class _ReadOnly(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
+            return NotImplemented
         if is_in_place(func, kwargs) and args and isinstance(args[0], cls) and _name(func) not in _HARMLESS:
             raise RuntimeError(
                 f"`{_name(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
@@ -262,7 +271,7 @@ class _ReadOnly(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             memory = {value.untyped_storage()._cdata for value in args if isinstance(value, cls)}
             found = func(*args, **kwargs)
-            return tree_map(lambda value: _read_only(value, memory), found)
+            return tree_map(lambda value: read_only(value, memory), found)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.detach().clone()
@@ -271,7 +280,7 @@ class _ReadOnly(torch.Tensor):
         return self.detach().clone().__reduce_ex__(protocol)
 
 
-def _read_only(value: Any, memory: Iterable[int]) -> Any:
+def read_only(value: Any, memory: Iterable[int]) -> Any:
     """A tensor in one of these memories as one that cannot be written; anything else as an ordinary one."""
     if not isinstance(value, Tensor) or isinstance(value, WholeTensor):
         return value

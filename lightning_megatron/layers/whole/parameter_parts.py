@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,6 +51,23 @@ class ParameterParts:
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor; padding is zero."""
         return self.spec.slice_full(whole.detach())
+
+    def cut_operand(self, value: Any) -> Any:
+        """This rank's part of a tensor that meets the whole one element by element; anything else as it is."""
+        return self.cut(value.expand(self.shape)) if isinstance(value, Tensor) and value.ndim else value
+
+    def block_dim(self) -> int | None:
+        """The dim that is cut into equal blocks in the order of ranks, if the parts are such blocks."""
+        shape = self.shape
+        return next((dim for dim in range(len(shape)) if self._is_cut_along(dim)), None)
+
+    def _is_cut_along(self, dim: int) -> bool:
+        block, length = self.spec.local_shape[dim], self.shape[dim]
+        for rank, spec in enumerate(self.specs):
+            first = min(rank * block, length)
+            if spec != ShardSpec.along(self.shape, dim, [(first, min(first + block, length))], block):
+                return False
+        return block * len(self.specs) >= length
 
 
 def _numel(spec: ShardSpec) -> int:

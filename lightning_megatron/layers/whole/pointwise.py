@@ -7,6 +7,7 @@ gets the sum of the ranks' gradients.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def operand(model: WholeTensor, value: Any) -> Any:
         raise NeedsWhole
     dim = value.ndim - (model.ndim - model._dim)
     if isinstance(value, WholeTensor):
-        if value._split != model._split or value._dim != dim:
+        blocks = value._local.shape[value._dim], model._local.shape[model._dim]
+        if value._split != model._split or value._dim != dim or blocks[0] != blocks[1]:
             raise NeedsWhole
         return value.held()
     if dim < 0 or value.shape[dim] == 1:
@@ -59,6 +61,12 @@ def _in_place(func: Any, model: Any, *args: Any, **kwargs: Any) -> WholeTensor:
     func(model.held(), *parts, **options)
     model.changed()
     return model
+
+
+def _each(single: Any, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """Change a list of tensors in place, one at a time."""
+    for index, tensor in enumerate(tensors):
+        single(tensor, *(value[index] if isinstance(value, list | tuple) else value for value in args), **kwargs)
 
 
 def _cast(func: Any, model: Any, *args: Any, **kwargs: Any) -> WholeTensor:
@@ -85,11 +93,29 @@ _FUNCTIONS = (
     *(torch.tanh, torch.where, torch.masked_fill, F.gelu, F.logsigmoid, F.sigmoid, F.silu, F.softplus, F.tanh),
 )
 _IN_PLACE = (
-    *(T.mul_, T.div_, T.add_, T.sub_, T.neg_, T.tanh_, T.clamp_, T.exp_, T.masked_fill_, T.zero_, T.fill_),
+    *(
+        T.mul_,
+        T.div_,
+        T.add_,
+        T.sub_,
+        T.neg_,
+        T.tanh_,
+        T.clamp_,
+        T.clamp_max_,
+        T.exp_,
+        T.masked_fill_,
+        T.zero_,
+        T.fill_,
+    ),
     *(T.__imul__, T.__itruediv__, T.__iadd__, T.__isub__),
 )
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((*_ARITHMETIC, *_FUNCTIONS), _pointwise),
     **dict.fromkeys(_IN_PLACE, _in_place),
+    torch._foreach_mul_: partial(_each, T.mul_),
+    torch._foreach_div_: partial(_each, T.div_),
+    torch._foreach_add_: partial(_each, T.add_),
+    torch._foreach_clamp_max_: partial(_each, T.clamp_max_),
+    torch._foreach_clamp_min_: partial(_each, T.clamp_min_),
 }

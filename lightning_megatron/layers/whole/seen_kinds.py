@@ -40,14 +40,14 @@ class Seen:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NATIVE or torch._C._current_graph_task_id() != -1:  # a backward computes with parts
+        if func in NATIVE or torch._C._current_graph_task_id() != -1:  # a backward computes with parts
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, Seen):
-            if func in _SHAPE:
+            if func in SHAPE:
                 return func(torch.empty(cls._owner.shape_of(first), device="meta"), *args[1:], **kwargs)  # type: ignore[arg-type]
-            if func in _EVERY_ELEMENT and cls._owner.change_part(func, first, args[1:], kwargs):  # type: ignore[arg-type]
+            if func in EVERY_ELEMENT and cls._owner.change_part(func, first, args[1:], kwargs):  # type: ignore[arg-type]
                 return first
         elif func in _EVERY_LIST and all(cls._meets(first, value) for value in args[1:]):
             with torch._C.DisableTorchFunctionSubclass():
@@ -138,13 +138,16 @@ class WholeGradientHook:
     Args:
         parts: how the parameter is split.
         hook: the user's.
+
+    Attributes:
+        given: the user's hook.
     """
 
     def __init__(self, parts: ParameterParts, hook: Callable[[Tensor], Any]) -> None:
-        self._parts, self._hook = parts, hook
+        self._parts, self.given = parts, hook
 
     def __call__(self, part: Tensor) -> Tensor | None:
-        changed = answer_of(self._hook, self._parts.gather(part))
+        changed = answer_of(self.given, self._parts.gather(part))
         return None if changed is None else self._parts.cut(changed)
 
 
@@ -156,16 +159,26 @@ class SummedGradientHook:
     Args:
         group: the tensor group.
         hook: the user's.
+
+    Attributes:
+        given: the user's hook.
     """
 
     def __init__(self, group: dist.ProcessGroup, hook: Callable[[Tensor], Any]) -> None:
-        self._group, self._hook = group, hook
+        self._group, self.given = group, hook
 
     def __call__(self, term: Tensor) -> Tensor | None:
-        changed = answer_of(self._hook, raw_all_reduce(term.detach(), self._group))
+        changed = answer_of(self.given, raw_all_reduce(term.detach(), self._group))
         if changed is None:
             return None
         return changed if self._group.rank() == 0 else torch.zeros_like(changed)
+
+
+def user_hook(hook: Any) -> Callable[[Tensor], Any] | None:
+    """A gradient hook as the user gave it; ``None`` for one of this package's own."""
+    if isinstance(hook, WholeGradientHook | SummedGradientHook):
+        return hook.given
+    return None if str(getattr(hook, "__module__", "")).startswith("lightning_megatron.") else hook  # type: ignore[no-any-return]
 
 
 def answer_of(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor | None:
@@ -188,18 +201,18 @@ def seen_among(values: Any) -> list[Tensor]:
 
 T = Tensor
 _GET_GRAD, _SET_GRAD = getters("grad")[0], setters("grad")[0]
-_SHAPE = {
+SHAPE = {
     *getters("shape", "ndim", "nbytes"),
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.__len__, T.stride, T.is_contiguous, torch.numel),
 }
-_NATIVE = {
+NATIVE = {
     *getters("dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "requires_grad"),
     *getters("grad_fn", "is_leaf", "_version", "_backward_hooks", "is_nested", "is_mkldnn", "retains_grad", "itemsize"),
     *setters("requires_grad", "_backward_hooks"),
     *(T.requires_grad_, T.__hash__, T.is_floating_point, T.is_complex, T.element_size, T.get_device),
     *(torch.is_floating_point, torch.is_complex),
 }
-_EVERY_ELEMENT = {
+EVERY_ELEMENT = {
     *(T.abs_, T.add_, T.addcdiv_, T.addcmul_, T.clamp_, T.copy_, T.div_, T.exp_, T.fill_, T.lerp_, T.mul_, T.neg_),
     *(T.pow_, T.sign_, T.sqrt_, T.square_, T.sub_, T.tanh_, T.zero_, T.nan_to_num_, T.masked_fill_),
     *(T.__iadd__, T.__imul__, T.__isub__, T.__itruediv__, T.__ipow__),

@@ -13,12 +13,14 @@ In a hook that sees split gradients whole, a part of the model is all here for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
@@ -67,9 +69,9 @@ class HandClipping:
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        named = dict(type(self._module).named_parameters(self._module))
-        owners = {id(p.grad): (name, p) for name, p in named.items() if p.grad is not None}
-        given = [owners[id(tensor)] for tensor in tensors if id(tensor) in owners]
+        owners = self._owners()
+        held = [tensor.local() if isinstance(tensor, WholeTensor) else tensor for tensor in tensors]  # shown in a step
+        given = [owners[id(tensor)] for tensor in held if id(tensor) in owners]
         names = [name for name, _ in given]
         two = float(norm_type) == 2.0
         together = two and self._is_for_all(len(given) == len(owners))
@@ -88,6 +90,12 @@ class HandClipping:
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the total norm of the gradients is {float(total)}, so they cannot be clipped.")
         return total
+
+    def _owners(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """Name and parameter of each gradient of this rank."""
+        with nullcontext() if self._whole_hooks is None else self._whole_hooks.steps.paused():
+            named = type(self._module).named_parameters(self._module)
+            return {id(p.grad): (name, p) for name, p in named if p.grad is not None}
 
     def _is_for_all(self, complete: bool) -> bool:
         """Whether every rank takes this norm together, of all its gradients."""

@@ -1,10 +1,12 @@
-"""Hooks of the user see split parameters whole; what they call in this package sees parts.
+"""Hooks and steps of the user see split parameters whole; what they call in this package sees parts.
 
 Lightning calls a hook, the hook reads ``self.head.weight.norm()``: it gets what one process gets (see
 `lightning_megatron.layers.whole.between_steps`). So every overridden hook of the module and of the user's callbacks is
 entered through the view, and the doors that lead from a hook back into the strategy through its opposite::
 
     Lightning ──▶ hook, parameters whole ──▶ strategy.optimizer_step, parts ──▶ closure ──▶ hook, whole
+
+Steps see them whole as well, with gradients (`lightning_megatron.layers.whole.in_steps`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +25,7 @@ from torch import nn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.layers.whole.between_steps import WholeView
+from lightning_megatron.layers.whole.in_steps import StepView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -44,7 +48,7 @@ _OF_ONE_RANK = {
 
 
 class WholeHooks:
-    """Shows split parameters whole to hooks.
+    """Shows split parameters whole to hooks and steps.
 
     Args:
         module: the user's module, divided.
@@ -52,6 +56,10 @@ class WholeHooks:
         tensor: how parameters are split.
         mesh: the grid.
         precision: the strategy's plugin, which clips.
+
+    Attributes:
+        view: what hooks see.
+        steps: what steps see.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class WholeHooks:
         group, replicas = mesh.group("tensor_parallel"), mesh.layout.data
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
         self.view = WholeView(group, reason if tensor.sums_gradients or replicas > 1 else None)
+        self.steps = StepView(group)
         self._wrapped: list[tuple[Any, str]] = []
         for name, parameter in type(module).named_parameters(module):
             specs = tensor.slices_of(name)
@@ -68,9 +77,12 @@ class WholeHooks:
             if specs is not None:
                 parts = ParameterParts(name, specs, group)
                 self.view.add(parts, parameter)
+                self.steps.add(parameter, parts)
                 _tell_whole(parameter, functools.partial(WholeGradientHook, parts))
             elif name in tensor.table and tensor.table[name].sums_gradient:
+                self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
+        self.steps.watch(module)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
             for hook in _hooks_of(owner, parent):
@@ -87,7 +99,7 @@ class WholeHooks:
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         @functools.wraps(hook)
         def seeing(*args: Any, **kwargs: Any) -> Any:
-            with self.view.seen(hook.__name__, serves=serves):
+            with self.steps.paused(), self.view.seen(hook.__name__, serves=serves):
                 return hook(*args, **kwargs)
 
         return seeing
@@ -97,13 +109,29 @@ class WholeHooks:
 
         @functools.wraps(function)
         def on_parts(*args: Any, **kwargs: Any) -> Any:
-            with self.view.local():
+            with self.steps.paused(), self.view.local():
                 return function(*args, **kwargs)
 
         return on_parts
 
+    @contextmanager
+    def gradient_hooks(self) -> Iterator[None]:
+        """Around gradient hooks that are called on sums."""
+        with self.steps.paused(), self.view.seen("register_hook", serves=False):
+            yield
+
+    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The user's step, which sees parameters whole outside of the layers that compute with them."""
+
+        def seeing(batch: Any) -> Any:
+            with self.steps.running():
+                return step(batch)
+
+        return seeing
+
     def remove(self) -> None:
         """Give hooks and methods back."""
+        self.steps.close()
         for owner, name in self._wrapped:
             owner.__dict__.pop(name, None)
         self._wrapped = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +30,8 @@ _BEFORE_THE_UPDATE = (
     *("on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_save_checkpoint", "on_load_checkpoint", "on_gpu"),
 )
+_AT_THE_START = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_train_epoch_start")
+_REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
@@ -40,6 +42,10 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
     if any(is_overridden(hook, module) for hook in _MODULE_HOOKS):
         return True
     others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
+    for owner, parent in ((module, None), *((callback, Callback) for callback in foreign_callbacks(callbacks))):
+        late = [hook for hook in _AT_THE_START if is_overridden(hook, owner, parent=parent)]
+        if any(may_call(owner, hook, _REGISTER) for hook in late):
+            return True
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
 
 
@@ -65,7 +71,12 @@ def foreign_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 def may_log(owner: Any, hook: str) -> bool:
-    """Whether a hook of a module or callback may call ``log``, by its code and that of the methods that it names."""
+    """Whether a hook of a module or callback may call ``log``."""
+    return may_call(owner, hook, ("log", "log_dict"))
+
+
+def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
+    """Whether a hook of a module or callback may call one of these, by its code and that of the methods it names."""
     seen: set[types.CodeType] = set()
     waiting = [getattr(owner, hook)]
     while waiting:
@@ -77,7 +88,7 @@ def may_log(owner: Any, hook: str) -> bool:
             continue
         seen.add(code)
         for name in names_in(code):
-            if name in ("log", "log_dict"):
+            if name in names:
                 return True
             attribute = inspect.getattr_static(owner, name, None)
             if isinstance(attribute, types.FunctionType):

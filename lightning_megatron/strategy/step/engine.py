@@ -75,7 +75,10 @@ class StepEngine:
     ) -> None:
         self._module, self._mesh, self._tensor, self._options = module, mesh, tensor, options
         self.splits_itself = splits_itself(module)
-        self.model_gradients = ModelGradients(module, mesh, device, presence, tensor, options.gradients)
+        several = mesh.layout.world_size > 1 or options.micro_batch_size != "auto"
+        self.model_gradients = ModelGradients(
+            module, mesh, device, presence, tensor, options.gradients, several=several
+        )
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         shared_by = mesh.group("tensor_parallel") if compares else None
         self.losses = LossChecks(options.gradients.inspect, shared_by, reads=world.compares)

@@ -127,7 +127,8 @@ class LossChecks:
             return
         raise RuntimeError(
             f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}, on the same batch. "
-            "Each of them holds slices of weights and computes its term from those: a sum over `self.parameters()`, or "
-            "of a layer's weight, counts its own slices only. Use the optimizer's `weight_decay` instead of a penalty "
-            "in the loss, or `tensor_parallel_size=1`. Ranks that draw different random numbers differ as well."
+            "Each of them holds slices of weights: code that reaches past torch's functions (NumPy, an extension, a "
+            "module's `forward` that reads weights of another layer) may compute with its own slice only. Read weights "
+            "by functions of torch in the step itself, or use `tensor_parallel_size=1`. Ranks that draw different "
+            "random numbers differ as well."
         )

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
+from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
 from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
@@ -63,7 +64,7 @@ def prepare_updates(
         assembled.groups,
         optimizers,
         whole=least is not Independence.ELEMENT,
-        watched=watches_gradients(module, callbacks_of(trainer)),
+        watched=watches_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
         skips=guard.watches,
         watches_weights=watches_weights(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,

@@ -102,8 +102,9 @@ def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
 
 def _gradients(strategy: Any, module: LightningModule) -> list[Tensor]:
     """All tensors that hold gradients, in buckets or in ``.grad``."""
+    gradients = strategy.run.engine.model_gradients
     return [
-        *_tensors(strategy.run.engine.model_gradients.sink),
+        *_tensors(gradients.buckets or gradients.local),
         *(p.grad for p in module.parameters() if p.grad is not None),
     ]
 

@@ -1,0 +1,203 @@
+"""Gradient hooks on parameters, run once per batch, on the whole gradient.
+
+One process calls ``p.register_hook(clip)`` once in a backward, with the gradient of the batch. Here a backward runs per
+micro-batch and per replica, and each gives a term: a hook that does anything but scale would compute something else. So
+the user's hooks are taken off their parameters while backwards run, and called when the sums are there::
+
+    begin      hooks off, earlier gradients aside      backward, backward, ...      finish    sum, hooks, earlier added
+
+``register_post_accumulate_grad_hook`` likewise. With hooks, gradients are summed after every batch of an accumulation,
+not after the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.whole.seen_kinds import user_hook
+
+
+class GradientSink(Protocol):
+    """Where the gradients of a batch collect, and are summed over the ranks that share parameters."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank ends up with a shard of the sums, instead of ``.grad``."""
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
+        """Prepare for the backward(s) of one batch; see ``GradientBuckets.begin``."""
+
+    def withdraw(self) -> None:
+        """Take the gradients out of sight, so that ``zero_grad`` between the step and its backward cannot wipe them."""
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
+
+    def finish(self) -> None:
+        """Wait for the sums and publish them."""
+
+
+class _Hooked(NamedTuple):
+    """A parameter and the user's hooks on it, by the numbers of their handles."""
+
+    name: str
+    parameter: nn.Parameter
+    before: dict[int, Any]
+    after: dict[int, Any]
+
+    @classmethod
+    def on(cls, name: str, parameter: nn.Parameter) -> _Hooked | None:
+        """The user's hooks on a parameter, if there are any."""
+        before, after = _user_hooks(parameter._backward_hooks), _user_hooks(_after(parameter))
+        return cls(name, parameter, before, after) if before or after else None
+
+    def places(self) -> list[tuple[Any, dict[int, Any]]]:
+        """Where torch looks for hooks, and those that are the user's there."""
+        return [(self.parameter._backward_hooks, self.before), (_after(self.parameter), self.after)]
+
+
+class HookedGradients:
+    """A sink that calls the user's gradient hooks itself.
+
+    Args:
+        sink: where gradients collect.
+        parameters: by name, this rank's.
+        seen: around the hooks; shows them gradients as one process has them.
+        own: how many hooks of its own the sink has on each parameter.
+
+    Attributes:
+        sink: as given.
+    """
+
+    def __init__(
+        self,
+        sink: GradientSink,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        seen: Callable[[], AbstractContextManager[None]],
+        own: int,
+    ) -> None:
+        self.sink, self._parameters, self._seen, self._own = sink, list(parameters), seen, own
+        self._hooked: list[_Hooked] = []
+        self._earlier: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def scatters(self) -> bool:
+        """See :class:`GradientSink`."""
+        return self.sink.scatters
+
+    def begin(
+        self, *, fresh: bool | None, reduce: bool, divide_by: int = 1, scale: float = 1.0, once: bool = False
+    ) -> None:
+        """Prepare for the backward(s) of one batch.
+
+        Raises:
+            RuntimeError: there are hooks, and no rank will have whole gradients.
+        """
+        self._put_back()
+        self.sink.begin(fresh=fresh, reduce=reduce, divide_by=divide_by, scale=scale, once=once)
+        own = self._own  # all of them are there now
+        some = [
+            (name, p)
+            for name, p in self._parameters
+            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own  # type: ignore[attr-defined]
+        ]
+        hooked = [hooks for name, p in some if (hooks := _Hooked.on(name, p)) is not None]
+        if not hooked:
+            return
+        if self.sink.scatters:
+            raise RuntimeError(
+                f"`{hooked[0].name}` got a gradient hook after training had begun, when the optimizer's work was "
+                "already shared out, so that no rank has its whole gradient. Register the hook in the constructor or "
+                "in `on_fit_start`, or pass `MegatronStrategy(optimizer_sharding=False)`."
+            )
+        self._hooked = hooked
+        for entry in hooked:
+            for all_hooks, given in entry.places():
+                for number in given:
+                    del all_hooks[number]
+        earlier = [] if fresh else [(p, p.grad) for _, p in self._parameters if p.grad is not None]
+        self._earlier = [(p, grad / scale) for p, grad in earlier]  # sums, which the sink has brought to this scale
+        for parameter, _ in self._earlier:
+            parameter.grad = None
+        fresh = fresh if fresh is None else True
+        self.sink.begin(fresh=fresh, reduce=True, divide_by=divide_by, scale=scale, once=once)
+
+    def withdraw(self) -> None:
+        """See :class:`GradientSink`."""
+        self.sink.withdraw()
+
+    def set_final(self, final: bool | frozenset[int]) -> None:
+        """See :class:`GradientSink`."""
+        self.sink.set_final(final)
+
+    def finish(self) -> None:
+        """Wait for the sums, call the hooks, and publish what they made of them."""
+        self.sink.finish()
+        hooked = self._put_back()
+        if not hooked:
+            return
+        with self._seen(), torch.no_grad():
+            for _, parameter, before, _ in hooked:
+                for hook in before.values():
+                    if parameter.grad is not None:
+                        _call(_given(hook), parameter)
+        earlier, self._earlier = self._earlier, []
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        with self._seen():
+            for _, parameter, _, after in hooked:
+                for hook in after.values():
+                    if parameter.grad is not None:
+                        _given(hook)(parameter)
+
+    def _put_back(self) -> list[_Hooked]:
+        """Put the hooks back on their parameters; returns them."""
+        hooked, self._hooked = self._hooked, []
+        for entry in hooked:
+            for all_hooks, given in entry.places():
+                if given:
+                    all_hooks.update(given)
+        return hooked
+
+    def close(self) -> None:
+        """Give hooks back after a step that failed."""
+        self._put_back()
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """Whether the user has registered a gradient hook on a parameter."""
+    return any(_Hooked.on(name, parameter) is not None for name, parameter in module.named_parameters())
+
+
+def _after(parameter: Tensor) -> Any:
+    return parameter._post_accumulate_grad_hooks
+
+
+def _user_hooks(hooks: Any) -> dict[int, Any]:
+    """Those that are not this package's own."""
+    return {number: hook for number, hook in hooks.items() if user_hook(hook) is not None} if hooks else {}
+
+
+def _given(hook: Any) -> Callable[[Tensor], Any]:
+    given = user_hook(hook)
+    assert given is not None
+    return given
+
+
+def _call(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> None:
+    gradient = parameter.grad
+    changed = None if gradient is None else hook(gradient)
+    if gradient is not None and changed is not None and changed is not gradient:
+        if changed.shape != gradient.shape:
+            raise RuntimeError(
+                f"a gradient hook returned a tensor of shape {tuple(changed.shape)} for a gradient of shape "
+                f"{tuple(gradient.shape)}; the shape must stay."
+            )
+        gradient.copy_(changed)

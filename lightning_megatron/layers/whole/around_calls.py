@@ -1,0 +1,119 @@
+"""What lets the forwards of layers read their parameters as they are, while a step sees them whole.
+
+Parameters change their class around the calls of the modules that compute with them. Calls nest, so each parameter has
+a count of those that are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_megatron.mesh.parts.names import outwards
+
+
+class Entry(Protocol):
+    """What is known about a parameter; ``inside`` counts the calls under way that read it as it is."""
+
+    inside: int
+
+
+class View(Protocol):
+    """Who shows parameters whole: whether a step runs, and the class that they have then."""
+
+    runs: bool
+    kind: type[nn.Parameter]
+
+
+class _AroundCall:
+    """Hook around the calls of a module that computes with parameters as they are.
+
+    A copy of the module has it, too, where it does no harm; a module written to a file has none.
+
+    Args:
+        view: shows the parameters.
+        pairs: parameters, each with its entry.
+    """
+
+    def __init__(self, view: View, pairs: Sequence[tuple[nn.Parameter, Entry]]) -> None:
+        self._view, self._pairs = view, pairs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _without_hook, ()
+
+
+class Entering(_AroundCall):
+    """A call begins."""
+
+    def __call__(self, *call: Any) -> None:
+        if self._view.runs:
+            for parameter, entry in self._pairs:
+                if not entry.inside:
+                    parameter.__class__ = nn.Parameter
+                entry.inside += 1
+
+
+class Leaving(_AroundCall):
+    """A call has ended."""
+
+    def __call__(self, *call: Any) -> None:
+        if self._view.runs:
+            for parameter, entry in self._pairs:
+                entry.inside -= 1
+                if not entry.inside:
+                    parameter.__class__ = self._view.kind
+
+
+def _without_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*call: Any) -> None:
+    """A hook that does nothing."""
+
+
+def readers_of(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+    """Modules whose forwards may compute with the parameters of module ``name``: itself, the one around it, and layers
+    that bring in an input together with it; what is compiled around them in their place.
+    """
+    above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
+    entry = getattr(getattr(modules[name], "_sharding", None), "entry", None)
+    found = [_compiled_around(modules, each) or modules[each] for each in (name, *above[:1])]
+    return [*found, *getattr(entry, "members", ())]
+
+
+def _compiled_around(modules: dict[str, nn.Module], name: str) -> nn.Module | None:
+    """The outermost compiled module that ``name`` is in, or is; code inside of it must not see classes change."""
+    around = [modules[each] for each in outwards(name)]
+    compiled = [each for each in around if "_orig_mod" in each._modules or each._compiled_call_impl is not None]
+    return compiled[-1] if compiled else None
+
+
+def around_calls(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Have these run around each call of a module; returns what undoes that."""
+    compiled = module._compiled_call_impl
+    if compiled is not None:  # its hooks are compiled with it
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            before()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                after()
+
+        module._compiled_call_impl = called
+        return [partial(setattr, module, "_compiled_call_impl", compiled)]
+    entered = module.register_forward_pre_hook(before)
+    left = module.register_forward_hook(after, always_call=True, prepend=True)
+    return [entered.remove, left.remove]
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -1,0 +1,316 @@
+"""Split parameters, seen whole by the code of a step that is outside of the layers which compute with them.
+
+A step adds a penalty on weights to its loss, logs a norm, perturbs an embedding. What it reads there has to be the
+parameter of one process, with a gradient; what the layer itself reads in its forward has to be the part::
+
+    training_step:   x = self.net(batch)                             layers run, and read parts
+                     loss = cross_entropy(x, y)
+                     loss + 0.01 * self.net.fc.weight.abs().sum()    a WholeTensor of the part: sums add up over ranks
+
+So parameters have a class of their own while a step runs, which shows them whole to every function of torch, and are
+ordinary ones while the layer that owns them runs, or the module around it.
+
+A parameter that every rank has whole, and of whose gradient each computes a term, needs care as well: what the step
+computes of it is computed on all ranks, and must count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
+from lightning_megatron.layers.whole.around_calls import Entering, Leaving, around_calls, readers_of
+from lightning_megatron.layers.whole.base import ShownFirst, getters, is_in_place, read_only, setters
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts
+from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, NATIVE, SHAPE
+from lightning_megatron.mesh.messages.collectives import reduce_from_group
+
+
+class WholeWeight(WholeTensor):
+    """A parameter of global shape of which this rank holds a block of rows or columns."""
+
+    rules = RULES
+
+
+@dataclass
+class _Entry:
+    """A parameter that a step sees whole.
+
+    Attributes:
+        parts: how it is split; ``None`` if every rank has all of it, and a term of its gradient.
+        dim: the dim that is cut into equal blocks in the order of ranks; ``None`` if it is cut in another way.
+        inside: how many forwards that read it as it is are under way.
+    """
+
+    parts: ParameterParts | None
+    dim: int | None
+    inside: int = 0
+
+
+class StepView:
+    """Shows the parameters of one rank whole to the code of steps.
+
+    Args:
+        group: the tensor group.
+
+    Attributes:
+        runs: whether code of a step runs now.
+        kind: class of parameters while it does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._entries: dict[int, _Entry] = {}
+        self._parameters: list[tuple[nn.Parameter, _Entry]] = []
+        self.runs = False
+        self._handles: list[Callable[[], None]] = []
+        self.kind = type("StepParameter", (StepParameter,), {"_owner": self})
+
+    def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
+        """Show one more parameter whole; see `_Entry` for ``parts``."""
+        if id(parameter) not in self._entries and type(parameter) is nn.Parameter:
+            entry = _Entry(parts, None if parts is None else parts.block_dim())
+            self._entries[id(parameter)] = entry
+            self._parameters.append((parameter, entry))
+
+    def watch(self, module: nn.Module) -> None:
+        """Let the forwards of the modules that compute with these parameters read them as they are."""
+        modules = dict(module.named_modules(remove_duplicate=False))
+        readers: dict[int, tuple[nn.Module, dict[int, nn.Parameter]]] = {}
+        for name, owner in modules.items():
+            own = {id(p): p for p in owner._parameters.values() if id(p) in self._entries and p is not None}
+            for reader in readers_of(modules, name) if own else ():
+                readers.setdefault(id(reader), (reader, {}))[1].update(own)
+        for reader, read in readers.values():
+            pairs = [(parameter, self._entries[key]) for key, parameter in read.items()]
+            self._handles += around_calls(reader, Entering(self, pairs), Leaving(self, pairs))
+
+    def close(self) -> None:
+        """Remove what :meth:`watch` installed."""
+        for undo in self._handles:
+            undo()
+        self._handles = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the user's step."""
+        with self._phase(runs=True):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what reads parameters as they are, in the middle of a step."""
+        with self._phase(runs=False):
+            yield
+
+    @contextmanager
+    def _phase(self, *, runs: bool) -> Iterator[None]:
+        if runs == self.runs:
+            yield
+            return
+        before = [entry.inside for _, entry in self._parameters]
+        self._switch(runs, [0] * len(before) if runs else before)
+        try:
+            yield
+        finally:
+            self._switch(not runs, before)
+
+    def _switch(self, runs: bool, inside: list[int]) -> None:
+        self.runs = runs
+        for (parameter, entry), count in zip(self._parameters, inside, strict=True):
+            entry.inside = count
+            parameter.__class__ = self.kind if runs and not count else nn.Parameter
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch that was given parameters on what one process has in their place."""
+        if not args and kwargs and is_in_place(func, kwargs):  # as functions of `nn.init` are given them
+            target = next(iter(kwargs))
+            func, args, kwargs = partial(_named, func, target), (kwargs[target],), {**kwargs}
+            del kwargs[target]
+        first = args[0] if args else None
+        if isinstance(first, StepParameter):
+            if func in SHAPE:
+                shape = self._shape_of(first)
+                return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
+            if func in _GRAD:
+                return self._gradient(first)
+            if func in _SET_GRAD:
+                return self._set_gradient(first, args[1])
+            if func in _SET_DATA or isinstance(func, partial) or is_in_place(func, kwargs):
+                return self._change(func, first, args[1:], kwargs)
+        if func is torch.autograd.grad:
+            return self._differentiate(*args, **kwargs)
+        if func is torch.autograd.backward or func is Tensor.backward:
+            return _as_they_are(func, args, kwargs)
+        given, options = tree_map(self._shown, (args, kwargs))
+        return func(*given, **options)
+
+    def part_of_copy(self, parameter: Tensor) -> nn.Parameter:
+        """A deep copy, of what this rank has: that is what a copied layer computes with."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+    def _entry(self, parameter: Tensor) -> _Entry:
+        return self._entries[id(parameter)]
+
+    def _shape_of(self, parameter: Tensor) -> tuple[int, ...]:
+        parts = self._entry(parameter).parts
+        if parts is not None:
+            return parts.shape
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(parameter.shape)
+
+    def _shown(self, value: Any) -> Any:
+        """A parameter as one process has it; anything else as it is."""
+        if not isinstance(value, StepParameter):
+            return value
+        with torch._C.DisableTorchFunctionSubclass():
+            follows = value.requires_grad and torch.is_grad_enabled()
+            local = value.view_as(value) if follows else value.detach()
+        return self._whole(self._entry(value), local)
+
+    def _whole(self, entry: _Entry, local: Tensor) -> Tensor:
+        """The whole tensor of which this is the part, or the only term of a gradient's that counts."""
+        if entry.parts is None:
+            return cast(Tensor, _CountedOnce.apply(local, self._group.rank())) if local.requires_grad else local
+        if entry.dim is not None:
+            return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
+        whole = cast(Tensor, _Gathered.apply(local, entry.parts))
+        return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+        return None if gradient is None else self._whole(self._entry(parameter), gradient)
+
+    def _set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
+        parts = self._entry(parameter).parts
+        if value is not None and parts is not None:
+            value = parts.cut(_plain(value))
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.grad = value
+
+    def _change(self, func: Any, parameter: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Change a parameter in place, or its ``data``, as the same line changes the whole one."""
+        parts = self._entry(parameter).parts
+        with torch._C.DisableTorchFunctionSubclass():
+            refused = parameter.requires_grad and torch.is_grad_enabled() and func not in _SET_DATA
+            if refused or parts is None:  # torch says that a leaf cannot be changed so
+                func(parameter, *args, **kwargs)
+                return parameter
+            own = parameter.detach()
+        if func in EVERY_ELEMENT:
+            given, options = tree_map(partial(self._operand, parts), (args, kwargs))
+            func(own, *given, **options)
+            return parameter
+        given, options = tree_map(self._plainly, (args, kwargs))
+        whole = parts.gather(own)
+        func(whole, *given, **options)
+        if tuple(whole.shape) != parts.shape:
+            raise RuntimeError(
+                f"the step gave `{parts.name}` the shape {tuple(whole.shape)}; it must stay {parts.shape}, of which "
+                "every rank holds a part."
+            )
+        own.copy_(parts.cut(whole))
+        return parameter
+
+    def _operand(self, parts: ParameterParts, value: Any) -> Any:
+        """What meets this rank's part where every element is changed alike."""
+        other = self._entry(value).parts if isinstance(value, StepParameter) else None
+        if other is not None and other.specs == parts.specs:
+            return _as_they_are(Tensor.detach, (value,), {})
+        return parts.cut_operand(self._plainly(value))
+
+    def _plainly(self, value: Any) -> Any:
+        return _plain(self._shown(value)) if isinstance(value, Tensor) else value
+
+    def _differentiate(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """``torch.autograd.grad``: gradients of split parameters are split, those of terms are summed."""
+        several = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        found = _as_they_are(torch.autograd.grad, (outputs, several, *args), kwargs)
+        return tuple(
+            self._found(self._entry(value), gradient) if isinstance(value, StepParameter) else gradient
+            for value, gradient in zip(several, found, strict=True)
+        )
+
+    def _found(self, entry: _Entry, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        if entry.parts is not None:
+            return self._whole(entry, gradient)
+        return reduce_from_group(gradient, self._group)
+
+
+class StepParameter(ShownFirst, nn.Parameter):
+    """A parameter while the code of a step runs."""
+
+    _owner: ClassVar[StepView]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in NATIVE or func in _HOOKS or torch._C._current_graph_task_id() != -1:  # a backward reads parts
+            return _as_they_are(func, args, kwargs or {})
+        return cls._owner.answer(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._owner.part_of_copy(self)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = _plain(self.detach())
+        return nn.Parameter(whole.clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole parameter from parts that are no blocks of one dim; its gradient, equal on all ranks, is cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, parts: ParameterParts) -> Tensor:
+        ctx.parts = parts
+        return parts.gather(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.parts.cut(grad), None
+
+
+class _CountedOnce(torch.autograd.Function):
+    """The gradient of what all ranks compute alike, as a term on the first rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rank: int) -> Tensor:
+        ctx.counts = rank == 0
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.counts else torch.zeros_like(grad), None
+
+
+def _as_they_are(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _named(func: Any, name: str, value: Tensor, **kwargs: Any) -> Any:
+    return func(**{name: value}, **kwargs)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """An ordinary tensor, gathered if it has to be."""
+    return value.full().detach() if isinstance(value, WholeTensor) else value.detach().as_subclass(Tensor)
+
+
+_GRAD, _SET_GRAD, _SET_DATA = getters("grad"), setters("grad"), setters("data")
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
