@@ -1,4 +1,4 @@
-"""Hooks see weights and gradients that tensor-parallel ranks split as one process sees them."""
+"""Hooks and steps see weights and gradients that ranks have parts or terms of as one process sees them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,50 @@ LAYOUTS = {
     "sp": ((1, 1), {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "tp2xdp2": ((1, 2), {"tensor_parallel_size": 2}),
 }
-ROWS = [
-    ("Normalised", "tp2"),
-    ("Normalised", "tp2xpp2"),
-    pytest.param("Normalised", "sp", marks=WIDE),
-    pytest.param("Normalised", "tp2xdp2", marks=WIDE),
-    ("Adversary", "tp2"),
-    ("Afresh", "sp"),
-    pytest.param("Afresh", "tp2", marks=WIDE),
+LAYOUTS |= {
+    "pp2": ((2, 1), {"micro_batch_size": 2}),
+    "zb-v": ((2, 1), {"micro_batch_size": 2, "pipeline_schedule": "zb-v"}),
+    "dp2": ((1, 2), {}),
+    "micro": ((1, 1), {"micro_batch_size": 2}),
+    "tp2micro": ((1, 1), {"tensor_parallel_size": 2, "micro_batch_size": 2}),
+    "tp2xzb-v": ((2, 1), {"tensor_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "zb-v"}),
+}
+EVERYDAY = [
+    *(("Normalised", "tp2"), ("Normalised", "tp2xpp2"), ("Adversary", "tp2"), ("Afresh", "sp")),
+    *(("Penalised", "tp2"), ("Smooth", "tp2"), ("Scales", "sp"), ("Hooked", "pp2"), ("Drawn", "tp2xpp2")),
 ]
+FARTHER = [
+    *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2xdp2", "tp2micro")),
+    *(
+        ("Afresh", "tp2"),
+        ("Scales", "tp2"),
+        ("Scales", "tp2xdp2"),
+        ("Normalised", "tp2xzb-v"),
+        ("Drawn", "pp2"),
+    ),
+    *(("Hooked", layout) for layout in ("tp2", "sp", "micro", "dp2", "zb-v", "tp2xpp2", "tp2xdp2", "tp2xzb-v")),
+]
+ROWS = [*EVERYDAY, *(pytest.param(*row, marks=WIDE) for row in FARTHER)]
+
+
+def compare(kind: str, layout: str, batches: int = 1) -> None:
+    sizes, arguments = LAYOUTS[layout]
+    reference = run_trainers(hooks.run, None, {}, kind, batches, devices=1)[0].value
+    arguments = {"micro_batch_size": "auto", **arguments}
+    devices = sizes[0] * sizes[1] * arguments.get("tensor_parallel_size", 1)
+    for outcome in run_trainers(hooks.run, sizes, arguments, kind, batches, devices=devices):
+        expected = {name: reference[name] for name in outcome.value if outcome.rank == 0 or name in reference}
+        assert expected and not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
 @pytest.mark.parametrize(("kind", "layout"), ROWS)
-def test_hooks_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
-    sizes, arguments = LAYOUTS[layout]
-    reference = run_trainers(hooks.run, None, {}, kind, devices=1)[0].value
-    arguments = {"micro_batch_size": "auto", **arguments}
-    devices = sizes[0] * sizes[1] * arguments["tensor_parallel_size"]
-    for outcome in run_trainers(hooks.run, sizes, arguments, kind, devices=devices):
-        expected = {name: reference[name] for name in outcome.value if outcome.rank == 0 or name in reference}
-        assert expected and not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
+def test_hooks_and_steps_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
+    compare(kind, layout)
+
+
+@pytest.mark.parametrize("layout", ["dp2", *(pytest.param(name, marks=WIDE) for name in ("pp2", "tp2", "micro"))])
+def test_gradient_hooks_are_given_the_gradient_of_each_batch_that_is_accumulated(layout: str) -> None:
+    compare("Hooked", layout, batches=2)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +69,6 @@ def test_hooks_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
             "`on_train_batch_end` changed parameters or gradients that are split over 2 ranks on some",
             False,
         ),
-        ("LatePenalty", "the loss differs between tensor-parallel ranks", False),
         ("OwnBatches", "the tensor-parallel ranks of one replica loaded different batches", False),
         ("Pruned", "ModelPruning puts masks in the place of weights", False),
         pytest.param("Keeps", "`on_fit_start` keeps a view of the whole `net.", False, marks=WIDE),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
@@ -110,6 +111,93 @@ class Afresh(TokenTask):
             self.__dict__["alone"] = float(sum(weight.detach().norm() for _, weight in matrices(self)))
 
 
+class Penalised(TokenTask):
+    """Penalties on weights in the step, from the second step on; a perturbed embedding; rows of a matrix kept short."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (_, table), *_, (_, last) = matrices(self)
+        with torch.no_grad():
+            last.div_(last.norm(dim=1, keepdim=True).clamp(min=1.0))
+        loss = self.loss(batch)
+        (gradient,) = torch.autograd.grad(loss, table, retain_graph=True)
+        with torch.no_grad():
+            table.add_(0.1 * gradient / gradient.norm())
+        loss = loss + self.loss(batch)
+        with torch.no_grad():
+            table.sub_(0.1 * gradient / gradient.norm())
+        self.log("norm", last.norm())
+        return loss + self.penalty() if self.trainer.global_step else loss
+
+    def penalty(self) -> Tensor:
+        every = sum(parameter.square().sum() for parameter in self.parameters())
+        (_, table), *middle, (_, last) = matrices(self)
+        rows = sum(weight.norm(dim=1).sum() + weight.std(dim=0).mean() for _, weight in middle)
+        alike = (
+            torch.linalg.matrix_norm(last, 2) + (table.mT @ table - torch.eye(table.shape[1]).to(table)).abs().mean()
+        )
+        return 1e-2 * every + 1e-3 * rows + 1e-2 * alike + F.cosine_similarity(table[0], table[-1], dim=0)
+
+
+class Smooth(TokenTask):
+    """A penalty on the gradient of the loss with respect to what the layers are given."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net.embed(batch[0])
+        logits = self.net.head(self.net.walk(x))
+        loss = -F.log_softmax(logits, -1).gather(-1, batch[1].unsqueeze(-1)).mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + 100.0 * gradient.square().sum()
+
+
+class Scales(TokenTask):
+    """A penalty on the weights of norms alone."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def loss(self, batch: Any) -> Tensor:
+        scales = [weight for name, weight in self.named_parameters() if "ln_" in name]
+        loss: Tensor = super().loss(batch)
+        return loss + sum((weight - 0.5).square().sum() for weight in scales)
+
+
+class Hooked(TokenTask):
+    """Gradient hooks that are not linear, before and after gradients are added up."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        for _, weight in matrices(self):
+            weight.register_hook(lambda grad: grad / (1e-3 + grad.norm()))
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(shorten)
+
+
+def shorten(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_((0.5 / parameter.grad.norm()).clamp(max=1.0))
+
+
+class Drawn(TokenTask):
+    """Draws weights anew, of every layer in turn."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_fit_start(self) -> None:
+        for block in self.net.blocks:
+            nn.init.orthogonal_(block.mlp[0].weight)
+            nn.init.kaiming_uniform_(block.mlp[2].weight)
+            nn.init.uniform_(block.mlp[0].bias, -0.1, 0.1)
+
+
 class Columns(Callback):
     """Reaches in from outside."""
 
@@ -119,14 +207,17 @@ class Columns(Callback):
         weight.mul_((2.0 / torch.linalg.matrix_norm(weight, 2)).clamp(max=1.0))
 
 
-KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh)}
+KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh, Penalised, Scales, Smooth, Hooked, Drawn)}
 
 
-def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Losses, logs and norms of all weights after a few steps."""
+def run(
+    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str, batches: int = 1
+) -> dict[str, Any]:
+    """Losses, logs and norms of all weights after a few steps, of so many batches each."""
     torch.manual_seed(7)
     found: dict[str, Any] = {}
-    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=[Columns()])
+    options = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": batches}
+    trainer = trainer_for(info, layout, arguments, callbacks=[Columns()], **options)
     module = KINDS[kind]()
     trainer.fit(module)
     state = trainer.strategy.full_state_dict() if layout is not None else module.state_dict()
@@ -164,17 +255,6 @@ class OwnBackward(Adversary):
         pass
 
 
-class LatePenalty(TokenTask):
-    """Counts slices of weights in the loss, from the second step on."""
-
-    def __init__(self) -> None:
-        super().__init__(Walker())
-
-    def loss(self, batch: Any) -> Tensor:
-        loss: Tensor = super().loss(batch)
-        return loss + sum(weight.square().sum() for _, weight in matrices(self)) if self.trainer.global_step else loss
-
-
 class OwnBatches(TokenTask):
     """Draws other samples on every rank."""
 
@@ -192,7 +272,7 @@ class Pruned(TokenTask):
         super().__init__(Walker())
 
 
-REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, LatePenalty, OwnBatches, Pruned)}
+REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, OwnBatches, Pruned)}
 
 
 def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
