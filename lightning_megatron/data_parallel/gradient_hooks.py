@@ -58,6 +58,11 @@ class _Hooked(NamedTuple):
         before, after = _user_hooks(parameter._backward_hooks), _user_hooks(_after(parameter))
         return cls(name, parameter, before, after) if before or after else None
 
+    def as_given(self) -> _Hooked:
+        """The same with the hooks as the user gave them, where they were wrapped."""
+        before, after = ({n: user_hook(hook) for n, hook in hooks.items()} for hooks in (self.before, self.after))
+        return self._replace(before=before, after=after)
+
     def places(self) -> list[tuple[Any, dict[int, Any]]]:
         """Where torch looks for hooks, and those that are the user's there."""
         return [(self.parameter._backward_hooks, self.before), (_after(self.parameter), self.after)]
@@ -140,14 +145,14 @@ class HookedGradients:
     def finish(self) -> None:
         """Wait for the sums, call the hooks, and publish what they made of them."""
         self.sink.finish()
-        hooked = self._put_back()
+        hooked = [entry.as_given() for entry in self._put_back()]
         if not hooked:
             return
         with self._seen(), torch.no_grad():
             for _, parameter, before, _ in hooked:
                 for hook in before.values():
                     if parameter.grad is not None:
-                        _call(_given(hook), parameter)
+                        _call(hook, parameter)
         earlier, self._earlier = self._earlier, []
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -155,7 +160,7 @@ class HookedGradients:
             for _, parameter, _, after in hooked:
                 for hook in after.values():
                     if parameter.grad is not None:
-                        _given(hook)(parameter)
+                        hook(parameter)
 
     def _put_back(self) -> list[_Hooked]:
         """Put the hooks back on their parameters; returns them."""
@@ -183,12 +188,6 @@ def _after(parameter: Tensor) -> Any:
 def _user_hooks(hooks: Any) -> dict[int, Any]:
     """Those that are not this package's own."""
     return {number: hook for number, hook in hooks.items() if user_hook(hook) is not None} if hooks else {}
-
-
-def _given(hook: Any) -> Callable[[Tensor], Any]:
-    given = user_hook(hook)
-    assert given is not None
-    return given
 
 
 def _call(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> None:
