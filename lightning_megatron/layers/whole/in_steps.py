@@ -25,6 +25,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
@@ -74,6 +75,8 @@ class StepView:
         self.runs = False
         self._handles: list[Callable[[], None]] = []
         self.kind = type("StepParameter", (StepParameter,), {"_owner": self})
+        self._tensor_kind = type("StepTensor", (StepTensor,), {"_owner": self})
+        self._optimizing: list[list[int]] = []
 
     def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
         """Show one more parameter whole; see `_Entry` for ``parts``."""
@@ -102,9 +105,27 @@ class StepView:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the user's step."""
-        with self._phase(runs=True):
-            yield
+        """Around the user's step; optimizers that it calls compute with parameters as they are."""
+        handles = (
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        try:
+            with self._phase(runs=True):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._optimizing = []
+
+    def _before_update(self, *call: Any) -> None:
+        if self.runs:
+            self._optimizing.append([entry.inside for _, entry in self._parameters])
+            self._switch(False, self._optimizing[-1])
+
+    def _after_update(self, *call: Any) -> None:
+        if self._optimizing and not self.runs:
+            self._switch(True, self._optimizing.pop())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -137,12 +158,14 @@ class StepView:
             func, args, kwargs = partial(_named, func, target), (kwargs[target],), {**kwargs}
             del kwargs[target]
         first = args[0] if args else None
-        if isinstance(first, StepParameter):
+        if isinstance(first, _InStep):
             if func in SHAPE:
                 shape = self._shape_of(first)
                 return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
             if func in _GRAD:
                 return self._gradient(first)
+            if func in _DETACHED:
+                return self._alias(self._entry(first), _as_they_are(Tensor.detach, (first,), {}))
             if func in _SET_GRAD:
                 return self._set_gradient(first, args[1])
             if func in _SET_DATA or isinstance(func, partial) or is_in_place(func, kwargs):
@@ -159,8 +182,8 @@ class StepView:
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
-    def _entry(self, parameter: Tensor) -> _Entry:
-        return self._entries[id(parameter)]
+    def _entry(self, shown: Tensor) -> _Entry:
+        return shown.entry if isinstance(shown, StepTensor) else self._entries[id(shown)]
 
     def _shape_of(self, parameter: Tensor) -> tuple[int, ...]:
         parts = self._entry(parameter).parts
@@ -171,7 +194,7 @@ class StepView:
 
     def _shown(self, value: Any) -> Any:
         """A parameter as one process has it; anything else as it is."""
-        if not isinstance(value, StepParameter):
+        if not isinstance(value, _InStep):
             return value
         with torch._C.DisableTorchFunctionSubclass():
             follows = value.requires_grad and torch.is_grad_enabled()
@@ -190,7 +213,15 @@ class StepView:
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             gradient = parameter.grad
-        return None if gradient is None else self._whole(self._entry(parameter), gradient)
+        return None if gradient is None else self._alias(self._entry(parameter), gradient)
+
+    def _alias(self, entry: _Entry, local: Tensor) -> Tensor:
+        """A whole tensor that shares the memory of a part, outside of autograd."""
+        if entry.parts is None or entry.dim is not None:
+            return self._whole(entry, local)
+        alias: Any = local.as_subclass(self._tensor_kind)
+        alias.entry = entry
+        return cast(Tensor, alias)
 
     def _set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
         parts = self._entry(parameter).parts
@@ -225,7 +256,7 @@ class StepView:
 
     def _operand(self, parts: ParameterParts, value: Any) -> Any:
         """What meets this rank's part where every element is changed alike."""
-        other = self._entry(value).parts if isinstance(value, StepParameter) else None
+        other = self._entry(value).parts if isinstance(value, _InStep) else None
         if other is not None and other.specs == parts.specs:
             return _as_they_are(Tensor.detach, (value,), {})
         return parts.cut_operand(self._plainly(value))
@@ -250,9 +281,7 @@ class StepView:
         return reduce_from_group(gradient, self._group)
 
 
-class StepParameter(ShownFirst, nn.Parameter):
-    """A parameter while the code of a step runs."""
-
+class _InStep(ShownFirst):
     _owner: ClassVar[StepView]
 
     @classmethod
@@ -260,6 +289,10 @@ class StepParameter(ShownFirst, nn.Parameter):
         if func in NATIVE or func in _HOOKS or torch._C._current_graph_task_id() != -1:  # a backward reads parts
             return _as_they_are(func, args, kwargs or {})
         return cls._owner.answer(func, args, kwargs or {})
+
+
+class StepParameter(_InStep, nn.Parameter):
+    """A parameter while the code of a step runs."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -269,6 +302,18 @@ class StepParameter(ShownFirst, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = _plain(self.detach())
         return nn.Parameter(whole.clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class StepTensor(_InStep, torch.Tensor):
+    """The data or gradient of a parameter whose parts are no blocks of one dim: it can be written into."""
+
+    entry: _Entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 class _Gathered(torch.autograd.Function):
@@ -313,4 +358,5 @@ def _plain(value: Tensor) -> Tensor:
 
 
 _GRAD, _SET_GRAD, _SET_DATA = getters("grad"), setters("grad"), setters("data")
+_DETACHED = {*getters("data"), Tensor.detach, torch.detach}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}

@@ -25,7 +25,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 
-_NAME = "_get_total_norm"
+_NAME, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"
 
 
 class HandClipping:
@@ -51,10 +51,13 @@ class HandClipping:
         self._norm = norm if whole_hooks is None else whole_hooks.local(norm)
         self._whole_hooks = whole_hooks
         self._original: Any = None
+        self._scale: Any = None
 
     def start(self) -> None:
         """Take the place of torch's function."""
-        self._original = getattr(clip_grad, _NAME)
+        self._original, self._scale = getattr(clip_grad, _NAME), getattr(clip_grad, _SCALE)
+        if self._whole_hooks is not None:  # scaling treats every element alike, wherever it is
+            setattr(clip_grad, _SCALE, self._whole_hooks.local(self._scale))
         for owner, name in ((clip_grad, _NAME), (torch.nn.utils, "get_total_norm")):
             setattr(owner, name, self)
 
@@ -62,6 +65,7 @@ class HandClipping:
         """Give it back."""
         if self._original is not None:
             setattr(clip_grad, _NAME, self._original)
+            setattr(clip_grad, _SCALE, self._scale)
             torch.nn.utils.get_total_norm = self._original
             self._original = None
 
