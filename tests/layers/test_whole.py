@@ -320,7 +320,7 @@ REFUSED = {
     "a view of a view": (lambda z: z.view(-1)[2:4].mul_(2), "gathered copy"),
     "a flat view": (lambda z: z.detach().view(-1).__setitem__(0, 1.0), "gathered copy"),
     "an output": (lambda z: torch.mul(z.detach(), 2, out=z.detach()), "assign its result"),
-    "a list": (lambda z: torch._foreach_mul_([z.detach()], 2.0), "one at a time"),
+    "a list": (lambda z: torch._foreach_exp_([z.detach()]), "one at a time"),
     "an address": (lambda z: z.data_ptr(), "local\\(\\)"),
     "a storage": (lambda z: z.untyped_storage(), "local\\(\\)"),
     "memory of an operator": (lambda z: torch.utils.dlpack.to_dlpack(z.detach()), "data pointer"),

@@ -281,7 +281,7 @@ class StepView:
         return reduce_from_group(gradient, self._group)
 
 
-class _InStep(ShownFirst):
+class _InStep(ShownFirst, torch.Tensor):
     _owner: ClassVar[StepView]
 
     @classmethod
@@ -304,7 +304,7 @@ class StepParameter(_InStep, nn.Parameter):
         return nn.Parameter(whole.clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class StepTensor(_InStep, torch.Tensor):
+class StepTensor(_InStep):
     """The data or gradient of a parameter whose parts are no blocks of one dim: it can be written into."""
 
     entry: _Entry
