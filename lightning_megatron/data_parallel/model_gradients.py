@@ -72,6 +72,7 @@ class ModelGradients:
 
     Attributes:
         shows_whole: around code of the user's that looks at gradients; split ones are seen whole there.
+        shows_parts: around a backward that a step runs itself, and what is done with its gradients.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ModelGradients:
         self.local: LocalGradients | None = None
         self._several = several and not splits_itself(module)
         self.shows_whole: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.shows_parts: Callable[[], AbstractContextManager[None]] = nullcontext
         self._autograd: GradientSink = LocalGradients(())
         if splits_itself(module) and mesh.layout.data > 1:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))

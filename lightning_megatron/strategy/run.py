@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
-from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
@@ -105,6 +104,7 @@ class Run:
         if not assembled.tensor_state.is_trivial:
             self._whole_hooks = WholeHooks(self.module, trainer, assembled.tensor_state, mesh, precision)
             gradients.shows_whole = self._whole_hooks.gradient_hooks
+            gradients.shows_parts = self._whole_hooks.steps.paused
         self._logs = LogRouting(
             self.module,
             trainer,

@@ -96,10 +96,11 @@ class PlainStep:
         sink, window = self._gradients.sink, self._window
         # Unless gradients end up in shards, `zero_grad` is in the user's hands, and `.grad` tells what to add to.
         fresh = window.first if sink.scatters else None
-        sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
-        sink.set_final(True)
-        yield
-        sink.finish()
+        with self._gradients.shows_parts():
+            sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
+            sink.set_final(True)
+            yield
+            sink.finish()
 
     def finish(self) -> Outcome | None:
         """The outcome with the logs of all replicas, once the backward has run, or where none will follow."""
