@@ -173,7 +173,9 @@ class Run:
     def training_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
         batch = args[0] if args else next(iter(kwargs.values()))
-        call = self._step_of(self.module.training_step, args, kwargs)
+        call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
+        if self._whole_hooks is not None:
+            call = self._whole_hooks.in_step(call)
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
@@ -191,7 +193,9 @@ class Run:
     def evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's step of evaluation or prediction called ``name``, through all stages."""
         batch = args[0] if args else next(iter(kwargs.values()))
-        call = self._step_of(getattr(self.module, name), args, kwargs)
+        call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
+        if self._whole_hooks is not None:
+            call = self._whole_hooks.in_step(call)
         if name != "predict_step":  # whose replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
@@ -200,13 +204,6 @@ class Run:
                 outcome = self.engine.evaluate(call, batch, name)
             self._take(outcome)
             return outcome.output
-
-    def _step_of(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[Any], Any]:
-        """The user's step as a function of the (micro-)batch."""
-        call = functools.partial(_call_step, step, args, kwargs)
-        return call if self._whole_hooks is None else self._whole_hooks.in_step(call)
 
     def agree_on_stopping(self) -> None:
         """Let no rank train on where another is to stop; collective over the world."""

@@ -26,9 +26,13 @@ LAYOUTS |= {
 EVERYDAY = [
     *(("Normalised", "tp2"), ("Normalised", "tp2xpp2"), ("Adversary", "tp2"), ("Afresh", "sp")),
     *(("Penalised", "tp2"), ("Smooth", "tp2"), ("Scales", "sp"), ("Hooked", "pp2"), ("Drawn", "tp2xpp2")),
+    *(("Iterated", "tp2"), ("Fast", "tp2")),
 ]
 FARTHER = [
     *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2xdp2", "tp2micro")),
+    *(("Iterated", layout) for layout in ("sp", "tp2xdp2")),
+    *((kind, layout) for kind in ("Fast", "ByHand") for layout in ("sp", "tp2xdp2")),
+    ("ByHand", "tp2"),
     *(
         ("Afresh", "tp2"),
         ("Scales", "tp2"),

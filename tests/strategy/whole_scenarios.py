@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
@@ -185,6 +186,84 @@ def shorten(parameter: Tensor) -> None:
     parameter.grad.mul_((0.5 / parameter.grad.norm()).clamp(max=1.0))
 
 
+class Iterated(TokenTask):
+    """Orthogonal matrices, a spectral norm by power iteration, a pull to the start, decay by hand, and logged norms."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        for index, (_, weight) in enumerate(matrices(self)):
+            self.register_buffer(f"left{index}", F.normalize(torch.ones(weight.shape[0]), dim=0))
+
+    def on_fit_start(self) -> None:
+        self.__dict__["start"] = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for name, weight in self.named_parameters():
+            if weight.grad is not None:  # of the batch before
+                self.log(f"before/{name}", weight.grad.norm())
+            if weight.ndim > 1:
+                with torch.no_grad():
+                    weight.mul_(0.999)
+        return self.loss(batch) + self.penalty()
+
+    def penalty(self) -> Tensor:
+        total = 0.1 * sum((weight - self.start[name]).square().sum() for name, weight in matrices(self))
+        for index, (_, weight) in enumerate(matrices(self)):
+            left = getattr(self, f"left{index}")
+            with torch.no_grad():
+                right = F.normalize(torch.mv(weight.t(), left), dim=0)
+                left.copy_(F.normalize(torch.mv(weight, right), dim=0))
+            gram = weight.mT @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.mT
+            total = total + 1e-3 * (gram - torch.eye(len(gram)).to(gram)).square().sum()
+            total = total + 1e-2 * torch.dot(left.clone(), torch.mv(weight, right))
+        return total
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for index, block in enumerate(self.net.blocks):
+            norms = [weight.grad.norm() for weight in block.parameters() if weight.grad is not None]
+            self.log(f"block{index}", torch.stack(norms).norm())
+
+
+class Fast(TokenTask):
+    """The loss after a step of gradient descent, by weights that a function is called with."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        named = dict(self.net.named_parameters())
+        gradients = torch.autograd.grad(self.loss(batch), list(named.values()))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        moved = {name: p - 0.5 * g / norm for (name, p), g in zip(named.items(), gradients, strict=True)}
+        logits = functional_call(self.net, moved, (batch[0],))
+        self.log("far", sum((moved[name] - p).square().sum() for name, p in named.items()))
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class ByHand(TokenTask):
+    """Two backwards by hand, the second on perturbed embeddings, and the clipped sum of both."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        table = matrices(self)[0][1]
+        assert table.grad is not None
+        before = table.data.clone()
+        table.data.add_(0.1 * table.grad / torch.norm(table.grad))
+        self.loss(batch).backward()
+        table.data = before
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        optimizer.step()
+        self.log("norm", table.norm())
+        return loss.detach()
+
+
 class Drawn(TokenTask):
     """Draws weights anew, of every layer in turn."""
 
@@ -208,6 +287,7 @@ class Columns(Callback):
 
 
 KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh, Penalised, Scales, Smooth, Hooked, Drawn)}
+KINDS |= {kind.__name__: kind for kind in (Iterated, Fast, ByHand)}
 
 
 def run(

@@ -1,24 +1,31 @@
 """What lets the forwards of layers read their parameters as they are, while a step sees them whole.
 
 Parameters change their class around the calls of the modules that compute with them. Calls nest, so each parameter has
-a count of those that are under way.
+a count of those that are under way. What a step has put in the place of a parameter (``torch.func.functional_call``) is
+whole, and is exchanged for its part meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.names import outwards
 
 
 class Entry(Protocol):
-    """What is known about a parameter; ``inside`` counts the calls under way that read it as it is."""
+    """What is known about a parameter.
+
+    Attributes:
+        inside: how many calls under way read it as it is.
+        given: tensors in its place, each with the table of a module and the name there, while such calls are under way.
+    """
 
     inside: int
+    given: list[tuple[dict[str, Any], str, Any]]
 
 
 class View(Protocol):
@@ -26,6 +33,18 @@ class View(Protocol):
 
     runs: bool
     kind: type[nn.Parameter]
+
+    def part_of_given(self, given: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What a layer computes with where the step has put a tensor in the place of a parameter."""
+
+
+class Read(NamedTuple):
+    """A parameter that a module computes with, and the table of a module where it is."""
+
+    parameter: nn.Parameter
+    entry: Entry
+    table: dict[str, Any]
+    name: str
 
 
 class _AroundCall:
@@ -35,11 +54,11 @@ class _AroundCall:
 
     Args:
         view: shows the parameters.
-        pairs: parameters, each with its entry.
+        reads: the parameters.
     """
 
-    def __init__(self, view: View, pairs: Sequence[tuple[nn.Parameter, Entry]]) -> None:
-        self._view, self._pairs = view, pairs
+    def __init__(self, view: View, reads: Sequence[Read]) -> None:
+        self._view, self._reads = view, reads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -53,10 +72,14 @@ class Entering(_AroundCall):
 
     def __call__(self, *call: Any) -> None:
         if self._view.runs:
-            for parameter, entry in self._pairs:
+            for parameter, entry, table, name in self._reads:
                 if not entry.inside:
                     parameter.__class__ = nn.Parameter
                 entry.inside += 1
+                if name in table and table[name] is not parameter:
+                    given = table[name]
+                    entry.given.append((table, name, given))
+                    table[name] = self._view.part_of_given(given, parameter)
 
 
 class Leaving(_AroundCall):
@@ -64,10 +87,13 @@ class Leaving(_AroundCall):
 
     def __call__(self, *call: Any) -> None:
         if self._view.runs:
-            for parameter, entry in self._pairs:
+            for parameter, entry, _, _ in self._reads:
                 entry.inside -= 1
                 if not entry.inside:
                     parameter.__class__ = self._view.kind
+                    while entry.given:
+                        table, name, given = entry.given.pop()
+                        table[name] = given
 
 
 def _without_hook() -> Callable[..., None]:

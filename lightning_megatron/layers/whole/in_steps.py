@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
-from lightning_megatron.layers.whole.around_calls import Entering, Leaving, around_calls, readers_of
+from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
 from lightning_megatron.layers.whole.base import ShownFirst, getters, is_in_place, read_only, setters
-from lightning_megatron.layers.whole.parameter_parts import ParameterParts
+from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, NATIVE, SHAPE
-from lightning_megatron.mesh.messages.collectives import reduce_from_group
+from lightning_megatron.mesh.messages.collectives import copy_to_group, reduce_from_group
 
 
 class WholeWeight(WholeTensor):
@@ -50,11 +50,13 @@ class _Entry:
         parts: how it is split; ``None`` if every rank has all of it, and a term of its gradient.
         dim: the dim that is cut into equal blocks in the order of ranks; ``None`` if it is cut in another way.
         inside: how many forwards that read it as it is are under way.
+        given: what the step has put in its place; see :class:`.around_calls.Entry`.
     """
 
     parts: ParameterParts | None
     dim: int | None
     inside: int = 0
+    given: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
 
 
 class StepView:
@@ -88,14 +90,19 @@ class StepView:
     def watch(self, module: nn.Module) -> None:
         """Let the forwards of the modules that compute with these parameters read them as they are."""
         modules = dict(module.named_modules(remove_duplicate=False))
-        readers: dict[int, tuple[nn.Module, dict[int, nn.Parameter]]] = {}
+        readers: dict[int, tuple[nn.Module, dict[tuple[int, str], Read]]] = {}
         for name, owner in modules.items():
-            own = {id(p): p for p in owner._parameters.values() if id(p) in self._entries and p is not None}
+            table: dict[str, Any] = owner._parameters
+            own = {
+                (id(table), key): Read(parameter, self._entries[id(parameter)], table, key)
+                for key, parameter in table.items()
+                if id(parameter) in self._entries
+            }
             for reader in readers_of(modules, name) if own else ():
                 readers.setdefault(id(reader), (reader, {}))[1].update(own)
         for reader, read in readers.values():
-            pairs = [(parameter, self._entries[key]) for key, parameter in read.items()]
-            self._handles += around_calls(reader, Entering(self, pairs), Leaving(self, pairs))
+            reads = list(read.values())
+            self._handles += around_calls(reader, Entering(self, reads), Leaving(self, reads))
 
     def close(self) -> None:
         """Remove what :meth:`watch` installed."""
@@ -182,6 +189,21 @@ class StepView:
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
+    def part_of_given(self, given: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What a layer computes with where the step has put a whole tensor in the place of a parameter."""
+        entry, value = self._entries[id(parameter)], self._shown(given)
+        if entry.parts is None:
+            return copy_to_group(value, self._group)
+        if isinstance(value, WholeTensor):
+            kept = self._whole(entry, parameter.detach())
+            if isinstance(kept, WholeTensor) and value.alike(kept):
+                return value.local()
+            value = value.full()
+        if tuple(value.shape) != entry.parts.shape:
+            return given
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(Tensor, Cut.apply(value.as_subclass(Tensor), entry.parts))
+
     def _entry(self, shown: Tensor) -> _Entry:
         return shown.entry if isinstance(shown, StepTensor) else self._entries[id(shown)]
 
@@ -207,7 +229,7 @@ class StepView:
             return cast(Tensor, _CountedOnce.apply(local, self._group.rank())) if local.requires_grad else local
         if entry.dim is not None:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
-        whole = cast(Tensor, _Gathered.apply(local, entry.parts))
+        whole = cast(Tensor, Gathered.apply(local, entry.parts))
         return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
@@ -314,20 +336,6 @@ class StepTensor(_InStep):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
-
-
-class _Gathered(torch.autograd.Function):
-    """The whole parameter from parts that are no blocks of one dim; its gradient, equal on all ranks, is cut again."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, parts: ParameterParts) -> Tensor:
-        ctx.parts = parts
-        return parts.gather(local)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.parts.cut(grad), None
 
 
 class _CountedOnce(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,3 +76,31 @@ def _numel(spec: ShardSpec) -> int:
     for size in spec.local_shape:
         count *= size
     return count
+
+
+class Gathered(torch.autograd.Function):
+    """The whole parameter from its parts; its gradient, equal on all ranks, is cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, parts: ParameterParts) -> Tensor:
+        ctx.parts = parts
+        return parts.gather(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.parts.cut(grad), None
+
+
+class Cut(torch.autograd.Function):
+    """This rank's part of a whole tensor that all ranks have; its gradient is gathered on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, parts: ParameterParts) -> Tensor:
+        ctx.parts = parts
+        return parts.cut(whole).clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.parts.gather(grad), None

@@ -30,10 +30,15 @@ class BackwardsByHand:
 
     Args:
         summing: gives what is to be around a backward.
+        shows_parts: gives what is to be around all of that in a step, which may see split parameters whole.
     """
 
-    def __init__(self, summing: Callable[[], AbstractContextManager[None]]) -> None:
-        self._summing = summing
+    def __init__(
+        self,
+        summing: Callable[[], AbstractContextManager[None]],
+        shows_parts: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._summing, self._shows_parts = summing, shows_parts
         self._torchs: Any = None
         self._running = False
 
@@ -58,7 +63,8 @@ class BackwardsByHand:
         if self._running or not _reaches_parameters(inputs):
             self._torchs(*args, **kwargs)
         else:
-            self.summed(self._torchs, *args, **kwargs)
+            with self._shows_parts():
+                self.summed(self._torchs, *args, **kwargs)
 
 
 def _reaches_parameters(inputs: Any) -> bool:

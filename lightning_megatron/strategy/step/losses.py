@@ -32,7 +32,6 @@ class LossChecks:
         self._shared_by, self.compares = shared_by, shared_by is not None
         self._reads = reads
         self._bad: int | None = None
-        self._reads = reads
         self._known: set[str] = set()
         self._mark: float | Tensor = 0.0
         self._under_way: tuple[Tensor, Started | None, float] | None = None

@@ -57,7 +57,7 @@ class PlainStep:
         self._outcome: Outcome | None = None
         self._awaits_backward = False
         self._window = Window()
-        self._backwards = BackwardsByHand(self._summing)
+        self._backwards = BackwardsByHand(self._summing, lambda: gradients.shows_parts())
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward of one batch; the output keeps its graph."""
@@ -96,11 +96,10 @@ class PlainStep:
         sink, window = self._gradients.sink, self._window
         # Unless gradients end up in shards, `zero_grad` is in the user's hands, and `.grad` tells what to add to.
         fresh = window.first if sink.scatters else None
-        with self._gradients.shows_parts():
-            sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
-            sink.set_final(True)
-            yield
-            sink.finish()
+        sink.begin(fresh=fresh, reduce=window.last, divide_by=self._replicas, scale=window.scale, once=True)
+        sink.set_final(True)
+        yield
+        sink.finish()
 
     def finish(self) -> Outcome | None:
         """The outcome with the logs of all replicas, once the backward has run, or where none will follow."""
