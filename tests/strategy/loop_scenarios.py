@@ -208,7 +208,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 class UphillByHand(Manual):
-    """The same by hand, with the norm of the whole model's gradients, or of those on this rank."""
+    """The same by hand, with the norm of the whole model's gradients, or by hand, of what the step sees."""
 
     def __init__(self, whole: bool = True) -> None:
         super().__init__()
@@ -236,6 +236,17 @@ class UphillByHand(Manual):
             torch._foreach_sub_(members, uphill)
         optimizer.step()
         self.log("train_loss", loss, sync_dist=True)
+
+
+class NoiseOfRanks(Manual):
+    """Adds noise to weights that every rank draws for itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        own = torch.Generator().manual_seed(self.global_rank)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(torch.randn(weight.shape, generator=own, dtype=weight.dtype), alpha=0.01)
 
 
 class Uphill(TokenTask):
@@ -322,6 +333,7 @@ MODULES: dict[str, Any] = {
     "closures_by_hand": ClosuresByHand,
     "uphill": Uphill,
     "uphill_by_hand": UphillByHand,
+    "noise_of_ranks": NoiseOfRanks,
     "uphill_by_slices": lambda: UphillByHand(whole=False),
     "input_penalty": InputPenalty,
     "hidden_penalty": HiddenPenalty,

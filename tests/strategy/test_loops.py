@@ -37,6 +37,7 @@ def _compare(name: str, layout: Layout, options: Any = None, both: Any = None, *
     [
         ("own_backward", 2, 1),
         ("closures", 2, 1),
+        ("uphill_by_slices", 1, 2),
         pytest.param("manual", 2, 1, marks=WIDE),
         pytest.param("manual", 1, 2, marks=WIDE),
         pytest.param("manual", 2, 2, marks=WIDE),
@@ -85,7 +86,7 @@ def test_gradients_of_earlier_steps_stay_in_the_sum_of_all_nodes(options: dict[s
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("uphill_by_slices", "differs between them after this step"),
+        ("noise_of_ranks", "differs between them after this step"),
         pytest.param("hidden_penalty", "a gradient of a gradient (`create_graph=True`) goes through", marks=WIDE),
         pytest.param("closures", "LBFGS needs all parameters together", marks=WIDE),
     ],
