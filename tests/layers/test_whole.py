@@ -138,6 +138,7 @@ LOCAL = {
     "where": lambda z: torch.where(OTHER > 0, z, -1.0) + z.masked_fill(OTHER > 1, 0.5),
     "two tensors": lambda z: z * z.exp() - z.detach(),
     "in place": lambda z: z.clone().mul_(2).add_(OTHER).masked_fill_(OTHER > 0, 1.0).exp_(),
+    "a list in place": lambda z: listed(z),
     "clamped": lambda z: z.clamp(-0.5, 0.5),
     "cast": lambda z: z.float().double(),
     "rows": lambda z: z[1:, [0, 2]] + z[1, 1],
@@ -235,6 +236,13 @@ def row_zeroed(z):
     return z * 2
 
 
+def listed(z):
+    z = z * 1
+    torch._foreach_mul_([z], [2.0])
+    torch._foreach_exp_([z])
+    return z
+
+
 def relu_in_place(z):
     z = z * 1
     F.relu(z, inplace=True)
@@ -318,9 +326,10 @@ def test_one_rank_needs_no_rules(alone):
 REFUSED = {
     "a view written": (lambda z: z[..., 3].zero_(), "gathered copy"),
     "a view of a view": (lambda z: z.view(-1)[2:4].mul_(2), "gathered copy"),
+    "a view in a list": (lambda z: torch._foreach_mul_([z.detach()[..., 3]], 2.0), "gathered copy"),
     "a flat view": (lambda z: z.detach().view(-1).__setitem__(0, 1.0), "gathered copy"),
     "an output": (lambda z: torch.mul(z.detach(), 2, out=z.detach()), "assign its result"),
-    "a list": (lambda z: torch._foreach_exp_([z.detach()]), "one at a time"),
+    "a list": (lambda z: torch._foreach_maximum_([z.detach()], 1.0), "one at a time"),
     "an address": (lambda z: z.data_ptr(), "local\\(\\)"),
     "a storage": (lambda z: z.untyped_storage(), "local\\(\\)"),
     "memory of an operator": (lambda z: torch.utils.dlpack.to_dlpack(z.detach()), "data pointer"),

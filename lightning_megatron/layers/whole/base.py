@@ -195,7 +195,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
         if isinstance(args[0], WholeTensor):
             return _in_place(func, *args, **kwargs)
         if list(_shown(args[:1])):
-            raise RuntimeError(f"`{_name(func)}` changes a list of split tensors in place; change one at a time.")
+            return one_at_a_time(func, *args, **kwargs)
     _note(func, shown)
     wholes = {id(tensor): tensor.full() for tensor in shown}
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
@@ -209,6 +209,15 @@ def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     by_name = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
     return by_name or kwargs.get("inplace") is True
+
+
+def one_at_a_time(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """Change a list of tensors in place as ``torch._foreach_*_`` does, each by the method of a single one."""
+    single = getattr(Tensor, _name(func).removeprefix("_foreach_"), None)
+    if single is None:
+        raise RuntimeError(f"`{_name(func)}` changes a list of split tensors in place; change one at a time.")
+    for index, tensor in enumerate(tensors):
+        single(tensor, *(value[index] if isinstance(value, list | tuple) else value for value in args), **kwargs)
 
 
 def _in_place(func: Any, target: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
@@ -262,7 +271,9 @@ class _ReadOnly(torch.Tensor):
         kwargs = kwargs or {}
         if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
             return NotImplemented
-        if is_in_place(func, kwargs) and args and isinstance(args[0], cls) and _name(func) not in _HARMLESS:
+        written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        views = any(isinstance(value, cls) for value in written)
+        if views and is_in_place(func, kwargs) and _name(func) not in _HARMLESS:
             raise RuntimeError(
                 f"`{_name(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
                 "gathered copy: the tensor would not change. Index it in the assignment itself "

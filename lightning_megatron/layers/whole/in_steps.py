@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
-from lightning_megatron.layers.whole.base import ShownFirst, getters, is_in_place, read_only, setters
+from lightning_megatron.layers.whole.base import ShownFirst, getters, is_in_place, one_at_a_time, read_only, setters
 from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, NATIVE, SHAPE
 from lightning_megatron.mesh.messages.collectives import copy_to_group, reduce_from_group
@@ -177,6 +177,8 @@ class StepView:
                 return self._set_gradient(first, args[1])
             if func in _SET_DATA or isinstance(func, partial) or is_in_place(func, kwargs):
                 return self._change(func, first, args[1:], kwargs)
+        elif isinstance(first, list | tuple) and is_in_place(func, kwargs):
+            return one_at_a_time(func, *args, **kwargs)
         if func is torch.autograd.grad:
             return self._differentiate(*args, **kwargs)
         if func is torch.autograd.backward or func is Tensor.backward:

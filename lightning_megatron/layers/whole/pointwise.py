@@ -7,7 +7,6 @@ gets the sum of the ranks' gradients.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,12 +62,6 @@ def _in_place(func: Any, model: Any, *args: Any, **kwargs: Any) -> WholeTensor:
     return model
 
 
-def _each(single: Any, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """Change a list of tensors in place, one at a time."""
-    for index, tensor in enumerate(tensors):
-        single(tensor, *(value[index] if isinstance(value, list | tuple) else value for value in args), **kwargs)
-
-
 def _cast(func: Any, model: Any, *args: Any, **kwargs: Any) -> WholeTensor:
     """Functions that may return the same memory, padding included."""
     if not isinstance(model, WholeTensor) or "memory_format" in kwargs:
@@ -93,29 +86,11 @@ _FUNCTIONS = (
     *(torch.tanh, torch.where, torch.masked_fill, F.gelu, F.logsigmoid, F.sigmoid, F.silu, F.softplus, F.tanh),
 )
 _IN_PLACE = (
-    *(
-        T.mul_,
-        T.div_,
-        T.add_,
-        T.sub_,
-        T.neg_,
-        T.tanh_,
-        T.clamp_,
-        T.clamp_max_,
-        T.exp_,
-        T.masked_fill_,
-        T.zero_,
-        T.fill_,
-    ),
-    *(T.__imul__, T.__itruediv__, T.__iadd__, T.__isub__),
+    *(T.mul_, T.div_, T.add_, T.sub_, T.neg_, T.tanh_, T.clamp_, T.clamp_max_, T.clamp_min_, T.exp_, T.masked_fill_),
+    *(T.zero_, T.fill_, T.__imul__, T.__itruediv__, T.__iadd__, T.__isub__),
 )
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((*_ARITHMETIC, *_FUNCTIONS), _pointwise),
     **dict.fromkeys(_IN_PLACE, _in_place),
-    torch._foreach_mul_: partial(_each, T.mul_),
-    torch._foreach_div_: partial(_each, T.div_),
-    torch._foreach_add_: partial(_each, T.add_),
-    torch._foreach_clamp_max_: partial(_each, T.clamp_max_),
-    torch._foreach_clamp_min_: partial(_each, T.clamp_min_),
 }
