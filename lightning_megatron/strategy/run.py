@@ -175,7 +175,7 @@ class Run:
         batch = args[0] if args else next(iter(kwargs.values()))
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
         if self._whole_hooks is not None:
-            call = self._whole_hooks.in_step(call)
+            call = self._whole_hooks.in_step("training_step", call)
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
@@ -195,7 +195,7 @@ class Run:
         batch = args[0] if args else next(iter(kwargs.values()))
         call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
         if self._whole_hooks is not None:
-            call = self._whole_hooks.in_step(call)
+            call = self._whole_hooks.in_step(name, call)
         if name != "predict_step":  # whose replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():

@@ -26,12 +26,12 @@ LAYOUTS |= {
 EVERYDAY = [
     *(("Normalised", "tp2"), ("Normalised", "tp2xpp2"), ("Adversary", "tp2"), ("Afresh", "sp")),
     *(("Penalised", "tp2"), ("Smooth", "tp2"), ("Scales", "sp"), ("Hooked", "pp2"), ("Drawn", "tp2xpp2")),
-    *(("Iterated", "tp2"), ("Fast", "tp2")),
+    *(("Iterated", "tp2"), ("Fast", "tp2"), ("Curious", "tp2")),
 ]
 FARTHER = [
     *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2xdp2", "tp2micro")),
     *(("Iterated", layout) for layout in ("sp", "tp2xdp2")),
-    *((kind, layout) for kind in ("Fast", "ByHand") for layout in ("sp", "tp2xdp2")),
+    *((kind, layout) for kind in ("Fast", "ByHand", "Curious") for layout in ("sp", "tp2xdp2")),
     ("ByHand", "tp2"),
     *(
         ("Afresh", "tp2"),
@@ -74,6 +74,8 @@ def test_gradient_hooks_are_given_the_gradient_of_each_batch_that_is_accumulated
             False,
         ),
         ("OwnBatches", "the tensor-parallel ranks of one replica loaded different batches", False),
+        ("Aside", "is read in a thread of its own while a step or a hook runs", False),
+        pytest.param("TooEarly", "layers that run after this line wait for this rank", False, marks=WIDE),
         ("Pruned", "ModelPruning puts masks in the place of weights", False),
         pytest.param("Keeps", "`on_fit_start` keeps a view of the whole `net.", False, marks=WIDE),
         pytest.param("OwnBackward", "`on_after_backward` runs a backward of its own", True, marks=WIDE),

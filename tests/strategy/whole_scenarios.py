@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_megatron.layers.whole import in_steps
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
 from tests.parity.zoo.loops import Walker
@@ -264,6 +266,25 @@ class ByHand(TokenTask):
         return loss.detach()
 
 
+class Curious(TokenTask):
+    """Looks at weights and gradients on one rank, after the layers have run."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.__dict__["alone"] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            for name, weight in self.named_parameters():
+                self.alone.append((name, float(weight.detach().norm()), float(weight.data.abs().max())))
+                if weight.grad is not None:
+                    self.alone.append((name, float(weight.grad.norm()), float(weight.grad[0].sum())))
+        loss = loss + 0.01 * sum(torch.linalg.matrix_norm(weight, 2) for _, weight in matrices(self))
+        self.log("loss", loss)
+        return loss
+
+
 class Drawn(TokenTask):
     """Draws weights anew, of every layer in turn."""
 
@@ -287,7 +308,7 @@ class Columns(Callback):
 
 
 KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh, Penalised, Scales, Smooth, Hooked, Drawn)}
-KINDS |= {kind.__name__: kind for kind in (Iterated, Fast, ByHand)}
+KINDS |= {kind.__name__: kind for kind in (Iterated, Fast, ByHand, Curious)}
 
 
 def run(
@@ -316,6 +337,30 @@ class OnOneRank(TokenTask):
     def on_train_batch_end(self, *args: Any) -> None:
         if self.trainer.is_global_zero:
             matrices(self)[-1][1].data.mul_(0.5)
+
+
+class TooEarly(TokenTask):
+    """Looks at a weight on one rank, before layers in which the ranks need each other."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero:
+            matrices(self)[-1][1].norm()
+        return self.loss(batch)
+
+
+class Aside(TokenTask):
+    """Looks at a weight in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            norm = pool.submit(lambda: float(matrices(self)[-1][1].norm()))
+        return self.loss(batch) * norm.result()
 
 
 class Keeps(TokenTask):
@@ -352,11 +397,12 @@ class Pruned(TokenTask):
         super().__init__(Walker())
 
 
-REFUSED = {kind.__name__: kind for kind in (OnOneRank, Keeps, OwnBackward, OwnBatches, Pruned)}
+REFUSED = {kind.__name__: kind for kind in (OnOneRank, TooEarly, Aside, Keeps, OwnBackward, OwnBatches, Pruned)}
 
 
 def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
     """Trains one that is refused."""
+    in_steps._PATIENCE_S = 2.0
     torch.manual_seed(7)
     pruning = [ModelPruning("l1_unstructured", amount=0.5)] if kind == "Pruned" else []
     trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=pruning).fit(REFUSED[kind]())

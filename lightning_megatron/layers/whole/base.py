@@ -207,8 +207,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
 def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of torch changes its first argument, by its name or an option of this call."""
     name = getattr(func, "__name__", "")
-    by_name = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
-    return by_name or kwargs.get("inplace") is True
+    return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or kwargs.get("inplace") is True
 
 
 def one_at_a_time(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -272,8 +271,7 @@ class _ReadOnly(torch.Tensor):
         if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
             return NotImplemented
         written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        views = any(isinstance(value, cls) for value in written)
-        if views and is_in_place(func, kwargs) and _name(func) not in _HARMLESS:
+        if is_in_place(func, kwargs) and _name(func) not in _HARMLESS and any(isinstance(v, cls) for v in written):
             raise RuntimeError(
                 f"`{_name(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
                 "gathered copy: the tensor would not change. Index it in the assignment itself "
@@ -391,7 +389,7 @@ def setters(*names: str) -> list[Any]:
 T = Tensor
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
-_AUGMENTED |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+_AUGMENTED |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _HARMLESS = {"requires_grad_", "detach_"}
 _METADATA = {
     *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +32,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import seen_kinds as kinds
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
+from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
 
-NOTHING = -1.0
 _LOOKING_S = 6.0
 
 
@@ -79,6 +80,7 @@ class WholeView:
         self._hook = ""
         self._calls: list[tuple[nn.Module, Any]] = []
         self._kinds = kinds.Kinds(self)
+        self._rounds, self._thread = Rounds(group, self._part), 0
 
     def add(self, parts: ParameterParts, parameter: nn.Parameter) -> None:
         """Show one more parameter whole."""
@@ -107,6 +109,7 @@ class WholeView:
         """
         before = self._hook, self._serves
         self._hook, self._serves = hook, serves and self._group.size() > 1
+        self._thread = threading.get_ident()
         handles = (
             nn.modules.module.register_module_forward_pre_hook(self._before_forward),
             nn.modules.module.register_module_forward_hook(self._after_forward, always_call=True),
@@ -191,6 +194,7 @@ class WholeView:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if entry.part is not None:
                 return
+            refuse_other_threads(self._thread, entry.parts)
             whole = self._round(entry.number)[0] if self._serves else entry.parts.gather(tensor.data)
             entry.part, entry.memory = tensor.data, whole.untyped_storage()._cdata
             entry.before = _checksum(whole) if self._serves else 0.0
@@ -268,28 +272,18 @@ class WholeView:
         Raises:
             RuntimeError: all are done, and only some have changed parameters.
         """
-        notes = self._exchange(asked, self._changes() if asked == NOTHING else 0.0)
-        wanted, found = sorted({note[0] for note in notes} - {NOTHING}), None
-        for number in wanted:
-            parts, part = self._part(int(number))
-            whole = parts.gather(part)
-            found = whole if number == asked else found
-        if not wanted and len({note[1] for note in notes}) > 1:
+        device = next((parameter.device for _, parameter in _alive(self._parameters)), torch.device("cpu"))
+        found, notes = self._rounds.ask(asked, self._changes() if asked == NOTHING else 0.0, device)
+        nobody = all(number == NOTHING for number, _ in notes)
+        if nobody and len({changes for _, changes in notes}) > 1:
             raise RuntimeError(
                 f"`{self._hook}` changed parameters or gradients that are split over {len(notes)} ranks on some of "
                 "them only, so that their parts no longer belong together. Change them on every rank: not under "
                 "`if self.trainer.is_global_zero` or `@rank_zero_only`."
             )
-        return found, not wanted
+        return found, nobody
 
-    def _exchange(self, *note: float) -> list[list[float]]:
-        device = next((parameter.device for _, parameter in _alive(self._parameters)), torch.device("cpu"))
-        mine = torch.tensor(note, dtype=torch.float64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [entry.tolist() for entry in everyone]
-
-    def _part(self, number: int) -> tuple[ParameterParts, Tensor]:
+    def _part(self, number: int, _: float) -> tuple[ParameterParts, Tensor]:
         """This rank's part of what another rank asks for."""
         entry = self._numbered[number // 2]
         with torch._C.DisableTorchFunctionSubclass():

@@ -16,11 +16,12 @@ computes of it is computed on all ranks, and must count once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,18 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
-from lightning_megatron.layers.whole.base import ShownFirst, getters, is_in_place, one_at_a_time, read_only, setters
+from lightning_megatron.layers.whole.base import getters, is_in_place, one_at_a_time, read_only, setters
 from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, ParameterParts
-from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, NATIVE, SHAPE
+from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
+from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
+from lightning_megatron.layers.whole.step_kinds import (
+    CountedOnce,
+    InStep,
+    StepParameter,
+    StepTensor,
+    as_they_are,
+    plain,
+)
 from lightning_megatron.mesh.messages.collectives import copy_to_group, reduce_from_group
 
 
@@ -47,15 +57,19 @@ class _Entry:
     """A parameter that a step sees whole.
 
     Attributes:
+        number: tells it from all others, alike on all ranks.
         parts: how it is split; ``None`` if every rank has all of it, and a term of its gradient.
         dim: the dim that is cut into equal blocks in the order of ranks; ``None`` if it is cut in another way.
         inside: how many forwards that read it as it is are under way.
+        version: of the parameter when the step began, where ranks may run different code in it.
         given: what the step has put in its place; see :class:`.around_calls.Entry`.
     """
 
+    number: int
     parts: ParameterParts | None
     dim: int | None
     inside: int = 0
+    version: int = 0
     given: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
 
 
@@ -64,14 +78,17 @@ class StepView:
 
     Args:
         group: the tensor group.
+        rounds: the same ranks in a group of its own, for steps in which they may run different code.
 
     Attributes:
         runs: whether code of a step runs now.
         kind: class of parameters while it does.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, rounds: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        self._rounds = None if rounds is None else Rounds(rounds, self._part, _PATIENCE_S)
+        self._serves, self._thread = False, 0
         self._entries: dict[int, _Entry] = {}
         self._parameters: list[tuple[nn.Parameter, _Entry]] = []
         self.runs = False
@@ -83,7 +100,7 @@ class StepView:
     def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
         """Show one more parameter whole; see `_Entry` for ``parts``."""
         if id(parameter) not in self._entries and type(parameter) is nn.Parameter:
-            entry = _Entry(parts, None if parts is None else parts.block_dim())
+            entry = _Entry(len(self._parameters), parts, None if parts is None else parts.block_dim())
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
 
@@ -111,19 +128,58 @@ class StepView:
         self._handles = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the user's step; optimizers that it calls compute with parameters as they are."""
+    def running(self, *, serves: bool = False) -> Iterator[None]:
+        """Around the user's step; optimizers that it calls compute with parameters as they are.
+
+        Args:
+            serves: whether ranks may run different code in it.
+        """
         handles = (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         )
+        self._thread = threading.get_ident()
+        self._serves = serves and self._rounds is not None and bool(self._parameters)
+        for parameter, entry in self._parameters if self._serves else ():
+            entry.version = parameter._version
         try:
             with self._phase(runs=True):
                 yield
+            while self._serves and self._asked(NOTHING)[1]:
+                pass
         finally:
             for handle in handles:
                 handle.remove()
-            self._optimizing = []
+            self._optimizing, self._serves = [], False
+
+    def _asked(self, number: float, version: float = 0.0, name: str = "") -> tuple[Any, bool]:
+        """Take part in a round: the tensor of this number, and whether any rank has asked for one."""
+        assert self._rounds is not None
+        found, notes = self._rounds.ask(number, version, self._parameters[0][0].device, name)
+        return found, any(asked != NOTHING for asked, _ in notes)
+
+    def _part(self, number: int, version: float) -> tuple[ParameterParts, Tensor]:
+        """What another rank asks for: a parameter, or its gradient."""
+        parameter, entry = self._parameters[number // 2]
+        assert entry.parts is not None and self._rounds is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            part = parameter.grad if number % 2 else parameter.detach()
+            changed = not number % 2 and parameter._version - entry.version != version
+        if part is None or changed:
+            raise RuntimeError(
+                f"another rank reads `{entry.parts.name}{'.grad' if number % 2 else ''}` in a step that has changed it "
+                "on this rank meanwhile. Read it on every rank, not under `if self.trainer.is_global_zero`."
+            )
+        return replace(entry.parts, group=self._rounds.group), part
+
+    def _gather(self, entry: _Entry, gradient: bool, part: Tensor) -> Tensor:
+        assert entry.parts is not None
+        if not self._serves:
+            return entry.parts.gather(part)
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = self._parameters[entry.number][0]
+            version = 0 if gradient else parameter._version - entry.version
+        return cast(Tensor, self._asked(2 * entry.number + gradient, version, entry.parts.name)[0])
 
     def _before_update(self, *call: Any) -> None:
         if self.runs:
@@ -165,14 +221,15 @@ class StepView:
             func, args, kwargs = partial(_named, func, target), (kwargs[target],), {**kwargs}
             del kwargs[target]
         first = args[0] if args else None
-        if isinstance(first, _InStep):
+        if isinstance(first, InStep):
             if func in SHAPE:
                 shape = self._shape_of(first)
                 return func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
             if func in _GRAD:
                 return self._gradient(first)
             if func in _DETACHED:
-                return self._alias(self._entry(first), _as_they_are(Tensor.detach, (first,), {}))
+                gradient = isinstance(first, StepTensor) and first.is_gradient
+                return self._alias(self._entry(first), as_they_are(Tensor.detach, (first,), {}), gradient)
             if func in _SET_GRAD:
                 return self._set_gradient(first, args[1])
             if func in _SET_DATA or isinstance(func, partial) or is_in_place(func, kwargs):
@@ -182,7 +239,7 @@ class StepView:
         if func is torch.autograd.grad:
             return self._differentiate(*args, **kwargs)
         if func is torch.autograd.backward or func is Tensor.backward:
-            return _as_they_are(func, args, kwargs)
+            return as_they_are(func, args, kwargs)
         given, options = tree_map(self._shown, (args, kwargs))
         return func(*given, **options)
 
@@ -218,39 +275,40 @@ class StepView:
 
     def _shown(self, value: Any) -> Any:
         """A parameter as one process has it; anything else as it is."""
-        if not isinstance(value, _InStep):
+        if not isinstance(value, InStep):
             return value
         with torch._C.DisableTorchFunctionSubclass():
             follows = value.requires_grad and torch.is_grad_enabled()
             local = value.view_as(value) if follows else value.detach()
-        return self._whole(self._entry(value), local)
+        return self._whole(self._entry(value), local, isinstance(value, StepTensor) and value.is_gradient)
 
-    def _whole(self, entry: _Entry, local: Tensor) -> Tensor:
+    def _whole(self, entry: _Entry, local: Tensor, gradient: bool = False) -> Tensor:
         """The whole tensor of which this is the part, or the only term of a gradient's that counts."""
         if entry.parts is None:
-            return cast(Tensor, _CountedOnce.apply(local, self._group.rank())) if local.requires_grad else local
-        if entry.dim is not None:
+            return cast(Tensor, CountedOnce.apply(local, self._group.rank())) if local.requires_grad else local
+        refuse_other_threads(self._thread, entry.parts)
+        if entry.dim is not None and not self._serves:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
-        whole = cast(Tensor, Gathered.apply(local, entry.parts))
+        whole = cast(Tensor, Gathered.apply(local, entry.parts, partial(self._gather, entry, gradient)))
         return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             gradient = parameter.grad
-        return None if gradient is None else self._alias(self._entry(parameter), gradient)
+        return None if gradient is None else self._alias(self._entry(parameter), gradient, True)
 
-    def _alias(self, entry: _Entry, local: Tensor) -> Tensor:
+    def _alias(self, entry: _Entry, local: Tensor, gradient: bool) -> Tensor:
         """A whole tensor that shares the memory of a part, outside of autograd."""
-        if entry.parts is None or entry.dim is not None:
+        if entry.parts is None or (entry.dim is not None and not self._serves):
             return self._whole(entry, local)
         alias: Any = local.as_subclass(self._tensor_kind)
-        alias.entry = entry
+        alias.entry, alias.part, alias.is_gradient = entry, local, gradient
         return cast(Tensor, alias)
 
     def _set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
         parts = self._entry(parameter).parts
         if value is not None and parts is not None:
-            value = parts.cut(_plain(value))
+            value = parts.cut(plain(value))
         with torch._C.DisableTorchFunctionSubclass():
             parameter.grad = value
 
@@ -268,7 +326,8 @@ class StepView:
             func(own, *given, **options)
             return parameter
         given, options = tree_map(self._plainly, (args, kwargs))
-        whole = parts.gather(own)
+        refuse_other_threads(self._thread, parts)
+        whole = self._gather(self._entry(parameter), isinstance(parameter, StepTensor) and parameter.is_gradient, own)
         func(whole, *given, **options)
         if tuple(whole.shape) != parts.shape:
             raise RuntimeError(
@@ -280,18 +339,18 @@ class StepView:
 
     def _operand(self, parts: ParameterParts, value: Any) -> Any:
         """What meets this rank's part where every element is changed alike."""
-        other = self._entry(value).parts if isinstance(value, _InStep) else None
+        other = self._entry(value).parts if isinstance(value, InStep) else None
         if other is not None and other.specs == parts.specs:
-            return _as_they_are(Tensor.detach, (value,), {})
+            return as_they_are(Tensor.detach, (value,), {})
         return parts.cut_operand(self._plainly(value))
 
     def _plainly(self, value: Any) -> Any:
-        return _plain(self._shown(value)) if isinstance(value, Tensor) else value
+        return plain(self._shown(value)) if isinstance(value, Tensor) else value
 
     def _differentiate(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.autograd.grad``: gradients of split parameters are split, those of terms are summed."""
         several = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
-        found = _as_they_are(torch.autograd.grad, (outputs, several, *args), kwargs)
+        found = as_they_are(torch.autograd.grad, (outputs, several, *args), kwargs)
         return tuple(
             self._found(self._entry(value), gradient) if isinstance(value, StepParameter) else gradient
             for value, gradient in zip(several, found, strict=True)
@@ -301,72 +360,14 @@ class StepView:
         if gradient is None:
             return None
         if entry.parts is not None:
-            return self._whole(entry, gradient)
+            return entry.parts.gather(gradient) if self._serves else self._whole(entry, gradient)
         return reduce_from_group(gradient, self._group)
-
-
-class _InStep(ShownFirst, torch.Tensor):
-    _owner: ClassVar[StepView]
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NATIVE or func in _HOOKS or torch._C._current_graph_task_id() != -1:  # a backward reads parts
-            return _as_they_are(func, args, kwargs or {})
-        return cls._owner.answer(func, args, kwargs or {})
-
-
-class StepParameter(_InStep, nn.Parameter):
-    """A parameter while the code of a step runs."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = self._owner.part_of_copy(self)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _plain(self.detach())
-        return nn.Parameter(whole.clone(), self.requires_grad).__reduce_ex__(protocol)
-
-
-class StepTensor(_InStep):
-    """The data or gradient of a parameter whose parts are no blocks of one dim: it can be written into."""
-
-    entry: _Entry
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-
-class _CountedOnce(torch.autograd.Function):
-    """The gradient of what all ranks compute alike, as a term on the first rank."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rank: int) -> Tensor:
-        ctx.counts = rank == 0
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.counts else torch.zeros_like(grad), None
-
-
-def _as_they_are(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _named(func: Any, name: str, value: Tensor, **kwargs: Any) -> Any:
     return func(**{name: value}, **kwargs)
 
 
-def _plain(value: Tensor) -> Tensor:
-    """An ordinary tensor, gathered if it has to be."""
-    return value.full().detach() if isinstance(value, WholeTensor) else value.detach().as_subclass(Tensor)
-
-
+_PATIENCE_S = 60.0
 _GRAD, _SET_GRAD, _SET_DATA = getters("grad"), setters("grad"), setters("data")
 _DETACHED = {*getters("data"), Tensor.detach, torch.detach}
-_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}

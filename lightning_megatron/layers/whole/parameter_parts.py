@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +83,14 @@ class Gathered(torch.autograd.Function):
     """The whole parameter from its parts; its gradient, equal on all ranks, is cut again."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, parts: ParameterParts) -> Tensor:
+    def forward(ctx: Any, local: Tensor, parts: ParameterParts, gather: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.parts = parts
-        return parts.gather(local)
+        return gather(local)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.parts.cut(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.parts.cut(grad), None, None
 
 
 class Cut(torch.autograd.Function):

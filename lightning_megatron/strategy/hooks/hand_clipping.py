@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.layers.whole.step_kinds import part_shown
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
@@ -74,7 +74,7 @@ class HandClipping:
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = self._owners()
-        held = [tensor.local() if isinstance(tensor, WholeTensor) else tensor for tensor in tensors]  # shown in a step
+        held = [part_shown(tensor) for tensor in tensors]
         given = [owners[id(tensor)] for tensor in held if id(tensor) in owners]
         names = [name for name, _ in given]
         two = float(norm_type) == 2.0

@@ -16,9 +16,10 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -35,8 +36,9 @@ from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _OTHER_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _LEFT_ALONE = ("on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DOORS = (
-    *("training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step", "gradient_norm"),
+    *(*_STEPS, "backward", "optimizer_step", "gradient_norm"),
     *("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
     *("lightning_module_state_dict", "full_state_dict", "load_initial_weights", "teardown"),
 )
@@ -68,7 +70,8 @@ class WholeHooks:
         group, replicas = mesh.group("tensor_parallel"), mesh.layout.data
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
         self.view = WholeView(group, reason if tensor.sums_gradients or replicas > 1 else None)
-        self.steps = StepView(group)
+        self._served = {step for step in _STEPS if may_run_on_one_rank(module, step)}
+        self.steps = StepView(group, _the_same_ranks(group) if self._served else None)
         self._wrapped: list[tuple[Any, str]] = []
         for name, parameter in type(module).named_parameters(module):
             specs = tensor.slices_of(name)
@@ -120,11 +123,11 @@ class WholeHooks:
         with self.steps.paused(), self.view.seen("register_hook", serves=False):
             yield
 
-    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The user's step, which sees parameters whole outside of the layers that compute with them."""
+    def in_step(self, name: str, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The user's step called ``name``, which sees parameters whole outside of the layers that compute with them."""
 
         def seeing(batch: Any) -> Any:
-            with self.steps.running():
+            with self.steps.running(serves=name in self._served):
                 return step(batch)
 
         return seeing
@@ -135,6 +138,12 @@ class WholeHooks:
         for owner, name in self._wrapped:
             owner.__dict__.pop(name, None)
         self._wrapped = []
+
+
+def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A further group, in which messages do not meet those of the layers; collective over it."""
+    ranks = dist.get_process_group_ranks(group)
+    return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
 
 
 def _hooks_of(owner: Any, parent: type | None) -> list[str]:

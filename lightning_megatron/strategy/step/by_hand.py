@@ -106,7 +106,8 @@ class WeightCopies:
             if difference > _ALIKE.get(copy.dtype, 1e-4):
                 raise RuntimeError(
                     f"`{name}`, of which every tensor-parallel rank holds a copy, differs between them after this step "
-                    f"(by {difference:.2g} of its size). The step updates weights by numbers that it computes from the "
-                    "slices of weights or gradients on one rank, such as a norm over `parameter.grad`. Take norms by "
-                    "`self.trainer.strategy.gradient_norm()`, or use `tensor_parallel_size=1`."
+                    f"(by {difference:.2g} of its size). The step updates weights by numbers that are not the same on "
+                    "all ranks: random ones that each draws for itself, or those that code beyond torch's functions "
+                    "(NumPy, an extension) makes of the slices on one rank. Draw them alike, compute by functions of "
+                    "torch, or use `tensor_parallel_size=1`."
                 )
