@@ -29,9 +29,11 @@ EVERYDAY = [
     *(("Iterated", "tp2"), ("Fast", "tp2"), ("Curious", "tp2")),
 ]
 FARTHER = [
-    *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2xdp2", "tp2micro")),
+    *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2micro")),
+    ("Normalised", "tp2xdp2"),
     *(("Iterated", layout) for layout in ("sp", "tp2xdp2")),
-    *((kind, layout) for kind in ("Fast", "ByHand", "Curious") for layout in ("sp", "tp2xdp2")),
+    *((kind, layout) for kind in ("ByHand", "Curious") for layout in ("sp", "tp2xdp2")),
+    ("Fast", "sp"),
     ("ByHand", "tp2"),
     *(
         ("Afresh", "tp2"),

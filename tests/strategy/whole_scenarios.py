@@ -241,6 +241,9 @@ class Fast(TokenTask):
         self.log("far", sum((moved[name] - p).square().sum() for name, p in named.items()))
         return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
 
 class ByHand(TokenTask):
     """Two backwards by hand, the second on perturbed embeddings, and the clipped sum of both."""

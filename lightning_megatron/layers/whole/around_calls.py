@@ -104,20 +104,26 @@ def _nothing(*call: Any) -> None:
     """A hook that does nothing."""
 
 
-def readers_of(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+def readers_of(modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Modules whose forwards may compute with the parameters of module ``name``: itself, the one around it, and layers
     that bring in an input together with it; what is compiled around them in their place.
     """
     above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
     entry = getattr(getattr(modules[name], "_sharding", None), "entry", None)
-    found = [_compiled_around(modules, each) or modules[each] for each in (name, *above[:1])]
+    found = [_compiled_around(modules, each, is_compiled) or modules[each] for each in (name, *above[:1])]
     return [*found, *getattr(entry, "members", ())]
 
 
-def _compiled_around(modules: dict[str, nn.Module], name: str) -> nn.Module | None:
+def _compiled_around(
+    modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]
+) -> nn.Module | None:
     """The outermost compiled module that ``name`` is in, or is; code inside of it must not see classes change."""
     around = [modules[each] for each in outwards(name)]
-    compiled = [each for each in around if "_orig_mod" in each._modules or each._compiled_call_impl is not None]
+    compiled = [
+        each
+        for each in around
+        if "_orig_mod" in each._modules or each._compiled_call_impl is not None or is_compiled(each)
+    ]
     return compiled[-1] if compiled else None
 
 

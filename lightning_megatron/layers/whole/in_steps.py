@@ -104,8 +104,13 @@ class StepView:
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
 
-    def watch(self, module: nn.Module) -> None:
-        """Let the forwards of the modules that compute with these parameters read them as they are."""
+    def watch(self, module: nn.Module, is_compiled: Callable[[nn.Module], bool] = lambda _: False) -> None:
+        """Let the forwards of the modules that compute with these parameters read them as they are.
+
+        Args:
+            module: the whole module.
+            is_compiled: tells of a part of it whether its forward is compiled, beside what torch itself notes there.
+        """
         modules = dict(module.named_modules(remove_duplicate=False))
         readers: dict[int, tuple[nn.Module, dict[tuple[int, str], Read]]] = {}
         for name, owner in modules.items():
@@ -115,7 +120,7 @@ class StepView:
                 for key, parameter in table.items()
                 if id(parameter) in self._entries
             }
-            for reader in readers_of(modules, name) if own else ():
+            for reader in readers_of(modules, name, is_compiled) if own else ():
                 readers.setdefault(id(reader), (reader, {}))[1].update(own)
         for reader, read in readers.values():
             reads = list(read.values())

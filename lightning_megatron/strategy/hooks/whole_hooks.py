@@ -31,6 +31,7 @@ from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.replaced import Replaced, has_other_method
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -85,7 +86,7 @@ class WholeHooks:
             elif name in tensor.table and tensor.table[name].sums_gradient:
                 self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
-        self.steps.watch(module)
+        self.steps.watch(module, lambda part: ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
             for hook in _hooks_of(owner, parent):

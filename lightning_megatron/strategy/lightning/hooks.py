@@ -46,6 +46,8 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
         late = [hook for hook in _AT_THE_START if is_overridden(hook, owner, parent=parent)]
         if any(may_call(owner, hook, _REGISTER) for hook in late):
             return True
+    if may_call(module, "training_step", ("grad",)):  # of the batch before, maybe
+        return True
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
 
 
