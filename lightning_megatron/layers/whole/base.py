@@ -279,8 +279,7 @@ class _ReadOnly(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             memory = {value.untyped_storage()._cdata for value in args if isinstance(value, cls)}
-            found = func(*args, **kwargs)
-            return tree_map(lambda value: read_only(value, memory), found)
+            return tree_map(lambda value: read_only(value, memory), func(*args, **kwargs))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.detach().clone()
