@@ -76,7 +76,7 @@ class Entering(_AroundCall):
                 if not entry.inside:
                     parameter.__class__ = nn.Parameter
                 entry.inside += 1
-                if name in table and table[name] is not parameter:
+                if name in table and table[name] is not parameter and not _is_exchanged(entry, table, name):
                     given = table[name]
                     entry.given.append((table, name, given))
                     table[name] = self._view.part_of_given(given, parameter)
@@ -94,6 +94,11 @@ class Leaving(_AroundCall):
                     while entry.given:
                         table, name, given = entry.given.pop()
                         table[name] = given
+
+
+def _is_exchanged(entry: Entry, table: dict[str, Any], name: str) -> bool:
+    """Whether a call further out has put the part there already."""
+    return any(place is table and there == name for place, there, _ in entry.given)
 
 
 def _without_hook() -> Callable[..., None]:
