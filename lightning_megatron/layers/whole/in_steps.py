@@ -87,7 +87,7 @@ class StepView:
 
     def __init__(self, group: dist.ProcessGroup, rounds: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._rounds = None if rounds is None else Rounds(rounds, self._part, _PATIENCE_S)
+        self._rounds, self._may_serve = Rounds(rounds or group, self._part, _PATIENCE_S), rounds is not None
         self._serves, self._thread = False, 0
         self._entries: dict[int, _Entry] = {}
         self._parameters: list[tuple[nn.Parameter, _Entry]] = []
@@ -144,7 +144,7 @@ class StepView:
             register_optimizer_step_post_hook(self._after_update),
         )
         self._thread = threading.get_ident()
-        self._serves = serves and self._rounds is not None and bool(self._parameters)
+        self._serves = serves and self._may_serve and bool(self._parameters)
         for parameter, entry in self._parameters if self._serves else ():
             entry.version = parameter._version
         try:
@@ -159,32 +159,30 @@ class StepView:
 
     def _asked(self, number: float, version: float = 0.0, name: str = "") -> tuple[Any, bool]:
         """Take part in a round: the tensor of this number, and whether any rank has asked for one."""
-        assert self._rounds is not None
         found, notes = self._rounds.ask(number, version, self._parameters[0][0].device, name)
         return found, any(asked != NOTHING for asked, _ in notes)
 
     def _part(self, number: int, version: float) -> tuple[ParameterParts, Tensor]:
         """What another rank asks for: a parameter, or its gradient."""
         parameter, entry = self._parameters[number // 2]
-        assert entry.parts is not None and self._rounds is not None
+        parts = cast(ParameterParts, entry.parts)
         with torch._C.DisableTorchFunctionSubclass():
             part = parameter.grad if number % 2 else parameter.detach()
             changed = not number % 2 and parameter._version - entry.version != version
         if part is None or changed:
             raise RuntimeError(
-                f"another rank reads `{entry.parts.name}{'.grad' if number % 2 else ''}` in a step that has changed it "
+                f"another rank reads `{parts.name}{'.grad' if number % 2 else ''}` in a step that has changed it "
                 "on this rank meanwhile. Read it on every rank, not under `if self.trainer.is_global_zero`."
             )
-        return replace(entry.parts, group=self._rounds.group), part
+        return replace(parts, group=self._rounds.group), part
 
-    def _gather(self, entry: _Entry, gradient: bool, part: Tensor) -> Tensor:
-        assert entry.parts is not None
+    def _gather(self, entry: _Entry, parts: ParameterParts, gradient: bool, part: Tensor) -> Tensor:
         if not self._serves:
-            return entry.parts.gather(part)
+            return parts.gather(part)
         with torch._C.DisableTorchFunctionSubclass():
             parameter = self._parameters[entry.number][0]
             version = 0 if gradient else parameter._version - entry.version
-        return cast(Tensor, self._asked(2 * entry.number + gradient, version, entry.parts.name)[0])
+        return cast(Tensor, self._asked(2 * entry.number + gradient, version, parts.name)[0])
 
     def _before_update(self, *call: Any) -> None:
         if self.runs:
@@ -294,7 +292,7 @@ class StepView:
         refuse_other_threads(self._thread, entry.parts)
         if entry.dim is not None and not self._serves:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
-        whole = cast(Tensor, Gathered.apply(local, entry.parts, partial(self._gather, entry, gradient)))
+        whole = cast(Tensor, Gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient)))
         return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
@@ -332,7 +330,9 @@ class StepView:
             return parameter
         given, options = tree_map(self._plainly, (args, kwargs))
         refuse_other_threads(self._thread, parts)
-        whole = self._gather(self._entry(parameter), isinstance(parameter, StepTensor) and parameter.is_gradient, own)
+        whole = self._gather(
+            self._entry(parameter), parts, isinstance(parameter, StepTensor) and parameter.is_gradient, own
+        )
         func(whole, *given, **options)
         if tuple(whole.shape) != parts.shape:
             raise RuntimeError(

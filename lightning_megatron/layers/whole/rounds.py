@@ -66,8 +66,7 @@ class Rounds:
 
     def _exchange(self, mine: Tensor, name: str) -> list[list[float]]:
         everyone = [torch.empty_like(mine) for _ in range(self.group.size())]
-        work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-        assert work is not None
+        work: Any = dist.all_gather(everyone, mine, group=self.group, async_op=True)
         until = time.monotonic() + (self._patience_s or 0.0)
         with waits.on(waits.collective, "all_gather", mine, self.group):
             while name and self._patience_s is not None and not work.is_completed():
