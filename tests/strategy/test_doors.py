@@ -20,6 +20,7 @@ from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.strategy.lightning.trainer_access import refuse_graphs
 from lightning_megatron.strategy.saving.state_on_disk import StateOnDisk
 from tests.harness import run_trainers
+from tests.harness.launched import environment
 from tests.strategy.door_scenarios import (
     MLFlow,
     Wandb,
@@ -133,7 +134,7 @@ def test_a_command_line_knows_the_strategy_by_its_short_name() -> None:
         "def below(kind): return {kind.__name__}.union(*map(below, kind.__subclasses__()))\n"
         "assert 'MegatronStrategy' in below(Strategy)"
     )
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120, env=environment())
 
 
 def test_a_state_on_disk_is_a_dict_that_reads_what_is_asked_for() -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.harness.launched import environment
+
 SCRIPT = Path(__file__).with_name("launch_script.py")
 START_SECONDS, END_SECONDS = 240.0, 120.0  # deadlines for a machine that does other work too
 LAUNCHERS = {
@@ -40,14 +41,12 @@ class Launched:
     def __init__(self, launcher: str, mode: str, log: Path) -> None:
         self.mark = f"LAUNCH_TEST_{uuid.uuid4().hex}"
         self.log = log
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, self.mark: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*LAUNCHERS[launcher], mode],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environ,
+                env=environment(**{self.mark: "1"}),
                 cwd=log.parent,
                 start_new_session=True,
                 preexec_fn=_begin,

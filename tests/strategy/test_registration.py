@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_megatron
 from lightning_megatron.checkpoints.files import sources
+from tests.harness.launched import environment
 
 IMPORTS = ["import lightning, lightning_megatron", "import lightning_megatron, lightning"]
 CHECK = """
@@ -30,7 +31,7 @@ assert not [finder for finder in ours if finder.awaited.endswith("strategies")]
 
 @pytest.mark.parametrize("order", IMPORTS)
 def test_the_name_is_known_in_either_order_of_imports(order: str) -> None:
-    subprocess.run([sys.executable, "-c", f"{order}\n{CHECK}"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", f"{order}\n{CHECK}"], check=True, timeout=120, env=environment())
 
 
 def test_a_strategy_of_that_name_is_ours() -> None:
