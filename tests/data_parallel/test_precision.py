@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from tests.data_parallel.precision_scenarios import burst, bytes_held, eight_bits, losses
-from tests.harness import JobFailed, run_trainers
+from tests.harness import JobFailed, one_process, run_trainers
 
 LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((1, 1, 1), {}),
@@ -45,7 +45,7 @@ def test_mixed_precision_follows_the_float32_run(
     precision: str, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     devices = sizes[0] * sizes[1] * sizes[2]
-    wanted = run_trainers(losses, None, "32-true", {}, devices=1)[0].value["losses"]
+    wanted = one_process(losses, None, "32-true", {})["losses"]
     values = [outcome.value for outcome in run_trainers(losses, sizes, precision, options, devices=devices)]
     found = _mean([value["losses"] for value in values])
     noise = 1e-2 if precision == "bf16-mixed" else 2e-3  # bfloat16 has 8 significant bits, float16 11

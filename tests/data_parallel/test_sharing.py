@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.data_parallel.sharing_scenarios import OPTIMIZERS, Setup, differences, norms, quiet, train
-from tests.harness import JobFailed, run_trainers
-from tests.harness.remember import remembered
+from tests.harness import JobFailed, one_process, run_trainers
 
 SMALL = {"bucket_size_mb": 0.01}  # several buckets, whose cuts fall into the middle of parameters
 CLIP = {"gradient_clip_val": 0.3}
@@ -18,15 +17,15 @@ CLIP_VALUES = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 WIDE = pytest.mark.wide
 
 
-@remembered
-def _reference(key: str) -> dict[str, Any]:
-    setup = eval(key, {"Setup": Setup})
-    return run_trainers(train, setup, devices=1)[0].value
+def rows(everyday: dict[str, tuple[Any, ...]], wide: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """Parameters by the name of their row."""
+    marked = [(everyday, ()), (wide, WIDE)]
+    return [pytest.param(*values, id=name, marks=marks) for named, marks in marked for name, values in named.items()]
 
 
 def check(setup: Setup, tolerance: float = 1e-9) -> list[dict[str, Any]]:
     """Compares a run with a plain Trainer's."""
-    wanted = _reference(repr(replace(setup, layout=None, strategy={})))
+    wanted = one_process(train, replace(setup, layout=None, strategy={}))
     values = [outcome.value for outcome in run_trainers(train, setup, devices=setup.devices)]
     for rank, value in enumerate(values):
         if (
@@ -42,7 +41,7 @@ def check(setup: Setup, tolerance: float = 1e-9) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=WIDE), 3, pytest.param(4, marks=WIDE)])
 def test_shared_work_gives_the_weights_of_one_process(replicas: int) -> None:
     values = check(Setup((1, replicas, 1), SMALL, CLIP))
-    (whole,) = {run_trainers(train, Setup((1, 1, 1)), devices=1)[0].value["state_elements"]}
+    whole = one_process(train, Setup((1, 1, 1)))["state_elements"]
     for value in values:
         assert value["state_elements"] < 1.15 * whole / replicas
 
@@ -56,12 +55,10 @@ def test_any_optimizer_may_be_shared(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "clip"),
-    [
-        pytest.param((2, 2, 1), CLIP, id="pp2xdp2-norm"),
-        pytest.param((1, 2, 2), CLIP_VALUES, id="dp2xtp2-value"),
-        pytest.param((2, 2, 1), CLIP_VALUES, id="pp2xdp2-value", marks=WIDE),
-        pytest.param((1, 2, 2), CLIP, id="dp2xtp2-norm", marks=WIDE),
-    ],
+    rows(
+        {"pp2xdp2-norm": ((2, 2, 1), CLIP), "dp2xtp2-value": ((1, 2, 2), CLIP_VALUES)},
+        wide={"pp2xdp2-value": ((2, 2, 1), CLIP_VALUES), "dp2xtp2-norm": ((1, 2, 2), CLIP)},
+    ),
 )
 def test_shared_work_meets_stages_and_split_layers(layout: tuple[int, int, int], clip: dict[str, Any]) -> None:
     check(Setup(layout, {**SMALL, "micro_batch_size": 3}, {**clip, "accumulate_grad_batches": 2}))
@@ -135,7 +132,7 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
     setup = Setup(layout, {**SMALL, **options}, CLIP, {"optimizer": name})
     values = check(setup, 1e-5 if name == "adafactor" else 1e-9)
     if not options:  # every matrix has one owner
-        whole = run_trainers(train, Setup((1, 1, 1), {}, {}, {"optimizer": name}), devices=1)[0].value["state_elements"]
+        whole = one_process(train, Setup((1, 1, 1), {}, {}, {"optimizer": name}))["state_elements"]
         assert max(value["state_elements"] for value in values) < 0.8 * whole
 
 
@@ -167,7 +164,7 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
 def test_a_run_goes_on_at_another_layout(first: Setup, second: Setup, tmp_path: Any) -> None:
     path = str(tmp_path / "half.ckpt")
     run_trainers(train, replace(first, trainer={"max_epochs": 1}), None, path, devices=first.devices)
-    wanted = dict(_reference(repr(Setup(module=first.module))))
+    wanted = one_process(train, Setup(module=first.module))
     wanted["losses"], wanted["rates"] = wanted["losses"][4:], wanted["rates"][len(wanted["rates"]) // 2 :]
     for outcome in run_trainers(train, second, path, devices=second.devices):
         assert not differences(outcome.value, wanted, 1e-9)
@@ -175,7 +172,7 @@ def test_a_run_goes_on_at_another_layout(first: Setup, second: Setup, tmp_path: 
 
 @pytest.mark.parametrize("layout", [pytest.param((1, 2, 1), marks=WIDE), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
 def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
-    (wanted,) = [outcome.value for outcome in run_trainers(norms, Setup(), devices=1)]
+    wanted = one_process(norms, Setup())
     setup = Setup(layout, {**SMALL, "log_gradient_norm": True})
     for outcome in run_trainers(norms, setup, devices=setup.devices):
         assert outcome.value == pytest.approx(wanted, rel=1e-5)  # Lightning keeps logged values in float32
@@ -186,17 +183,15 @@ LATE = {**SMALL, "overlap_parameter_gather": True}
 
 @pytest.mark.parametrize(
     ("layout", "own_use"),
-    [
-        pytest.param((1, 2, 1), False, id="dp2-weights used apart"),
-        pytest.param((2, 2, 1), None, id="pp2xdp2-modules called"),
-        pytest.param((1, 2, 1), None, id="dp2-modules called", marks=WIDE),
-        pytest.param((2, 2, 1), False, id="pp2xdp2-weights used apart", marks=WIDE),
-    ],
+    rows(
+        {"dp2-weights used apart": ((1, 2, 1), False), "pp2xdp2-modules called": ((2, 2, 1), None)},
+        wide={"dp2-modules called": ((1, 2, 1), None), "pp2xdp2-weights used apart": ((2, 2, 1), False)},
+    ),
 )
 def test_weights_that_travel_during_the_next_step_are_waited_for(
     layout: tuple[int, int, int], own_use: bool | None
 ) -> None:
-    wanted = run_trainers(quiet, Setup(), own_use, devices=1)[0].value["weights"]
+    wanted = one_process(quiet, Setup(), own_use)["weights"]
     setup = Setup(layout, LATE)
     outcomes = run_trainers(quiet, setup, own_use, devices=setup.devices)
     assert all(outcome.value["pending"] and min(outcome.value["pending"]) > 2 for outcome in outcomes)

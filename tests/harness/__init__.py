@@ -12,13 +12,14 @@ worker processes alive between tests and hands them jobs, so that a test of four
 from tests.harness.job import JobFailed, Outcome, RankInfo
 from tests.harness.pool import run_job
 from tests.harness.ranks import run_on_mesh, run_ranks
-from tests.harness.trainers import ReusedProcesses, run_trainers
+from tests.harness.trainers import ReusedProcesses, one_process, run_trainers
 
 __all__ = [
     "JobFailed",
     "Outcome",
     "RankInfo",
     "ReusedProcesses",
+    "one_process",
     "run_job",
     "run_on_mesh",
     "run_ranks",

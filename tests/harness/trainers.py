@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from tests.harness.job import Outcome, RankInfo
 from tests.harness.pool import run_job
+from tests.harness.remember import remembered
 
 
 class ReusedProcesses(ClusterEnvironment):
@@ -89,3 +90,9 @@ def run_trainers(
         One outcome per rank.
     """
     return run_job(function, devices, *args, **options)
+
+
+@remembered
+def one_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function(info, *args)`` returns on one process: made once in a test session, a copy for every caller."""
+    return run_trainers(function, *args, devices=1)[0].value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import run_trainers
+from tests.harness import one_process, run_trainers
 from tests.strategy.averaging_scenarios import KINDS, STOP, averaged
 
 WIDE = pytest.mark.wide
@@ -22,7 +22,7 @@ ROWS = [
 def test_averages_are_those_of_one_process_and_go_on(kind: str, layout: str, tmp_path: Path) -> None:
     sizes, path = LAYOUTS[layout], str(tmp_path / "run.ckpt")
     devices = sizes[0] * sizes[1] * sizes[2]
-    notes, weights = run_trainers(averaged, kind, None, devices=1)[0].value
+    notes, weights = one_process(averaged, kind, None)
     found, state = run_trainers(averaged, kind, sizes, path, devices=devices)[0].value
     again, resumed = run_trainers(averaged, kind, sizes, None, path, devices=devices)[0].value
     assert found == pytest.approx(notes, rel=1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import run_trainers
+from tests.harness import one_process, run_trainers
 from tests.parity.row import LAYOUTS
 from tests.parity.scenario import compare_scenario, differences
 from tests.strategy import hook_scenarios as hooks
@@ -40,7 +40,7 @@ def test_weights_of_another_stage_are_no_zeros(kind: str, complaint: str) -> Non
 @pytest.mark.parametrize("kind", ["all", "those of the network", "each layer", "each"])
 def test_gradients_clipped_by_hand_are_those_of_one_process(kind: str, layout: str) -> None:
     pipeline, data, tensor = LAYOUTS[layout]
-    reference = run_trainers(hooks.clipped, None, {}, kind, devices=1)[0].value
+    reference = one_process(hooks.clipped, None, {}, kind)
     arguments = {"tensor_parallel_size": tensor}
     devices = pipeline * data * tensor
     for outcome in run_trainers(hooks.clipped, (pipeline, data), arguments, kind, devices=devices):

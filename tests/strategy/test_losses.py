@@ -15,7 +15,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.strategy.loss.traces import Traces, judge
 from lightning_megatron.strategy.loss.weighing import Counted, Part, Reading, candidates, find
 from lightning_megatron.strategy.step import tries
-from tests.harness import RankInfo, run_trainers
+from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
 from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Late, Noisy, Task, tokens
 from tests.strategy.test_step import engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
@@ -257,12 +257,12 @@ ROWS = [(name, layout, arguments) for name in (*WEIGHED, *WHOLE) for layout, arg
 
 
 def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
-    (expected,) = run_trainers(trained, None, name, {}, devices=1)
+    expected = one_process(trained, None, name, {})
     devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
     first, *others = run_trainers(trained, layout, name, arguments, devices=devices)
-    assert not list(differences("", first.value, expected.value, 1e-9))
+    assert not list(differences("", first.value, expected, 1e-9))
     for other in others:
-        assert not list(differences("logged", other.value["logged"], expected.value["logged"], 1e-9))
+        assert not list(differences("logged", other.value["logged"], expected["logged"], 1e-9))
 
 
 @pytest.mark.parametrize(("name", "layout", "arguments"), EVERYDAY, ids=str)
