@@ -16,6 +16,10 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "dp2xtp2": (1, 2, 2),
 }
 CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
+# Optimizer steps by batches per step. Three batches are an epoch: one epoch, or two where batches are added up. What
+# comes after repeats it, but for modules whose learning rate goes by epochs.
+STEPS = {1: 3, 2: 4}
+BY_EPOCH = ("flat_module", "plateau", "one_optimizer", "end_groups", "fused")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,6 @@ class Row:
         clip: key of `CLIPS`.
         accumulate: batches per optimizer step.
         micro_batch: samples per micro-batch and replica, or 0 to leave it to the strategy.
-        steps: optimizer steps.
         strategy: ``"megatron"``, ``"plain"`` or ``"ddp"``.
     """
 
@@ -39,8 +42,12 @@ class Row:
     clip: str = "none"
     accumulate: int = 1
     micro_batch: int = 2
-    steps: int = 6
     strategy: str = "megatron"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return 6 if self.module in BY_EPOCH else STEPS[self.accumulate]
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from tests.harness import RankInfo, run_trainers
 from tests.harness.links import linked
 from tests.harness.remember import remembered
 from tests.parity.compare import compare
-from tests.parity.row import CLIPS
+from tests.parity.row import CLIPS, STEPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
 from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.data import VOCABULARY
@@ -143,7 +143,7 @@ class ScheduleRow:
         stages: pipeline stages; 0 for the plain one-process Trainer.
         replicas: data-parallel replicas.
         tensor: tensor-parallel size.
-        layers: of the module; a plan for tensor ranks is drawn up layer by layer, on every rank.
+        layers: of the module; fewer for rows over four ranks and more, which cost most.
         micro_batch: samples per micro-batch and replica; batches have 8 samples, the last of an epoch 4.
         recompute: ``activation_recompute``, as text.
         others: further arguments of the strategy, as text.
@@ -160,8 +160,12 @@ class ScheduleRow:
     accumulate: int = 1
     recompute: str = "None"
     others: str = "{}"
-    steps: int = 5
     layers: int = LAYERS
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return STEPS[self.accumulate]
 
     @property
     def devices(self) -> int:

@@ -1,7 +1,8 @@
 """Which rows the parity table has: a covering subset for every run, everything on request.
 
 Five things vary beside the module. The covering subset meets every *pair* of their values at least once, each plain
-module twice, and one Hugging Face model of each build.
+module, and one Hugging Face model of each build. Once every pair has been met, rows are those of two and three stages:
+four ranks cost twice as much as two, and every module meets every layout in the exhaustive table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
 TENSOR_LAYOUTS = ("tp2", "pp2xtp2", "dp2xtp2")
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
+SMALL_FACTORS = (("pp2", "pp3"), *FACTORS[1:])
 # One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
 PRETRAINED = (
     *(
@@ -66,7 +68,7 @@ def everyday() -> list[Row]:
 
     A module of one's own under the further schedules is in test_schedules.py, over tensor ranks in test_tensor.py.
     """
-    settings = itertools.cycle(covering())
+    settings = itertools.chain(covering(), itertools.cycle(covering(SMALL_FACTORS)))
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came

@@ -23,7 +23,7 @@ from tests.harness.remember import remembered
 from tests.parallelize.models import ARCHITECTURES, FLOAT32_NORMS, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
 from tests.parity.custom_functions import custom_loss
-from tests.parity.row import CLIPS
+from tests.parity.row import CLIPS, STEPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
 from tests.parity.zoo.tasks import Task
 
@@ -153,7 +153,6 @@ class TensorRow:
         accumulate: batches per optimizer step.
         schedule: name of the pipeline schedule.
         others: further arguments of the strategy, as an expression.
-        steps: optimizer steps.
     """
 
     module: str
@@ -165,7 +164,11 @@ class TensorRow:
     accumulate: int = 1
     schedule: str = "1f1b"
     others: str = "{}"
-    steps: int = 6
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return STEPS[self.accumulate]
 
     @property
     def devices(self) -> int:
@@ -260,10 +263,10 @@ def everyday() -> list[TensorRow]:
         TensorRow("nanogpt", tensor=2, stages=2, replicas=1, sequence=True, accumulate=2),
         TensorRow("encoder", tensor=4, stages=1, replicas=1, sequence=True, clip="value"),
         TensorRow("encoder_seq_first", tensor=2, stages=1, replicas=2, sequence=True),
-        TensorRow("llama", tensor=4, stages=2, replicas=1, sequence=False, steps=3),
+        TensorRow("llama", tensor=4, stages=2, replicas=1, sequence=False),
         TensorRow("gpt2+", tensor=2, stages=1, replicas=2, sequence=False, accumulate=2),
         TensorRow("bloom", tensor=2, stages=2, replicas=1, sequence=False, clip="value"),
-        TensorRow("custom", steps=3),
+        TensorRow("custom"),
     ]
 
 
@@ -275,9 +278,9 @@ def options() -> list[TensorRow]:
     custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
     return [
         *custom,
-        *(TensorRow(name, sequence=sequence, steps=3) for name in compiled for sequence in (False, True)),
-        *(TensorRow("compiled_wrapped", stages=2, schedule=name, steps=3) for name in ("1f1b", *schedules)),
-        TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}", steps=3),
+        *(TensorRow(name, sequence=sequence) for name in compiled for sequence in (False, True)),
+        *(TensorRow("compiled_wrapped", stages=2, schedule=name) for name in ("1f1b", *schedules)),
+        TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}"),
         *(TensorRow("gpt", stages=2, schedule=name, sequence=bool(i % 2)) for i, name in enumerate(schedules)),
         *(
             TensorRow("gpt", stages=1 + i % 2, sequence=i < 2, others=f"{{'activation_recompute': {kind}}}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.covering import covering_rows
-from tests.parity.schedule_rows import ScheduleRow, check_row
+from tests.parity.schedule_rows import LAYERS, ScheduleRow, check_row
 
 NAMED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 # Every schedule with as many micro-batches as stages divide (4) and not (3, of unequal size; and 8), every module.
 ROWS = [
     *(ScheduleRow(name, micro_batch=3, module="shared", clip="value") for name in NAMED[2:]),
-    *(ScheduleRow(name, replicas=2, micro_batch=1, accumulate=2) for name in ("zb-h1", "zb-v", "dualpipe-v")),
+    *(ScheduleRow(name, replicas=2, micro_batch=1, accumulate=2, layers=4) for name in ("zb-h1", "zb-v", "dualpipe-v")),
     *(ScheduleRow("interleaved", virtual=v, micro_batch=m) for v, m in ((2, 3), (3, 3), (4, 2))),
     ScheduleRow("interleaved", virtual=2, replicas=2, micro_batch=1, module="shared", accumulate=2),
     ScheduleRow("interleaved", stages=3, virtual=2, micro_batch=2, module="torch"),
@@ -27,7 +27,7 @@ ROWS = [
     ScheduleRow("zb-v", micro_batch=2, module="shared", recompute="'full'"),
     ScheduleRow("zb-h1", micro_batch=2, recompute="{'every': 2}"),
     *(
-        ScheduleRow(name, micro_batch=2, module="dropout", recompute=kind, steps=3)
+        ScheduleRow(name, micro_batch=2, module="dropout", recompute=kind)
         for name, kind in (
             ("1f1b", "'full'"),
             ("zb-v", "'full'"),
@@ -38,7 +38,7 @@ ROWS = [
     ScheduleRow("zb-v", tensor=2, micro_batch=2, recompute="'full'", layers=4),
     ScheduleRow("interleaved", tensor=2, micro_batch=3, recompute="['*.mlp']", layers=4),
     ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch", layers=4),
-    ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']", steps=3),
+    ScheduleRow("1f1b", stages=1, micro_batch=2, module="dropout", recompute="['*.mlp', '*.qkv']"),
 ]
 
 
@@ -58,14 +58,22 @@ def wide_rows() -> list[ScheduleRow]:
     return [
         *(
             ScheduleRow(
-                name, virtual=v, micro_batch=m, clip=clip, accumulate=acc, recompute=kind, replicas=dp, tensor=tp
+                name,
+                virtual=v,
+                micro_batch=m,
+                clip=clip,
+                accumulate=acc,
+                recompute=kind,
+                replicas=dp,
+                tensor=tp,
+                layers=LAYERS if dp * tp == 1 else 2 * max(2, v or 1),
             )
             for (name, v), m, clip, acc, kind, dp, tp in covering_rows(columns, 3)
         ),
         *(ScheduleRow(name, micro_batch=3, module="shared", clip="value") for name in NAMED[:2]),
         *(ScheduleRow("interleaved", virtual=v, micro_batch=m) for v, m in ((1, 2), (2, 1))),
         ScheduleRow("one_by_one", replicas=2, micro_batch=1, module="linears"),
-        ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2),
+        ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2, layers=4),
     ]
 
 
