@@ -23,7 +23,7 @@ class Trace:
 
     Attributes:
         losses: what ``training_step`` gave the loop, per batch.
-        metrics: ``callback_metrics`` after each batch and after each validation, in order.
+        metrics: ``callback_metrics`` after each batch, after each validation and at the end, in order.
         rates: learning rate of the first group after each batch.
         weights: parameters that this rank holds after training, by fully qualified name, tied ones under each of their
             names; the whole state where tensors are split.
@@ -56,6 +56,9 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trace.metrics.append(_numbers(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trace.metrics.append(_numbers(trainer))  # those of the last epoch among them
 
 
 def _numbers(trainer: Trainer) -> dict[str, float]:
