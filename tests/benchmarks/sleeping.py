@@ -70,12 +70,24 @@ class _Sleep(torch.autograd.Function):
         return grad, None, None
 
 
+class _Nap:
+    """A gradient hook that sleeps. It passes for one of the package's own: a user's runs once per batch."""
+
+    __module__ = "lightning_megatron.data_parallel"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, _: Tensor) -> None:
+        time.sleep(self.seconds)
+
+
 class SleepingLayer(nn.Module):
     """Half a stage; ``[batch, WIDTH]`` to the same.
 
     Args:
         sleeps: times.
-        ours: whether the weight half sleeps in the hook that this package calls, or in the one that torch's split
+        ours: whether the weight half sleeps in a hook such as this package has itself, or in one that torch's split
             backward calls.
     """
 
@@ -83,13 +95,11 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.sleeps = sleeps
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        nap = _Nap(sleeps.backward_weight / 2)
         if ours:
-            self.linear.weight.register_post_accumulate_grad_hook(self._sleep)
+            self.linear.weight.register_post_accumulate_grad_hook(nap)
         else:
-            self.linear.weight.register_hook(self._sleep)
-
-    def _sleep(self, _: Tensor) -> None:
-        time.sleep(self.sleeps.backward_weight / 2)
+            self.linear.weight.register_hook(nap)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(_Sleep.apply(x, self.sleeps.forward / 2, self.sleeps.backward_input / 2))
