@@ -6,6 +6,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from tests.harness import lanes, worker
 from tests.harness.job import Job, JobFailed, Outcome, RankInfo, check_function, pack, unpack
 
 MAX_WORKERS = 16
+_PORTS = range(15_000, 32_000)
 DEADLINE = 120.0  # seconds a job may take
 GRACE = 12.0  # seconds the other ranks get to end by themselves once one has failed
 _ENVIRONMENT = {
@@ -238,10 +240,17 @@ def share_fork_server() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses. It is none of those that the system gives to connections, which could take it again
+    before the ranks have met there.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 200):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no port of {_PORTS} is free")
 
 
 @functools.cache
