@@ -26,13 +26,14 @@ LAYOUTS |= {
 EVERYDAY = [
     *(("Normalised", "tp2"), ("Normalised", "tp2xpp2"), ("Adversary", "tp2"), ("Afresh", "sp")),
     *(("Penalised", "tp2"), ("Smooth", "tp2"), ("Scales", "sp"), ("Hooked", "pp2"), ("Drawn", "tp2xpp2")),
-    *(("Iterated", "tp2"), ("Fast", "tp2"), ("Curious", "tp2")),
+    *(("Iterated", "tp2"), ("Fast", "tp2"), ("Curious", "tp2"), ("Trusted", "tp2")),
 ]
 FARTHER = [
     *((kind, layout) for kind in ("Normalised", "Penalised") for layout in ("sp", "tp2micro")),
     ("Normalised", "tp2xdp2"),
     *(("Iterated", layout) for layout in ("sp", "tp2xdp2")),
     *((kind, layout) for kind in ("ByHand", "Curious") for layout in ("sp", "tp2xdp2")),
+    *(("Trusted", layout) for layout in ("sp", "tp2xpp2", "tp2xdp2")),
     ("Fast", "sp"),
     ("ByHand", "tp2"),
     *(

@@ -55,6 +55,23 @@ class Normalised(TokenTask):
             self.log(f"norm/{name}", weight.norm())
 
 
+class Trusted(TokenTask):
+    """Scales gradients by the norms of weights in a closure of its own (LARS, You et al., arXiv 1708.03888)."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def scaled() -> Any:
+            loss = optimizer_closure()
+            for _, weight in matrices(self):
+                if weight.grad is not None:
+                    weight.grad.mul_(0.1 * weight.detach().norm() / weight.grad.norm().clamp(min=1e-9))
+            return loss
+
+        optimizer.step(closure=scaled)
+
+
 class Adversary(TokenTask):
     """A second loss on perturbed embeddings (FGM), and a teacher that follows."""
 
@@ -311,7 +328,7 @@ class Columns(Callback):
 
 
 KINDS = {kind.__name__: kind for kind in (Normalised, Adversary, Afresh, Penalised, Scales, Smooth, Hooked, Drawn)}
-KINDS |= {kind.__name__: kind for kind in (Iterated, Fast, ByHand, Curious)}
+KINDS |= {kind.__name__: kind for kind in (Iterated, Fast, ByHand, Curious, Trusted)}
 
 
 def run(

@@ -94,16 +94,19 @@ class WholeHooks:
         for owner, names in ((trainer.strategy, _DOORS), (precision, ("clip_gradients",))):
             for name in names:
                 if hasattr(owner, name):
-                    self._wrap(owner, name, self.local(getattr(owner, name)))
+                    door = self.local(getattr(owner, name))
+                    self._wrap(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
 
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         owner.__dict__[name] = Replaced(owner, name, function)
         self._wrapped.append((owner, name))
 
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+        name = getattr(hook, "__name__", "closure")
+
         @functools.wraps(hook)
         def seeing(*args: Any, **kwargs: Any) -> Any:
-            with self.steps.paused(), self.view.seen(hook.__name__, serves=serves):
+            with self.steps.paused(), self.view.seen(name, serves=serves):
                 return hook(*args, **kwargs)
 
         return seeing
@@ -117,6 +120,16 @@ class WholeHooks:
                 return function(*args, **kwargs)
 
         return on_parts
+
+    def _with_closure(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """``strategy.optimizer_step``, whose closure is code of the user too where it is not Lightning's."""
+
+        def updating(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+            if not str(getattr(closure, "__module__", "")).startswith("lightning."):
+                closure = self._seeing(closure, serves=False)
+            return update(optimizer, closure, *args, **kwargs)
+
+        return updating
 
     @contextmanager
     def gradient_hooks(self) -> Iterator[None]:
