@@ -115,21 +115,18 @@ def readers_of(modules: dict[str, nn.Module], name: str, is_compiled: Callable[[
     """
     above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
     entry = getattr(getattr(modules[name], "_sharding", None), "entry", None)
-    found = [_compiled_around(modules, each, is_compiled) or modules[each] for each in (name, *above[:1])]
+    found = [_compiled_around(modules, each, is_compiled) for each in (name, *above[:1])]
     return [*found, *getattr(entry, "members", ())]
 
 
-def _compiled_around(
-    modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]
-) -> nn.Module | None:
-    """The outermost compiled module that ``name`` is in, or is; code inside of it must not see classes change."""
-    around = [modules[each] for each in outwards(name)]
+def _compiled_around(modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]) -> nn.Module:
+    """The outermost compiled module that ``name`` is in, or else itself; compiled code must not see classes change."""
     compiled = [
         each
-        for each in around
+        for each in (modules[outer] for outer in outwards(name))
         if "_orig_mod" in each._modules or each._compiled_call_impl is not None or is_compiled(each)
     ]
-    return compiled[-1] if compiled else None
+    return compiled[-1] if compiled else modules[name]
 
 
 def around_calls(
