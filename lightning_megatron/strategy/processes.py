@@ -199,7 +199,9 @@ class Processes:
         return distributed.all_gather(tensor, group, sync_grads)
 
     def agree(self, decision: bool, *, everyone: bool) -> bool:
-        """Whether all ranks, or any of them, say yes; collective over the world."""
+        """Whether all ranks, or any of them, say yes; collective over the world, and this rank's word before that."""
+        if not dist.is_initialized():
+            return decision
         votes = torch.tensor(int(decision), device=self.device)
         with waits.on(waits.collective, "all_reduce", votes, None):
             dist.all_reduce(votes)

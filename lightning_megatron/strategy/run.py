@@ -44,7 +44,7 @@ from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize
+from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize, whole_view
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates
 
@@ -98,7 +98,7 @@ class Run:
             self._replicas = default_group(mesh.group("data_parallel"))
             self._everyone = default_group(mesh.group("world"))
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
-        self._summaries = lightning_state.WholeSummaries(trainer, self.saving.weights.logical_view, divided=divided)
+        self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
         clips_gradients_of(precision, gradients)
         self._whole_hooks: WholeHooks | None = None
         if not assembled.tensor_state.is_trivial:
@@ -286,7 +286,8 @@ class Run:
         self._logs.release()
         if self._whole_hooks is not None:
             self._whole_hooks.remove()
-        self._summaries.remove()
+        if self._summaries is not None:
+            self._summaries.remove()
         clips_gradients_of(self._precision, None)
         remove_loop_ends(self._trainer)
 
@@ -319,9 +320,9 @@ def start_run(
     """
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
-    lightning_state.insert_failure_callback(trainer, processes.report)
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
+        lightning_state.insert_failure_callback(trainer, processes.report)
         insert_loop_ends(trainer, processes.end_loop)
     if options.profiles_layers:
         insert_profile(trainer)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.utilities.model_summary import ModelSummary, summarize
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -330,7 +331,9 @@ def refused_to_pickle(info: RankInfo, sizes: Sizes) -> list[str]:
 def copied(info: RankInfo) -> list[float]:
     """Steps that copies of a Trainer take: a pickled one, a deep copy, and one of its callbacks alone."""
     trainer = make_trainer(info, MegatronStrategy(), max_steps=1)
+    given = list(trainer.callbacks)
     trainer.fit(Plain())
+    assert info.world_size > 1 or trainer.callbacks == given, "nothing of ours where there is nobody to tell"
     found = []
     for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
         twin.fit_loop.epoch_loop.max_steps = 2
@@ -338,3 +341,43 @@ def copied(info: RankInfo) -> list[float]:
         found.append(twin.global_step)
     assert len(pickle.loads(pickle.dumps(trainer.callbacks))) == len(trainer.callbacks)
     return found
+
+
+class Summarizes(Callback):
+    """Notes what a summary counts: by layer, all, those that are trained."""
+
+    def __init__(self, divided: bool) -> None:
+        self.found: list[Any] = []
+        self.divided = divided
+
+    def look(self, module: LightningModule) -> None:
+        for summary in (summarize(module, max_depth=-1), ModelSummary(module, max_depth=1)):
+            self.found += [list(zip(summary.layer_names, summary.param_nums, strict=True)), summary.total_parameters]
+            self.found += [summary.trainable_parameters, "In sizes" in str(summary)]
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if self.divided:  # its forward must not be run
+            module.example_input_array = torch.zeros(1, WIDTH)
+        self.look(module)
+        assert not self.divided or module.example_input_array is not None
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.look(module)
+
+
+def summarized(info: RankInfo, sizes: Sizes | None) -> list[Any]:
+    """What summaries count before a fit and in hooks, and of a module that is whole; they are Lightning's own after."""
+    before = dict(vars(ModelSummary))
+    looks, module, whole = Summarizes(divided=sizes is not None), Plain(), Plain()
+    for each in (module, whole):
+        each.head.bias.requires_grad_(False)
+    looks.look(module)
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+    trainer = make_trainer(
+        info, strategy, max_steps=1, callbacks=[looks, LambdaCallback(on_train_end=lambda *_: looks.look(whole))]
+    )
+    trainer.fit(module)
+    assert dict(vars(ModelSummary)) == before, "given back"
+    looks.look(copy.deepcopy(whole))
+    copy.deepcopy(module)
+    return looks.found

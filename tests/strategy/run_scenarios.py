@@ -24,7 +24,6 @@ def taken_over(trainer: Trainer, module: LightningModule) -> dict[str, bool]:
     by_type = {type(callback): callback.__dict__ for callback in trainer.callbacks}
     return {
         "log": "log" in module.__dict__,
-        "summary": "on_fit_start" in by_type[ModelSummary],
         "last checkpoint": "_find_last_checkpoints" in by_type[ModelCheckpoint],
         "signals": "_broadcast_sigterm_tensor" in trainer.fit_loop.epoch_loop.__dict__,
         "norm of gradients": clip_grad._get_total_norm is not TORCHS_NORM,

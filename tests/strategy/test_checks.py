@@ -1,19 +1,18 @@
-"""What is refused, and what a summary runs, where ranks have parts of the model; without processes."""
+"""What is refused where ranks have parts of the model; without processes."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, ModelSummary
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.strategy.checks import check_run
-from lightning_megatron.strategy.lightning.trainer_access import WholeSummaries
 
 
 class Small(LightningModule):
@@ -36,12 +35,7 @@ def test_pruning_of_parts_is_refused_by_name(sizes: tuple[int, int]) -> None:
         check_run(trainer, Small(), Layout(tensor=tensor, pipeline=pipeline), "auto")
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_summary_runs_no_divided_module(divided: bool) -> None:
-    summary, module, examples = ModelSummary(), Small(), []
-    trainer = trainer_with(summary)
-    summary.on_fit_start = lambda trainer, module: examples.append(module.example_input_array)  # type: ignore[method-assign]
-    summaries = WholeSummaries(trainer, nullcontext, divided=divided)
-    summary.on_fit_start(trainer, module)
-    summaries.remove()
-    assert (examples[0] is None) == divided and module.example_input_array is not None
+@pytest.mark.parametrize("decision", [True, False])
+def test_a_decision_before_the_processes_have_met_is_this_rank_s(decision: bool) -> None:
+    assert MegatronStrategy().reduce_boolean_decision(decision) is decision
+    assert MegatronStrategy().reduce_boolean_decision(decision, all=False) is decision

@@ -32,6 +32,7 @@ from tests.strategy.door_scenarios import (
     met_at_the_start,
     out_of_time,
     refused_to_pickle,
+    summarized,
     uploaded,
 )
 
@@ -73,8 +74,16 @@ def test_the_start_of_a_resumed_fit_meets_what_was_loaded(sizes: tuple[int, int,
     assert outcomes[0].value[1] == pytest.approx(weight, abs=0, rel=1e-12 if sizes[0] > 1 else 0)  # stages add by parts
 
 
-def test_copies_of_a_trainer_train() -> None:
-    assert run_trainers(copied, devices=1)[0].value == [2, 2]
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), pytest.param((2, 1, 2), marks=WIDE)])
+def test_summaries_count_the_whole_module_whenever_they_are_made(sizes: tuple[int, int, int]) -> None:
+    counts = run_trainers(summarized, None, devices=1)[0].value
+    for outcome in run_trainers(summarized, sizes, devices=sizes[0] * sizes[1] * sizes[2]):
+        assert outcome.value == counts
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_copies_of_a_trainer_train(devices: int) -> None:
+    assert [outcome.value for outcome in run_trainers(copied, devices=devices)] == [[2, 2]] * devices
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)])

@@ -7,18 +7,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -133,42 +134,66 @@ def insert_failure_callback(trainer: pl.Trainer, report: Callable[[BaseException
     callbacks[:] = [_FailureCallback(report), *others]
 
 
+_MAKE = ("__init__", "_get_summary_data")
+_COUNTS = ("param_nums", "total_parameters", "trainable_parameters")
+WholeView = Callable[[pl.LightningModule], AbstractContextManager[None] | None]
+
+
 class WholeSummaries:
-    """Lets ModelSummary count the whole model instead of this rank's part, until :meth:`remove`.
+    """Lets every ``ModelSummary`` of a divided module count the whole of it, and run none of it, until :meth:`remove`.
+
+    Users make summaries in hooks, by Lightning's class, which has no seam for that: its methods are replaced while runs
+    with divided modules last. Of a module that is not divided it tells what it told before.
 
     Args:
-        trainer: of the run.
-        whole_view: shows the module as it is in one process, as a context manager.
-        divided: whether some of it is elsewhere, so that it cannot run in that view.
+        whole_view: shows a module as it is in one process, as a context manager; ``None`` for one that is not divided.
     """
 
-    def __init__(self, trainer: pl.Trainer, whole_view: Callable[[], Any], *, divided: bool) -> None:
-        self._changed = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
-        for callback in self._changed:
-            callback.__dict__["on_fit_start"] = _WholeSummary(callback.on_fit_start, whole_view, divided)
+    _runs: ClassVar[int] = 0
+    _lightnings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, whole_view: WholeView) -> None:
+        kind, self._counted = WholeSummaries, True
+        kind._runs += 1
+        if kind._runs > 1:
+            return
+        kind._lightnings = {name: Summary.__dict__[name] for name in (*_MAKE, *_COUNTS)}
+        for name, method in kind._lightnings.items():
+            if name in _COUNTS:
+                setattr(Summary, name, property(_in_view(method.fget, whole_view)))
+            else:
+                setattr(Summary, name, _in_view(method, whole_view))
 
     def remove(self) -> None:
-        """Give the callbacks their own method back."""
-        for callback in self._changed:
-            callback.__dict__.pop("on_fit_start", None)
-        self._changed = []
+        """Give Lightning's class its own methods back with the last of these runs."""
+        counted, self._counted = self._counted, False
+        WholeSummaries._runs -= counted
+        if counted and not WholeSummaries._runs:
+            for name, method in WholeSummaries._lightnings.items():
+                setattr(Summary, name, method)
 
 
-class _WholeSummary:
-    """Stands for ``on_fit_start`` of one ModelSummary."""
+def _in_view(method: Callable[..., T], whole_view: WholeView) -> Callable[..., T]:
+    """A method of a summary, run in sight of the whole module, and without an example input.
 
-    def __init__(self, summarize: Callable[..., None], whole_view: Callable[[], Any], divided: bool) -> None:
-        self._summarize, self._whole_view, self._divided = summarize, whole_view, divided
+    Sizes of outputs, which Lightning finds by running the module on that, would need a forward of all of it.
+    """
 
-    def __call__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        example = pl_module.example_input_array
-        if self._divided:
-            pl_module.example_input_array = None  # sizes of outputs would need a forward of all of it
+    @functools.wraps(method)
+    def in_view(summary: Any, *args: Any, **kwargs: Any) -> T:
+        given = args[0] if args else kwargs.get("model")
+        module = summary.__dict__.get("_model", given)  # which its constructor has yet to keep
+        view = whole_view(module)
+        if view is None:
+            return method(summary, *args, **kwargs)
+        example, module.example_input_array = module.example_input_array, None
         try:
-            with self._whole_view():
-                self._summarize(trainer, pl_module)
+            with view:
+                return method(summary, *args, **kwargs)
         finally:
-            pl_module.example_input_array = example
+            module.example_input_array = example
+
+    return in_view
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

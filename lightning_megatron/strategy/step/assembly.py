@@ -9,6 +9,7 @@ The order matters, and is the same on every rank::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile, compile_layers
 from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
@@ -67,6 +69,20 @@ class _Split:
     size: int
     state: TensorState
     report: ParallelReport
+
+    def __deepcopy__(self, memo: Any) -> _Split:
+        """The same: it tells of names and slices, and holds the group, which cannot be copied."""
+        return self
+
+
+def whole_view(module: pl.LightningModule) -> AbstractContextManager[None] | None:
+    """Shows a module that this process has divided, in whichever run, as one process has it; ``None`` for others."""
+    stage, split = Stage.of(module), Marks.of(module).get(_Split)
+    if stage is not None:
+        return shown_whole(module, stage.presence)
+    if split is None or split.state.is_trivial:
+        return None
+    return shown_whole(module, Presence.uncut(module, split.state.table, split.state.rank))
 
 
 @dataclass(frozen=True)
