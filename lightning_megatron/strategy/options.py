@@ -73,8 +73,9 @@ class Options:
             batches exact.
         whole_batch_loss: whether code outside the layers sees each batch whole. ``"auto"`` tries the step on parts of a
             batch and does what makes it that of one process: weighs micro-batches by samples or by counted targets,
-            adds them up, or keeps the batch whole. ``True`` keeps every batch whole; ``False`` takes the mean of the
-            micro-batches' losses as it is.
+            adds them up, or runs only the layers in micro-batches, where these compute sample by sample, and the code
+            around them on the whole batch. ``True`` says that the loss is one of the whole batch; ``False`` takes the
+            mean of the micro-batches' losses as it is.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every

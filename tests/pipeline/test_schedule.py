@@ -12,10 +12,12 @@ from lightning_megatron.pipeline.schedule import (
     Kind,
     Placement,
     Schedule,
+    lower,
     make_schedule,
     schedule_shape,
 )
 from lightning_megatron.pipeline.schedules.interleaved import group_sizes
+from lightning_megatron.pipeline.schedules.plain import mirrored
 from lightning_megatron.pipeline.timeline import Costs, check, simulate, text_grid
 
 ALL_SIZES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 7, 8, 12)))
@@ -148,6 +150,20 @@ def test_forward_only_does_every_forward_and_nothing_else() -> None:
                 itertools.product(range(count), range(shape.chunks))
             )
             assert len(steps) == count * shape.chunks
+
+
+def test_backwards_behind_all_forwards_pass_the_checker_in_any_placement() -> None:
+    for name, stages, micro_batches in itertools.product(SCHEDULES, (2, 3, 4), (1, 2, 5, 8)):
+        forwards = make_schedule(name, stages, micro_batches, forward_only=True)
+        both = mirrored(forwards)
+        check(both)
+        check(lower(both))
+        for steps in both.instructions:
+            kinds = [step.kind for step in steps]
+            assert kinds == sorted(kinds, key=[Kind.FORWARD, Kind.BACKWARD].index) and len(kinds) % 2 == 0
+        assert simulate(both).makespan == pytest.approx(3 * simulate(forwards).makespan), (
+            "a backward takes two forwards"
+        )
 
 
 def test_placements_are_inverses_of_each_other() -> None:

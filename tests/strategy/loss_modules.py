@@ -28,6 +28,8 @@ class Task(LightningModule):
 
     drop = 0.0
     padded_from = 0
+    layers_run_apart = True
+    """Under a pipeline, where the loss is one of the whole batch: whether the layers run in micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,8 +231,79 @@ class Reduced(Rows):
         return loss
 
 
+class Conditioned(Task):
+    """Statistics of the batch before the layers and behind them; layers take and give two tensors, and write into them;
+    the head is the embedding.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, more: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x.relu_() + more).tanh() + shift, more
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more, self.shift = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        self.layers = nn.ModuleList(Conditioned.Layer() for _ in range(4))
+        self.head.weight = self.embed.weight
+        self.calls = 0
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.embed(x)
+        hidden = (hidden - hidden.mean(0, keepdim=True)).transpose(0, 1).contiguous()
+        more = self.more(hidden.mean(0, keepdim=True))
+        for layer in self.layers:
+            hidden, more = layer(hidden, more, self.shift)
+        logits: Tensor = self.head(hidden.relu_().transpose(0, 1)) + more.mean()
+        return logits
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y).sqrt()
+        self.log("perplexity", loss.exp())
+        return loss / self.calls
+
+
+class Between(InBatch):
+    """The step keeps the output of a layer that is not the last one."""
+
+    layers_run_apart = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        logits: Tensor = self.head(self.layers[-1](x) + x)
+        return logits
+
+
+class AcrossSamples(InBatch):
+    """The layers compute over the samples that they see."""
+
+    layers_run_apart = False
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh() - x.mean(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AcrossSamples.Layer() for _ in range(4))
+        self.double()
+
+
 class Followed(Rows):
     """Layers follow the mean of what they see, in buffers that are assigned anew; nobody reads them."""
+
+    layers_run_apart = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +337,8 @@ WEIGHED: dict[str, Callable[[], Task]] = {
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
-    "running": Running, "followed": Followed,
+    "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,
+    "across_samples": AcrossSamples,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "vector": (Vector, r"a loss of shape \(.*,\)"),

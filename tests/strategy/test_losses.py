@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils.parametrizations import spectral_norm
 
+from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.cut.partition import make_partition
+from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.loss.traces import Traces, judge
 from lightning_megatron.strategy.loss.weighing import Counted, Part, Reading, candidates, find
+from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.step import tries
+from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
 from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Late, Noisy, Task, tokens
-from tests.strategy.test_step import engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
+from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
 
 BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
 
@@ -26,13 +34,50 @@ BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
 def _steps(module: Task, mesh: ParallelMesh, batches: list[Any], **options: Any) -> tuple[list[Any], Reading, int]:  # noqa: F811
     """What every step gives: loss, logs, the counter and the gradients; what was read; the most micro-batches."""
     engine = engine_of(module, mesh, **options)
+    found = _found(engine, module, batches)
+    cuts = [count for count, forward_only in engine.schedules if not forward_only]
+    return found, engine._in_parts._trials.reading, max(cuts, default=0)
+
+
+def _found(engine: StepEngine, module: Task, batches: list[Any]) -> list[Any]:
+    """What every step gives: loss, logs, the counter, the buffers and the gradients."""
     found = []
     for batch in batches:
         output, outcome = run(engine, module, batch)
         logs = {key.name: float(row[0]) for key, row in zip(outcome.logs.keys, outcome.logs.rows, strict=True)}
-        found.append([output["loss"].detach(), logs, getattr(module, "calls", 0), *gradients(module)])
-    cuts = [count for count, forward_only in engine.schedules if not forward_only]
-    return found, engine._in_parts._trials.reading, max(cuts, default=0)
+        buffers = [buffer.clone() for buffer in module.buffers()]
+        found.append([output["loss"].detach(), logs, getattr(module, "calls", 0), buffers, *gradients(module)])
+    return found
+
+
+def _cut_on_one_rank(module: Task, mesh: ParallelMesh, chunks: int, **options: Any) -> StepEngine:  # noqa: F811
+    """The engine of a pipeline of one rank with several virtual stages: all of a pipeline but the other processes."""
+    given = Options(pipeline_schedule="interleaved", virtual_pipeline_parallel_size=chunks, **options).engine()
+    streams, partition = SegmentStreams(CPU, 0, 7), make_partition(module, given.make_schedule(1, 1, forward_only=True))
+    presence = Presence.of_stage(module, partition, 0, {}, 0)
+    stage = Stage(module, partition, presence, CPU, streams)
+    engine = StepEngine(module, mesh, CPU, stage, presence, streams, TensorState(), given)
+    engine.model_gradients.prepare({}, [torch.optim.SGD(module.parameters(), lr=0.1)], whole=False, watched=False)
+    module.__dict__["log"] = lambda *args, **kwargs: engine.recording.recorder.log(*args, **kwargs)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "choice", "size"), [*((name, "auto", 2) for name in WHOLE), ("counted", True, 3), ("conditioned", True, 3)]
+)
+def test_layers_run_in_micro_batches_where_the_loss_is_one_of_the_batch(
+    mesh: ParallelMesh,  # noqa: F811
+    name: str,
+    choice: bool | str,
+    size: int,
+) -> None:
+    build: Any = {**WEIGHED, **WHOLE}[name]
+    expected, _, _ = _steps(build(), mesh, BATCHES)
+    module = build()
+    engine = _cut_on_one_rank(module, mesh, 2, micro_batch_size=size, whole_batch_loss=choice)
+    got = _found(engine, module, BATCHES)
+    assert not list(differences("", got, expected, 1e-12))
+    assert bool(engine._in_parts.around) is build.layers_run_apart
 
 
 @pytest.mark.parametrize("name", [*WEIGHED, *WHOLE])
@@ -218,13 +263,23 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     assert judge([added]) == ([], "") and judge([alike]) == ([right], "") and judge([added, alike])[1] == "right"
 
 
+class Ways(Callback):
+    """Notes in how many micro-batches the layers ran where the loss was one of the whole batch."""
+
+    apart: tuple[int, ...] = ()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = getattr(trainer.strategy, "run", None)
+        self.apart = tuple(run.engine._in_parts.around) if run is not None else ()
+
+
 def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
     """Losses, logged values, the counter and the weights of a run."""
     from lightning_megatron.strategy.strategy import MegatronStrategy
     from tests.strategy.habit_scenarios import Losses
 
-    losses = Losses()
-    trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses])
+    losses, ways = Losses(), Ways()
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
     module = {**WEIGHED, **WHOLE, **refused}[name]()
     trainer.fit(module)
@@ -232,12 +287,20 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     whole = {key: value.clone() for key, value in weights.items()} if weights else {}
-    return {"losses": losses.values, "logged": logged, "calls": float(getattr(module, "calls", 0)), "weights": whole}
+    return {
+        "losses": losses.values,
+        "logged": logged,
+        "calls": float(getattr(module, "calls", 0)),
+        "weights": whole,
+        "apart": ways.apart,
+    }
 
 
 EVERYDAY = [
     ("padded", (2, 2), {}),
     ("in_batch", (2, 1), {}),
+    ("conditioned", (2, 1), {"pipeline_schedule": "zb-v"}),
+    ("between", (2, 1), {}),
     ("followed", (2, 1), {}),
     ("warming", (2, 1), {"pipeline_schedule": "zb-v"}),
     ("counted", (2, 1), {"pipeline_schedule": "interleaved"}),
@@ -251,6 +314,8 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1), {"pipeline_schedule": "zb-v"}),
     ((2, 1), {"activation_recompute": "full"}),
     ((2, 1), {"tensor_parallel_size": 2}),
+    ((2, 1), {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    ((2, 1), {"whole_batch_loss": True, "micro_batch_size": 3}),
     ((1, 1), {}),
 ]
 ROWS = [(name, layout, arguments) for name in (*WEIGHED, *WHOLE) for layout, arguments in LAYOUTS]
@@ -260,7 +325,10 @@ def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
     expected = one_process(trained, None, name, {})
     devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
     first, *others = run_trainers(trained, layout, name, arguments, devices=devices)
-    assert not list(differences("", first.value, expected, 1e-9))
+    apart = [outcome.value["apart"] for outcome in (first, *others)]
+    runs_apart = name in WHOLE and layout[0] > 1 and WHOLE[name]().layers_run_apart
+    assert all(bool(counts) is runs_apart for counts in apart), apart
+    assert not list(differences("", first.value | {"apart": ()}, expected, 1e-9))
     for other in others:
         assert not list(differences("logged", other.value["logged"], expected["logged"], 1e-9))
 

@@ -15,7 +15,7 @@ says :mod:`.luggage`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,11 @@ class Snapshot:
         for change in reversed(self.changes):
             if change.is_of_micro_batch:
                 change.take_back()
+
+
+def lasts(effects: Iterable[Effect] | None) -> bool:
+    """Whether any of what layers left behind is more than a part of their outputs."""
+    return any(effect.kind != "return" for effect in effects or ())
 
 
 def returned_beside(layer: int, output: Any) -> Iterator[Effect]:

@@ -9,7 +9,7 @@ as the only stage of its pipeline: its program is F0 B0 F1 B1 ... without transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_megatron.mesh.batches import map_tensors, shape_signature
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.run.around import Around
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
@@ -90,7 +91,7 @@ class PipelineExecutor:
 
     def run(self, step: PipelineStep) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
-        self._split, program = self._program(step.schedule)
+        self._split, program = self._program(step.schedule, announces=step.whole is None)
         if step.goes_on is not None:  # of one micro-batch, all forwards may run before all backwards
             program = sorted(program, key=lambda entry: _is_of_backward(entry[1]))
         self._begin(step)
@@ -119,6 +120,10 @@ class PipelineExecutor:
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
         self._effects: dict[Place, tuple[Effect, ...]] = {}
+        self._around: Around | None = None
+        if step.whole is not None:
+            stage: Any = self._stage
+            self._around = Around(stage, step.whole, step.micro_batches, step.name, training=step.training)
 
     def _forget(self) -> None:
         """Drop everything that belongs to one step."""
@@ -129,13 +134,14 @@ class PipelineExecutor:
             self._weights = WeightGradients(self._stage.owned_layers())
         return self._weights
 
-    def _program(self, schedule: Schedule) -> tuple[frozenset[Place], Program]:
+    def _program(self, schedule: Schedule, *, announces: bool) -> tuple[frozenset[Place], Program]:
         """Compile the instructions of this stage into a list of calls, once per schedule.
 
         The schedule says only what is computed when. Here the transfers that follow from it are put in, receives are
         posted as early as their shapes are known (so that a message never waits for its receiver), and around every
         backward in which some gradients become final stands an announcement of which: their sums over replicas start
         then, under the backwards still to come. The table holds the schedule, because its id may be reused otherwise.
+        Nothing is announced where a backward of the code before the layers follows all of them.
 
         Returns:
             The (chunk, micro-batch) places whose backward is split into input and weight gradients, and the calls.
@@ -151,7 +157,9 @@ class PipelineExecutor:
         split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
         program: Program = []
-        finals = self._finality.after(schedule, self._weight_gradients().parameters if split else frozenset())
+        finals: Mapping[int, Final] = {}
+        if announces:
+            finals = self._finality.after(schedule, self._weight_gradients().parameters if split else frozenset())
         for slot in slots:
             final = finals.get(slot.position, False)
             announced = bool(final) and slot.action.name.startswith("BACKWARD")
@@ -179,7 +187,12 @@ class PipelineExecutor:
         self._switch_linears(place)
         received = self._inputs.pop(place, None) or Boundary()
         batch, training = step.micro_batches[slot.micro_batch], step.training
-        run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
+        if self._around is not None:
+            run = self._run_layers(self._around, slot, batch, received)
+            if slot.virtual == self._last:
+                return
+        else:
+            run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
         if slot.virtual == self._last:
             if training:
                 self.runs[place] = run
@@ -191,8 +204,26 @@ class PipelineExecutor:
         if training:
             self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
         if slot.onward is not None:
+            if not training:
+                self._sent_leaves[self._key(slot, slot.virtual + 1)] = run.sent.leaves
             self._inputs[slot.onward] = self._as_input(run.sent, self._stage.may_write(slot.virtual + 1, step.name))
             run.sent = Boundary(run.sent.leaves)
+
+    def _run_layers(self, around: Around, slot: Slot, batch: Any, received: Boundary) -> StageRun:
+        """Forward of a micro-batch where only layers run in micro-batches; keeps, or joins, what the last one gives."""
+        step, place, last = self._step, slot.place, slot.virtual == self._last
+        known = self._sent_leaves.get((*self._key(slot, slot.virtual + 1)[:-1], False))
+        at = slot.virtual, slot.micro_batch
+        run = around.run(at, step.call, batch, received, ends=last, leaves=known)
+        if last:
+            around.leave(slot.micro_batch, run)
+            if step.training:
+                self.runs[place] = run
+                self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
+                run.sent = Boundary(run.sent.leaves)
+            elif around.is_complete:
+                around.try_behind(step.outputs)
+        return run
 
     def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
         """What the next piece, on this very rank, receives: numbers of its own, if it may write into them, because this
@@ -204,12 +235,17 @@ class PipelineExecutor:
         return Boundary(sent.leaves, tensors, effects=sent.effects)
 
     def _backward(self, slot: Slot) -> None:
-        place = slot.place
+        place, around = slot.place, self._around
         self._switch_linears(place)  # for layers that are recomputed
+        if around is not None and slot.virtual == self._last:
+            if around.is_complete:
+                output = around.behind(self._backward_from_loss)
+                self._step.outputs[0] = map_tensors(output, torch.detach)
+            self._output_grads[place] = around.gradients(slot.micro_batch)
         run = self.runs.pop(place)
         self._stage.resume(slot.virtual, run)
-        if slot.virtual == self._last:
-            self._backward_from_loss(run)
+        if slot.virtual == self._last and around is None:
+            self._backward_from_loss(run.output, run.micro_batch)
             self._step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
         else:
             roots, grads = self._roots.pop(place), self._output_grads.pop(place)
@@ -217,6 +253,8 @@ class PipelineExecutor:
                 torch.autograd.backward(roots, grads)
         self._stage.end()
         if slot.virtual == 0:
+            if around is not None:
+                around.take(slot.micro_batch, run.received)
             return
         found = run.received.gradients()
         if slot.onward is not None:
@@ -224,9 +262,9 @@ class PipelineExecutor:
         else:
             self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
 
-    def _backward_from_loss(self, run: StageRun) -> None:
-        loss = trained_loss_of(run.output)
-        scale = torch.full_like(loss, self._step.loss_scales[run.micro_batch], requires_grad=False)
+    def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
+        loss = trained_loss_of(output)
+        scale = torch.full_like(loss, self._step.loss_scales[micro_batch], requires_grad=False)
         torch.autograd.backward(loss, scale)
 
     def _backward_input(self, slot: Slot) -> None:
@@ -242,7 +280,7 @@ class PipelineExecutor:
         signature = self._signatures.get(slot.micro_batch)
         if signature is None:
             signature = self._signatures[slot.micro_batch] = shape_signature(self._step.micro_batches[slot.micro_batch])
-        return (virtual, self._step.name, signature)
+        return (virtual, self._step.name, signature, self._around is not None)
 
     def _send_forward(self, slot: Slot) -> None:
         training = self._step.training

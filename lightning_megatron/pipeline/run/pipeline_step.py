@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.finality import Final
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
@@ -37,6 +38,8 @@ class RunsStep(Protocol):
         batch: Any,
         received: Boundary,
         where: str,
+        *,
+        trunk_only: bool = False,
     ) -> StageRun:
         """Forward of one micro-batch; ends where this virtual stage does."""
 
@@ -67,6 +70,8 @@ class PipelineStep:
         goes_on: asked, on every stage, between the forwards and the backwards of a step of one micro-batch: whether
             backwards are to run.
         outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
+        whole: where only the layers run in micro-batches: what runs once on the whole batch. There is one loss then,
+            and one output.
     """
 
     schedule: Schedule
@@ -77,6 +82,7 @@ class PipelineStep:
     gradients: HearsFinal | None = None
     goes_on: Callable[[], bool] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
+    whole: WholeBatch | None = None
 
     @property
     def training(self) -> bool:

@@ -1,4 +1,4 @@
-"""GPipe and 1F1B: whole backwards, one chunk per stage.
+"""GPipe and 1F1B: whole backwards, one chunk per stage; and GPipe for any placement of the chunks.
 
 In 1F1B a stage runs as few forwards as possible before its first backward, so it holds the activations of at most
 ``stages - rank`` micro-batches instead of all of them (Narayanan et al., SC21, arXiv 2104.04473, section 2.2.1)::
@@ -10,7 +10,9 @@ In 1F1B a stage runs as few forwards as possible before its first backward, so i
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
+from dataclasses import replace
+
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
 
 def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:
@@ -50,3 +52,34 @@ def alternate(forwards: list[Instruction], backwards: list[Instruction], warm_up
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)
     return order + backwards[len(forwards) - warm_up :]
+
+
+def mirrored(forwards: Schedule) -> Schedule:
+    """Append to each stage's forwards their backwards, last first: GPipe for any placement of the chunks.
+
+    A loss of the whole batch can be computed when the last forward is done and not before, so no backward can come
+    between the forwards. The backwards run in the mirror image of the forwards, which needs no order of its own to be
+    found: where the forwards finish, their mirror image does, and it takes as long::
+
+        stage 0  F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0
+        stage 1  .. F0 F1 F2 F3 loss B3 B2 B1 B0 ..
+
+    Args:
+        forwards: forwards only, without transfers.
+
+    Returns:
+        The schedule of a training step, without transfers.
+
+    Example:
+        >>> from lightning_megatron.pipeline.schedules.by_name import make_schedule
+        >>> both = mirrored(make_schedule("1f1b", stages=2, micro_batches=2, forward_only=True))
+        >>> [str(step) for step in both.instructions[0]]
+        ['F0.0', 'F1.0', 'B1.0', 'B0.0']
+    """
+    return replace(
+        forwards, instructions=tuple((*steps, *map(_backward, reversed(steps))) for steps in forwards.instructions)
+    )
+
+
+def _backward(forward: Instruction) -> Instruction:
+    return replace(forward, kind=Kind.BACKWARD)

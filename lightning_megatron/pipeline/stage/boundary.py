@@ -31,6 +31,34 @@ class Leaf:
     requires_grad: bool
 
 
+@dataclass(frozen=True)
+class Span:
+    """Samples ``start`` to ``stop`` of a batch of ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+    def dim_of(self, whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+        """The dimension along which a tensor of the batch has to be cut to give that of these samples; ``None`` where
+        both are alike.
+
+        Raises:
+            RuntimeError: they differ otherwise than by the number of samples.
+        """
+        dims = [dim for dim, (one, other) in enumerate(zip(whole, part, strict=False)) if one != other]
+        if len(whole) == len(part) and not dims:
+            return None
+        samples, dim = self.stop - self.start, dims[0] if dims else 0
+        if len(whole) != len(part) or len(dims) != 1 or whole[dim] * samples != part[dim] * self.total:
+            raise RuntimeError(
+                f"the code around the layers gives a tensor of shape {whole} for a batch of {self.total} samples and "
+                f"{part} for {samples} of them, which differ otherwise than by the number of samples. Cut or pad in "
+                "the collator, so that all micro-batches are alike, or set `micro_batch_size` to the batch size."
+            )
+        return dim
+
+
 @dataclass
 class Boundary:
     """What crosses between two stages in one micro-batch: the tensors, their description, and gradients come back.
@@ -40,13 +68,41 @@ class Boundary:
         tensors: the hidden state first, then further arguments, then numbers of ``effects``.
         grads: gradients of tensors that are no leaves of autograd, by place.
         effects: what layers have left behind besides their outputs; ``None`` where they leave nothing.
+        span: where the tensors are of a whole batch, to be cut when it is seen how: the samples of this micro-batch.
+        dims: place -> dimension along which its tensor was cut; none where all samples share it.
     """
 
     leaves: tuple[Leaf, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     effects: tuple[Effect, ...] | None = None
+    span: Span | None = None
+    dims: dict[int, int] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
+
+    def cut(self, place: int, like: Any) -> None:
+        """Leave, of the tensor at ``place``, which is of a whole batch, the samples of this micro-batch.
+
+        Args:
+            place: of the tensor.
+            like: what stands for it in the micro-batch; tells by its shape along which dimension the samples lie.
+                ``None`` where a micro-batch by itself has no such argument: along the first, if any.
+
+        Raises:
+            RuntimeError: it does not tell.
+        """
+        if self.span is None:
+            return
+        whole, span = self.tensors[place], self.span
+        shape = tuple(whole.shape if like is None else getattr(like, "shape", ()))
+        if like is None and shape[:1] == (span.total,):
+            shape = (span.stop - span.start, *shape[1:])
+        dim = span.dim_of(tuple(whole.shape), shape)
+        if dim is not None:
+            self.dims[place] = dim
+            whole = whole.narrow(dim, whole.shape[dim] * span.start // span.total, shape[dim])
+        part = whole.detach().clone(memory_format=torch.contiguous_format)
+        self.tensors[place] = part.requires_grad_(self.leaves[place].requires_grad and torch.is_grad_enabled())
 
     def arrive(self, place: int) -> Tensor:
         """The tensor at ``place``, for the stage's layers to use."""

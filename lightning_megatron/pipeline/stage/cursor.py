@@ -23,8 +23,10 @@ from torchmetrics import Metric
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away
+from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
+from lightning_megatron.pipeline.stage import order, trunk_output
 from lightning_megatron.pipeline.stage.arguments import flatten, same_nests, without_caches
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
@@ -70,7 +72,14 @@ class StageCursor:
         self._parts.use_streams(streams)
 
     def begin(
-        self, bounds: tuple[int, int], micro_batch: int, received: Boundary, where: str, watch: Provenance | None = None
+        self,
+        bounds: tuple[int, int],
+        micro_batch: int,
+        received: Boundary,
+        where: str,
+        watch: Provenance | None = None,
+        *,
+        trunk_only: bool = False,
     ) -> None:
         """Prepare for one run of the layers ``bounds`` on ``received``.
 
@@ -80,17 +89,20 @@ class StageCursor:
             received: what the stage before sent.
             where: name of the step.
             watch: follows the step's values, in the first run of its kind.
+            trunk_only: end behind the last layer.
         """
         self.first, self.stop = bounds
+        self._starts, self._trunk_only = self.first == 0 and received.span is None, trunk_only
         self.where, self.training = where, where == "training_step"
         self._watch = watch
         self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
-        self.computes_parts = self.first == 0 and not self.side_effects.looks
+        self.computes_parts = self._starts and not self.side_effects.looks
         self.micro_batch = micro_batch
         self.received = received
         self.sent = Boundary()
         self._aliases: dict[int, tuple[Any, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
+        self._filled: dict[int, Tensor] = {}
         self._next = 0
         self.running, self.parameters_read = True, False
         self._seeds = self._streams.enter_micro_batch(micro_batch, range(1 + self.first, 2 + self.stop))
@@ -136,12 +148,7 @@ class StageCursor:
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
         if self._next < self.stop or self.sends:
-            called = f"called only {self._next} of the {self._layers}" if self._next else "did not call the"
-            raise RuntimeError(
-                f"the step {called} layers of `{self._trunk}`; under a pipeline every layer must be called exactly "
-                f"once, and layer {self._next} was not called. If these are not the module's layers, name them with "
-                "`pipeline_layers=...`; otherwise use `pipeline_parallel_size=1`."
-            )
+            order.refuse_end(self._trunk, self._next, self._layers)
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
@@ -165,10 +172,12 @@ class StageCursor:
         return plain and self.shapes.keeps(call.module, args[0])
 
     def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_order(index)
+        if not self.running or index != self._next:
+            order.refuse_layer(self._trunk, index, self._next, running=self.running)
         self._next += 1
         if index < self.first:
-            return self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
+            output = self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
+            return output if index < self._layers - 1 else self._joined(call, output)
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
@@ -177,10 +186,21 @@ class StageCursor:
         if type(output) is not Tensor or self._made:
             self._note_made(args, kwargs, output)
         if index == self._layers - 1:
+            if self._trunk_only:
+                luggage = self.side_effects.pack()
+                leaves = luggage is not None and lasts(luggage.effects)
+                self.sent = trunk_output.taken(output, call.sentinel.name, leaves=leaves)
+                raise StageDone
             self._streams.enter_known(self._seeds[1 + self._layers])
             if self.received.effects is not None:
                 self.side_effects.finish_trunk()
         return output
+
+    def _joined(self, call: LayerCall, output: Any) -> Any:
+        """What the last layer gives for a whole batch, where all layers have run on its micro-batches."""
+        self._streams.enter_known(self._seeds[1 + self._layers])
+        assert isinstance(self.received, trunk_output.Joined)
+        return trunk_output.given(output, self.received, call.sentinel.name)
 
     def is_inside(self, index: int) -> bool:
         """Whether layer ``index``, a container of modules that are called one by one, has been entered already."""
@@ -223,8 +243,9 @@ class StageCursor:
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
-        if self.running and not in_backward() and (self.first == 0 or self._next > self.first):
-            raise RuntimeError(self._misplaced(call.sentinel.name))
+        late = self._next > min(self.first, self._layers - 1)
+        if self.running and not in_backward() and (self.first == 0 or late):
+            order.refuse_part(self._trunk, call.sentinel.name, self._next)
         return self._stand_in_for_part(call, args, kwargs)
 
     def _stand_in_for_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,49 +256,16 @@ class StageCursor:
 
     def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part that runs before the layers, on the stage that owns it."""
-        if not self.running or self.first == 0 or in_backward():
+        if not self.running or self._starts or in_backward():
             if self.running and self.side_effects.looks and not in_backward():
                 return self.side_effects.around(call.index, call.runs, args, kwargs)
             return call.runs(*args, **kwargs)
         return self._stand_in_for_part(call, args, kwargs)
 
-    def _misplaced(self, part: str) -> str:
-        option = f'pipeline_placement={{"{part}": "all"}}'
-        keep = f"keep it on every stage with `MegatronStrategy({option})`"
-        if self._next == 0:
-            return f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}."
-        return (
-            f"`{part}` was called when layer {self._next} of `{self._trunk}` was expected, and it is not on this "
-            "stage. If the step leaves layers out, or runs the model again (text generation: take the weights by "
-            "`strategy.full_state_dict()`), it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
-            f"if `{part}` belongs there, {keep}."
-        )
-
-    def _check_order(self, index: int) -> None:
-        if not self.running:
-            raise RuntimeError(
-                f"the layers of `{self._trunk}` were called outside of a training, validation, test or predict step. "
-                "They are spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` "
-                "for this."
-            )
-        if index == self._next:
-            return
-        if index < self._next:
-            last = self._next - 1
-            what = f"layer {index} of `{self._trunk}` was called again after layer {last}: the layers are called twice"
-        else:
-            what = (
-                f"layer {index} of `{self._trunk}` was called, but layer {self._next} comes next: a layer was left out"
-            )
-        raise RuntimeError(
-            f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second "
-            "forward, no generation, no layer dropping) or use `pipeline_parallel_size=1`."
-        )
-
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = flatten(args, kwargs)
+        leaves = self._fill(flatten(args, kwargs))
         main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
-        side = self._side_of(leaves, main)
+        side = self._side_of(leaves, main) if self.stop else _other_tensors(leaves, main)
         tensors = [self._original(leaves[index]) for index in (*main, *side)]
         for tensor in tensors:
             if tensor.__class__ is not Tensor:
@@ -323,6 +311,12 @@ class StageCursor:
         foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
         refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
 
+    def _fill(self, leaves: list[Any]) -> list[Any]:
+        """Arguments of a layer, with what the first layer got in the place of ``None``."""
+        if not self._filled:
+            return leaves
+        return [self._filled.get(at) if leaf is None else leaf for at, leaf in enumerate(leaves)]
+
     def _original(self, tensor: Tensor) -> Tensor:
         alias = self._aliases.get(id(tensor))
         return alias[1] if alias is not None else tensor
@@ -336,9 +330,9 @@ class StageCursor:
         possible (`become`), so that user code which kept a reference (``x = layer(x) + x``) sees it too. Where it is
         not, the pair is noted as an alias, and later layers that are handed the stand-in get the tensor.
         """
-        if self.first == 0 or (index > self.first and not self._aliases):
+        if self._starts or (index > self.first and not self._aliases and not self._filled):
             return args, kwargs
-        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
+        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0 and self.received.span is None
         if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
             if become(args[0], self.received.tensors[0], self.training):
                 self.received.tensors[0] = args[0]
@@ -347,7 +341,7 @@ class StageCursor:
         if index == self.first:
             self._insert_received(leaves)
         else:
-            leaves = [self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = self._fill([self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
         return same_nests(args, new_args), same_nests(kwargs, new_kwargs)
 
@@ -358,11 +352,15 @@ class StageCursor:
             if leaf.index < 0:
                 continue
             stand_in, new = leaves[leaf.index], id(leaves[leaf.index]) not in used
-            became = new and become(stand_in, self.received.tensors[place], self.training)
+            self.received.cut(place, stand_in)
+            fills = new and (self.received.span is None or type(stand_in) is Away)  # or it may be the user's own
+            became = fills and become(stand_in, self.received.tensors[place], self.training)
             if became:
                 self.received.tensors[place] = stand_in
             tensor = self._arrived(place)
-            if new and not became:
+            if stand_in is None:  # this micro-batch alone would need no mask
+                self._filled[leaf.index] = self._made[id(tensor)] = tensor
+            elif new and not became:
                 self._aliases[id(stand_in)] = (stand_in, tensor)
             used.add(id(stand_in))
             leaves[leaf.index] = tensor
@@ -375,7 +373,7 @@ class StageCursor:
         return self.received.arrive(place) if writes else self.received.tensors[place]
 
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index == self.first and self.first > 0:
+        if index == self.first and self.received.leaves:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
                 if leaf.index >= 0:
@@ -383,6 +381,11 @@ class StageCursor:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         self._streams.enter(self.micro_batch, 1 + index)
         return call.runs(*args, **kwargs)
+
+
+def _other_tensors(leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
+    """All tensors but the hidden state: at the first layer, for the micro-batches of a whole batch."""
+    return tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in main)
 
 
 def _refuse_away_metrics(module: nn.Module) -> None:

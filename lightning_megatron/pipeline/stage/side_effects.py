@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.containers import Container
-from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, Snapshot, returned_beside
+from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, Snapshot, lasts, returned_beside
 from lightning_megatron.pipeline.elsewhere.luggage import Luggage, from_bytes, has_away, to_bytes, unpack
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import Change
@@ -58,6 +58,7 @@ class SideEffects:
         self._ran: set[int] = set()
         self._put_off: list[tuple[Effect, tuple[Any, ...]]] = []
         self._travelling: set[_Kind] = set()
+        self._lasting: set[_Kind] = set()  # of these, where it is not only what layers return
         self._views: dict[int, list[tuple[Container, Any]]] = {}
         self._changes: list[tuple[int, Change]] = []
         self._lent: list[Change] = []
@@ -90,6 +91,10 @@ class SideEffects:
         self._first = first
         self.tracks = first or self._kind in self._travelling
         self.looks = self.tracks or (micro_batch == 0 and bounds[1] < self._last)
+
+    def found_in(self, where: str) -> bool:
+        """Whether layers here were seen to leave anything behind besides their outputs in the step of this name."""
+        return any(name == where for _, name in self._lasting)
 
     def end(self) -> None:
         """Finish a run: nothing of it stays referenced here, nor where layers of the next micro-batch would find it."""
@@ -245,6 +250,8 @@ class SideEffects:
     def _note_first(self) -> None:
         if self._first and (self._here or self._hooked()):
             self._travelling.add(self._kind)
+            if lasts(self._here) or self._hooked():
+                self._lasting.add(self._kind)
 
     def _all_received(self) -> list[Effect]:
         return [effect for effects in self._arrived().values() for effect in effects] if self._told else []

@@ -25,6 +25,7 @@ from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
+from lightning_megatron.pipeline.stage.trunk_output import Joined
 
 _NOTHING = nullcontext()
 
@@ -47,6 +48,7 @@ class Stage:
     Attributes:
         presence: what of the module is on this rank; told anew which copies no optimizer updates in each run.
         cursor: follows the user's step through the layers.
+        device: where this rank computes.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Stage:
         self.module = module
         self.partition = partition
         self.presence = presence
-        self.stage = presence.stage
+        self.stage, self.device = presence.stage, device
         trunk = partition.trunk
         self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
@@ -125,6 +127,8 @@ class Stage:
         batch: Any,
         received: Boundary,
         where: str,
+        *,
+        trunk_only: bool = False,
     ) -> StageRun:
         """Run the user's step on one micro-batch.
 
@@ -135,12 +139,51 @@ class Stage:
             batch: the micro-batch.
             received: what the previous virtual stage sent; empty on the first.
             where: name of the step; a backward follows ``"training_step"``.
+            trunk_only: end behind the last layer, whose output is then what is sent.
         """
-        bounds = self.partition.bounds[virtual_stage]
+        return self._run(self.partition.bounds[virtual_stage], micro_batch, step, batch, received, where, trunk_only)
+
+    def run_before(self, step: Callable[[Any, int], Any], batch: Any, where: str) -> StageRun:
+        """Run the user's step on a whole batch up to the first layer; what that is called with is what is sent."""
+        return self._run((0, 0), 0, step, batch, Boundary(), where)
+
+    def run_behind(self, step: Callable[[Any, int], Any], batch: Any, received: Joined, where: str) -> StageRun:
+        """Run the user's step on a whole batch for the sake of the code behind the layers.
+
+        Args:
+            step: the user's step, taking the batch and 0.
+            batch: the whole batch.
+            received: what the last layer gave for its micro-batches.
+            where: name of the step.
+        """
+        layers = len(self.partition.trunk.layer_names)
+        return self._run((layers, layers), 0, step, batch, received, where)
+
+    @property
+    def calls_layers_whole(self) -> bool:
+        """Whether each layer is called as one, so that what is before and behind the layers can run by itself."""
+        layers = [self.module.get_submodule(name) for name in self.partition.trunk.layer_names]
+        return not any(isinstance(layer, (nn.ModuleList, nn.ModuleDict)) for layer in layers)
+
+    def leaves_behind(self, where: str) -> bool:
+        """Whether layers here were seen to leave anything behind besides their outputs in the step of this name."""
+        return self.cursor.side_effects.found_in(where)
+
+    def _run(
+        self,
+        bounds: tuple[int, int],
+        micro_batch: int,
+        step: Callable[[Any, int], Any],
+        batch: Any,
+        received: Boundary,
+        where: str,
+        trunk_only: bool = False,
+    ) -> StageRun:
         watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
-        self.cursor.begin(bounds, micro_batch, received, where, watch)
+        again = bounds[0] > 0 or received.span is not None
+        self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only)
         try:
-            with watch or _NOTHING, self._keeping_early_buffers(virtual_stage):
+            with watch or _NOTHING, self._keeping_early_buffers(again):
                 if watch is not None and self.cursor.sends and not self.cursor.training:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
@@ -170,19 +213,21 @@ class Stage:
         bounds = self.partition.bounds[virtual_stage]
         return not self.cursor.watch_plan.is_done(bounds, where) or self.cursor.writes(bounds)
 
-    def _keeping_early_buffers(self, virtual_stage: int) -> AbstractContextManager[None]:
+    def _keeping_early_buffers(self, again: bool) -> AbstractContextManager[None]:
         """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
-        again = virtual_stage > 0 and self.partition.owners[0] == self.stage
+        again = again and self.partition.owners[0] == self.stage
         return self._undoing_buffers() if again and self.partition.early_buffers else _NOTHING
 
     @contextmanager
     def _undoing_buffers(self) -> Iterator[None]:
         buffers = [(name, self.module.get_buffer(name)) for name in self.partition.early_buffers]
-        kept = [(name, buffer, buffer.clone()) for name, buffer in buffers]
+        kept = [(name, buffer, buffer.clone(), buffer._version) for name, buffer in buffers]
         try:
             yield
         finally:
-            for name, buffer, value in kept:
+            for name, buffer, value, version in kept:
+                if buffer._version == version and self.module.get_buffer(name) is buffer:
+                    continue  # a graph of the first run may need it unwritten
                 owner, _, leaf = name.rpartition(".")
                 with torch.no_grad():
                     self.module.get_submodule(owner)._buffers[leaf] = buffer.copy_(value)

@@ -39,6 +39,8 @@ class UncutModule:
         batch: Any,
         received: Boundary,
         where: str,
+        *,
+        trunk_only: bool = False,
     ) -> StageRun:
         """Run the user's step on one micro-batch; its backward has to follow before the next one.
 
@@ -49,6 +51,7 @@ class UncutModule:
             batch: the micro-batch.
             received: empty.
             where: name of the step.
+            trunk_only: never, with one stage.
         """
         if self._segments is None:
             self._streams.enter_micro_batch(micro_batch)

@@ -274,6 +274,15 @@ class Recording:
         finally:
             self.recorder = None
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a part of the step whose logs another part gives again."""
+        kept, self.recorder = self.recorder, LogRecorder(self._module, None, self._check, take=self._take)
+        try:
+            yield
+        finally:
+            self.recorder = kept
+
     def metric_calls(self) -> MetricCalls | None:
         """The running step's calls of metrics, where it has several micro-batches."""
         return None if self.recorder is None else self.recorder.metric_calls

@@ -12,7 +12,7 @@ between them::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -110,14 +110,17 @@ class LastStageWrites:
     Args:
         module: the user's module.
         layers: names of the trunk's layers, which run on one virtual stage each.
+        also: which modules outside the layers are followed, besides their owners and metrics.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
+    def __init__(
+        self, module: nn.Module, layers: Sequence[str], also: Callable[[nn.Module], bool] = lambda _: False
+    ) -> None:
         self._module = module
         inside = tuple(f"{layer}." for layer in layers) or "\0"
         around = {layer[:end] for layer in layers for end in (0, *(i for i, char in enumerate(layer) if char == "."))}
-        metrics = (name for name, child in module.named_modules() if isinstance(child, Metric))
-        self._names = sorted({"", *around, *(name for name in metrics if not f"{name}.".startswith(inside))})
+        others = (name for name, child in module.named_modules() if isinstance(child, Metric) or also(child))
+        self._names = sorted({"", *around, *(name for name in others if not f"{name}.".startswith(inside))})
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -145,6 +148,11 @@ class Counters:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def of_layers(self) -> Counters:
+        """Those that layers write."""
+        mine = [(slot, own) for slot, own in zip(self._slots, self._turns, strict=True) if own is not None]
+        return Counters([slot for slot, _ in mine], [own for _, own in mine])
 
     def begin(self) -> None:
         """Remember them at the start of a batch."""
@@ -174,7 +182,8 @@ def judge(
         lasting: what even these may not: buffers, which are part of the module's state.
 
     Returns:
-        Names of what is the same for all, and the name of one value that has to be written by the whole batch, or "".
+        Names of what is the same for all, and the name of one value that has to be written by the whole batch, or "";
+        one that layers write before any other.
     """
     counters: dict[Name, None] = {}
     adding: set[Name] = set()
@@ -192,6 +201,7 @@ def judge(
     others += [name for name in counters if name in adding]
     inside = tuple(f"{layer}." for layer in layers)
     outside = [name for name in others if name in lasting or not f"{name[0]}.".startswith(inside or "\0")]
+    outside.sort(key=lambda name: not f"{name[0]}.".startswith(inside or "\0"))
     return list(counters), ".".join(str(part) for part in outside[0] if part) if outside else ""
 
 

@@ -181,12 +181,14 @@ class Reading:
         writes: see :class:`Finding`.
         logs: see :class:`Finding`.
         settled: whether the latest trial could tell.
+        stays: whether the user has said that the loss is one of the whole batch.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
     writes: str = ""
     logs: Mapping[str, str] = field(default_factory=dict)
     settled: bool = False
+    stays: bool = False
 
     def after(self, found: Finding) -> Reading:
         """What is known after a further trial."""
@@ -195,12 +197,12 @@ class Reading:
         else:
             fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
         logs = {**self.logs, **{k: h if self.logs.get(k, h) == h else "" for k, h in found.logs.items()}}
-        return Reading(fits, self.writes or found.writes, logs, found.tells)
+        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays)
 
     @property
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
-        return not self.fits or bool(self.writes)
+        return self.stays or not self.fits or bool(self.writes)
 
     @property
     def way(self) -> Any:

@@ -27,6 +27,7 @@ from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.schedules.by_name import make_schedule
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.lowering import halve_backwards, join_halves, lower
+from lightning_megatron.pipeline.schedules.plain import mirrored
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
@@ -41,8 +42,21 @@ from lightning_megatron.strategy.world import World
 class Stages(Protocol):
     """One stage or several."""
 
-    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
-        """The lowered schedule of a step."""
+    def schedule(self, micro_batches: int, *, forward_only: bool, around: bool = False) -> Schedule:
+        """The lowered schedule of a step.
+
+        Args:
+            micro_batches: how many there are.
+            forward_only: whether no backward follows.
+            around: whether the loss is computed behind all forwards.
+        """
+
+    @property
+    def may_run_around(self) -> bool:
+        """Whether layers may run in micro-batches, and the code around them on the whole batch; equal on all ranks."""
+
+    def leaves_behind(self, where: str) -> bool:
+        """Whether layers of this stage were seen to leave anything behind besides their outputs in this step."""
 
     def begin_training(self) -> None:
         """Called before each training step."""
@@ -91,7 +105,13 @@ class OneStage:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
         self._opened: tuple[UncutModule, PipelineExecutor] | None = None
 
-    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+    may_run_around = False  # one stage has nobody to wait for
+
+    def leaves_behind(self, where: str) -> bool:
+        """Not asked."""
+        return False
+
+    def schedule(self, micro_batches: int, *, forward_only: bool, around: bool = False) -> Schedule:
         """F0 B0 F1 B1 ...: with nobody to wait for, one micro-batch at a time needs the least memory."""
         return lower(make_schedule("1f1b", 1, micro_batches, forward_only=forward_only))
 
@@ -176,9 +196,21 @@ class SeveralStages:
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
 
-    def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
+    @property
+    def may_run_around(self) -> bool:
+        """See :class:`Stages`; a rank that is alone has nothing to try it on."""
+        return self._world.compares and self._stage.calls_layers_whole
+
+    def leaves_behind(self, where: str) -> bool:
+        """See :class:`Stages`."""
+        return self._stage.leaves_behind(where)
+
+    def schedule(self, micro_batches: int, *, forward_only: bool, around: bool = False) -> Schedule:
         """The user's; in 16 bits with halved backwards, which round in every schedule alike."""
-        schedule = self._options.make_schedule(self._mesh.layout.pipeline, micro_batches, forward_only=forward_only)
+        stages, only = self._mesh.layout.pipeline, forward_only or around
+        schedule = self._options.make_schedule(stages, micro_batches, forward_only=only)
+        if around and not forward_only:
+            schedule = mirrored(schedule)
         return (halve_backwards if self._rounds() else join_halves)(lower(schedule))
 
     def _rounds(self) -> bool:

@@ -25,6 +25,7 @@ from lightning_megatron.mesh.batches import (
 )
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.lightning.trainer_access import stops
@@ -57,6 +58,7 @@ class ScheduledStep:
 
     Attributes:
         schedules: by number of micro-batches, and whether only forwards run.
+        around: schedules of steps whose loss is one of the whole batch, by number of the layers' micro-batches.
     """
 
     def __init__(
@@ -81,17 +83,23 @@ class ScheduledStep:
         self._uncut: dict[int, int] = {}
         self._outcome: Outcome | None = None
         self.schedules: dict[tuple[int, bool], Schedule] = {}
+        self.around: dict[int, Schedule] = {}
         forwards = partial(self._schedule, forward_only=True)
         self._writes = LastStageWrites(module, layers)
         self._skips = Skips(module, alone=mesh.layout.data == 1)
-        self._trials = LossTrials(module, layers, mesh, device, stages, streams, recording, forwards)
+        self._layers = layers
+        self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
+        always = options.whole_batch_loss is True
+        self._trials = LossTrials(
+            module, layers, mesh, device, stages, streams, recording, forwards, always_whole=always
+        )
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
         sink = self._gradients.sink
         self._stages.begin_training()
         split = [batch]
-        if self._options.whole_batch_loss is not True:
+        if self._options.whole_batch_loss is not True or self._stages.may_run_around:
             split = self._split(batch, self._options.micro_batch_size, alike=True)
         try:
             parts, cut = self._cut(call, batch, split)
@@ -138,16 +146,19 @@ class ScheduledStep:
     def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], _Cut]:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
         whole, replicas = self._options.whole_batch_loss, self._mesh.layout.data
-        if self._skips.may and whole == "auto" and len(parts) > 1:
-            self._skips.say(len(parts), self._mesh.layout.pipeline)
+        if self._skips.may and whole and len(parts) > 1:
+            if whole == "auto":
+                self._skips.say(len(parts), self._mesh.layout.pipeline)
             return [batch], _Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
         logs: Mapping[str, str] = {}
         counters, sums = Counters(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
-        if whole == "auto" and weigh is None and (len(parts) > 1 or self._trials.reading.fits):
+        layers: list[Any] = []
+        if whole and weigh is None and (len(parts) > 1 or self._trials.reading.fits):
             read = self._trials.read(call, batch, parts) if len(parts) > 1 else self._trials.reading
             if read.whole:
-                parts = [batch]
+                layers, parts = parts if self._trials.around and len(parts) > 1 else [], [batch]
+                counters = self._trials.counters.of_layers()
             else:
                 logs, counters, sums = read.logs, self._trials.counters, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None
@@ -158,7 +169,7 @@ class ScheduledStep:
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
-        return parts, _Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters)
+        return parts, _Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters, layers=layers)
 
     def _weights(self, parts: Sequence[Any]) -> list[float]:
         """Weight of each micro-batch in the means of this replica."""
@@ -188,14 +199,38 @@ class ScheduledStep:
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
         with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
-            schedule = self._schedule(len(parts), forward_only=not training)
             call = asks.hears(call) if asks is not None else call
-            recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
-            step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
+            if cut.layers:
+                step = self._step_around(call, recorder, batch, scales, cut, name)
+            else:
+                schedule = self._schedule(len(parts), forward_only=not training)
+                recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
+                step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
-            with self._stages.running(batch, len(parts), training=training) as executor:
+            with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
                 executor.run(step)
-            return self._stages.outcome(partial(self._merge, step, recorder, cut), name)
+            return self._stages.outcome(partial(self._merge, step, parts, recorder, cut), name)
+
+    def _step_around(
+        self,
+        call: Callable[[Any], Any],
+        recorder: LogRecorder,
+        batch: Any,
+        scales: list[float],
+        cut: _Cut,
+        name: str,
+    ) -> PipelineStep:
+        """A step whose layers run in micro-batches, and the code around them on the whole batch."""
+        count = len(cut.layers)
+        if count not in self.around:
+            self.around[count] = self._stages.schedule(count, forward_only=False, around=True)
+        if self._outside is None:  # parts with parameters run once, before the layers or behind them
+            bare = LastStageWrites(self._module, self._layers, lambda child: next(child.parameters(), None) is None)
+            self._outside = LastStageWrites(self._module, self._layers, lambda _: True), bare
+        schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
+        calls = _RecordedAround(call, self._recording, recorder, cut, self._outside, reaches_end=last)
+        whole = WholeBatch(batch, calls.before, calls.behind)
+        return PipelineStep(schedule, calls.layers, cut.layers, name, scales, self._gradients.sink, whole=whole)
 
     def _schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         key = (micro_batches, forward_only)
@@ -203,9 +238,9 @@ class ScheduledStep:
             self.schedules[key] = self._stages.schedule(micro_batches, forward_only=forward_only)
         return self.schedules[key]
 
-    def _merge(self, step: PipelineStep, recorder: LogRecorder, cut: _Cut) -> Outcome:
+    def _merge(self, step: PipelineStep, parts: list[Any], recorder: LogRecorder, cut: _Cut) -> Outcome:
         """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""
-        parts, weights = step.micro_batches, cut.weights
+        weights = cut.weights
         outputs = [step.outputs.get(index) for index in range(len(parts))]  # none, where the step is left out
         sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
         self._appended.merge(weights, sizes)
@@ -236,6 +271,7 @@ class _Cut:
         logs: how logged values combine, where that is known.
         counters: put back before each of them.
         sums: whether their losses are added up.
+        layers: the micro-batches in which layers run, where the loss is one of the whole batch.
     """
 
     weights: list[float]
@@ -243,6 +279,7 @@ class _Cut:
     logs: Mapping[str, str] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     sums: bool = False
+    layers: list[Any] = field(default_factory=list)
 
 
 class _Recorded:
@@ -272,6 +309,44 @@ class _Recorded:
         self._left[index] -= 1
         with self._writes.undone() if self._left[index] else nullcontext():
             return self._call(part)
+
+
+class _RecordedAround:
+    """The user's step on a whole batch, of which the layers run in micro-batches: it writes and logs once."""
+
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        recording: Recording,
+        recorder: LogRecorder,
+        cut: _Cut,
+        writes: tuple[LastStageWrites, LastStageWrites],
+        *,
+        reaches_end: bool,
+    ) -> None:
+        self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
+        self._counters, self._weight, self._reaches_end = cut.counters, cut.weights[0], reaches_end
+        self._turns = [0] * len(cut.layers)
+        self._counters.begin()
+
+    def layers(self, part: Any, index: int) -> Any:
+        """On a micro-batch, for its layers."""
+        self._counters.put_back(self._turns[index])
+        self._turns[index] += 1
+        with self._writes[0].undone(), self._recording.aside():
+            return self._call(part)
+
+    def before(self, batch: Any, _: int) -> Any:
+        """On the whole batch, up to the layers."""
+        if not self._reaches_end:
+            return self._call(batch)
+        with self._writes[1].undone(), self._recording.aside():
+            return self._call(batch)
+
+    def behind(self, batch: Any, _: int) -> Any:
+        """On the whole batch, from the layers' output on."""
+        self._recorder.begin_micro_batch(self._weight, self._weight)
+        return self._call(batch)
 
 
 def _without_loss(output: Any) -> Any:

@@ -37,6 +37,7 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
+from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.traces import Counters, Name, Traces, judge
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Part, Reading, candidates, find
 from lightning_megatron.strategy.step.among_stages import Stages
@@ -59,10 +60,12 @@ class LossTrials:
         streams: random streams per segment.
         recording: of the logs.
         schedule: gives the schedule of a forward of so many micro-batches.
+        always_whole: whether the user has said that the loss is one of the whole batch.
 
     Attributes:
         reading: what the loss is made of, as far as it was seen.
         counters: values that a step writes once per batch.
+        around: whether the layers of a batch whose loss is one of the whole batch may run in micro-batches.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class LossTrials:
         streams: SegmentStreams,
         recording: Recording,
         schedule: Callable[[int], Schedule],
+        *,
+        always_whole: bool = False,
     ) -> None:
         self._module, self._layers, self._mesh, self._device = module, layers, mesh, device
         self._stages, self._streams, self._recording, self._schedule = stages, streams, recording, schedule
@@ -82,8 +87,9 @@ class LossTrials:
         self._looks: set[Any] = set()
         self._keys: set[str] = set()
         self._new_keys, self._fresh = False, False
-        self.reading = Reading()
+        self.reading = Reading(stays=always_whole)
         self.counters = Counters()
+        self.around, self._apart = False, ""
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -94,7 +100,7 @@ class LossTrials:
             parts: its micro-batches, two or more.
         """
         self._steps += 1
-        if not self.reading.whole or self._steps == 1:
+        if not self.reading.whole or self._steps == 1 or self.around:
             why = self._due(batch, parts)
             if why:
                 self._try(call, batch, parts, why)
@@ -115,6 +121,8 @@ class LossTrials:
             return "look"
         if self._steps >= self._next:
             return "time"
+        if self.reading.whole:
+            return ""
         if self._new_keys or (not self.reading.settled and self._steps <= _UNSETTLED):
             return "keys"
         counts = list(self.reading.open())
@@ -139,10 +147,33 @@ class LossTrials:
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
-        found.writes = next(filter(None, objects.gather(writes, self._mesh.group("world"))), "")
+        inside = _is_inside(writes, self._layers) or self._stages.leaves_behind(TRIAL)
+        alone = self._stages.may_run_around and not inside
+        told = objects.gather((writes, alone), self._mesh.group("world"))
+        found.writes = next((writes for writes, _ in told if writes), "")
         self.reading = before.after(found)
         self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
-        self._say(before, found, len(parts), why)
+        could, self.around = self.around, False
+        if self.reading.whole and all(alone for _, alone in told):
+            self._apart = self._try_around(call, joins)
+            self.around = not self._apart
+        if not (could and self.around):
+            self._say(before, found, len(parts), why)
+
+    def _try_around(self, call: Callable[[Any], Any], joins: _Joins) -> str:
+        """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
+        *parts, both = joins.pieces[:3]
+        tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule)
+        with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
+            tried.run(executor)
+
+        def judged() -> Outcome:
+            why = tried.verdict(self._device, lambda loss: _narrowest(loss, self._device))
+            return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=[why])
+
+        why = self._stages.outcome(judged, TRIAL).output[0]
+        self._stages.settle()
+        return next(filter(None, objects.gather(tried.failed or why, self._mesh.group("world"))), "")
 
     def _found(self, step: PipelineStep, tried: _Tried, joins: _Joins) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
@@ -181,7 +212,9 @@ class LossTrials:
         now = self.reading
         if now.whole:
             stages = self._mesh.layout.pipeline
-            if now.writes:
+            if now.stays:
+                what = "`whole_batch_loss=True`"
+            elif now.writes:
                 what = f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
             else:
                 whole, mean = found.numbers
@@ -189,7 +222,16 @@ class LossTrials:
                     f"the loss of `training_step` is {whole:.6g} for two micro-batches at once, and {mean:.6g} as the "
                     "mean of their losses"
                 )
+            if self.around:
+                rank_zero_info(
+                    f"{what}. So that the step is that of one process, the layers run in {parts} micro-batches, and "
+                    "the code before and behind them once on the whole batch: all forwards, then all backwards, with "
+                    f"the activations of all {parts} micro-batches."
+                )
+                return
             idle = f", in which each of the {stages} stages is busy a {stages}th of the time" if stages > 1 else ""
+            if self._apart:
+                idle += f" (its layers cannot run in micro-batches: {self._apart})"
             said = (
                 f"{what}. So that the step is that of one process, each batch runs whole{idle}, with the activations "
                 f"of all {parts} micro-batches. A loss that is a mean over samples, or `micro_batch_loss_weight=...`, "
@@ -283,6 +325,11 @@ class _Tried:
             logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
             plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
             yield {name: float(row[0]) for name, row in plain}
+
+
+def _is_inside(writes: str, layers: Sequence[str]) -> bool:
+    """Whether a value of this name is written by a layer."""
+    return f"{writes}.".startswith(tuple(f"{layer}." for layer in layers)) if layers else False
 
 
 def _look_of(batch: Any) -> Any:

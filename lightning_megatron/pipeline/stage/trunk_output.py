@@ -1,0 +1,127 @@
+"""The output of the last layer, where the code behind the layers runs by itself.
+
+Layers run on micro-batches, and what is behind them on the whole batch. So the step ends behind the last layer, and the
+step on the batch, whose layers give stand-ins, is handed what they gave, joined::
+
+    micro-batch 0   ... last layer ──▶ (x [2, 8], None)   taken: x ─┐
+    micro-batch 1   ... last layer ──▶ (x [2, 8], None)   taken: x ─┴─▶ joined [4, 8]
+    batch           ... last layer ──▶ (0 [4, 8], None)   given: (joined, None) ──▶ the head, the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.pipeline.elsewhere.away import refuse_away
+from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, Span
+
+
+def refuse_left_behind() -> NoReturn:
+    """Complain about layers, or parts before them, that leave something behind besides their outputs."""
+    raise RuntimeError(
+        "layers leave something behind besides their outputs in `training_step` that they did not leave when it was "
+        "tried; it would be that of one micro-batch. Let them leave it in every forward, or set `micro_batch_size` to "
+        "the batch size."
+    )
+
+
+def taken(output: Any, layer: str, *, leaves: bool) -> Boundary:
+    """The tensors in what the last layer gave for a micro-batch.
+
+    Args:
+        output: of the layer.
+        layer: its name.
+        leaves: whether layers leave something behind besides their outputs.
+
+    Raises:
+        RuntimeError: they do, or there is no tensor.
+    """
+    if leaves:
+        refuse_left_behind()
+    refuse_away(output, f"the output of layer `{layer}`")
+    places = [(at, leaf) for at, leaf in enumerate(pytree.tree_leaves(output)) if isinstance(leaf, Tensor)]
+    if not places:
+        raise RuntimeError(f"layer `{layer}` returned {type(output).__name__}, which holds no tensor.")
+    told = tuple(Leaf(at, tuple(t.shape), t.dtype, t.requires_grad) for at, t in places)
+    return Boundary(told, [tensor for _, tensor in places])
+
+
+@dataclass
+class Joined(Boundary):
+    """What the last layer has given for all micro-batches of a batch.
+
+    Attributes:
+        parts: by micro-batch.
+        spans: their samples.
+        wants: whether gradients will be asked for.
+    """
+
+    parts: list[Boundary] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    wants: bool = False
+
+    def join(self, place: int, like: Tensor) -> Tensor:
+        """The tensor of the whole batch.
+
+        Args:
+            place: of the tensor.
+            like: what stands for it; tells by its shape along which dimension the samples lie.
+
+        Raises:
+            RuntimeError: it does not tell.
+        """
+        pieces, whole = [part.tensors[place] for part in self.parts], tuple(like.shape)
+        dims = {span.dim_of(whole, tuple(piece.shape)) for span, piece in zip(self.spans, pieces, strict=True)}
+        if len(dims) > 1 or (None in dims and len(pieces) > 1):
+            raise RuntimeError(
+                f"the last layer gives a tensor of shape {whole} for a whole batch and for each of its micro-batches; "
+                "it is not known what it would be for the batch. Set `micro_batch_size` to the batch size."
+            )
+        dim = dims.pop() or 0
+        tensor, leaf = torch.cat(pieces, dim), self.parts[0].leaves[place]
+        wants = self.wants and leaf.requires_grad
+        self.dims[place] = dim
+        self.leaves = (*self.leaves, Leaf(leaf.index, whole, leaf.dtype, wants))
+        self.tensors.append(tensor.requires_grad_(wants))
+        return self.arrive(place)
+
+    def parts_of_gradients(self) -> Iterator[list[Tensor]]:
+        """The gradients of what each micro-batch gave."""
+        dims = [self.dims[place] for place, leaf in enumerate(self.leaves) if leaf.requires_grad]
+        found = list(zip(self.gradients(), dims, strict=True))
+        for span in self.spans:
+            rows = [
+                (grad.shape[dim] * span.start // span.total, grad.shape[dim] * span.stop // span.total)
+                for grad, dim in found
+            ]
+            pairs = zip(found, rows, strict=True)
+            yield [grad.narrow(dim, start, stop - start).contiguous() for (grad, dim), (start, stop) in pairs]
+
+
+def given(output: Any, joined: Joined, layer: str) -> Any:
+    """What the last layer gives for the whole batch.
+
+    Args:
+        output: stand-in for it.
+        joined: what it gave for the micro-batches.
+        layer: name of the layer.
+
+    Raises:
+        RuntimeError: it gives other tensors than it would give for the batch.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if any(places != [leaf.index for leaf in part.leaves] for part in joined.parts):
+        raise RuntimeError(
+            f"layer `{layer}` gives other tensors for micro-batches than for the whole batch; set `micro_batch_size` "
+            "to the batch size."
+        )
+    for place, at in enumerate(places):
+        leaves[at] = joined.join(place, leaves[at])
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,134 @@
+"""Whether the layers may run in micro-batches where the loss is one of the whole batch, found out by trying.
+
+They may where each of them computes sample by sample, and where the code behind them asks for nothing but the last
+one's output. Two micro-batches are run in four ways, forward only; what is equal must be::
+
+    whole     the user's step on both at once                          ┐ equal: the code around the layers
+    joined    before(both) ─▶ layers(both) ─▶ behind(both)             ┘ can run by itself
+
+    apart     before(both) ─▶ layers(one), layers(other) ─▶ behind     ┐ equal: layers compute sample by sample;
+    again     before(both) ─▶ layers(both) ─▶ behind                   ┘ random numbers of layers as in ``apart``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.pipeline.run.around import WholeBatch
+from lightning_megatron.pipeline.run.executor import PipelineExecutor
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.loss.traces import Traces
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}  # relative, of a loss or logged value
+_NARROW = 2e-3
+_NOTHING = nullcontext()
+
+
+class AroundTrial:
+    """Runs two micro-batches in the four ways; leaves nothing behind.
+
+    Args:
+        call: the user's step, taking a (micro-)batch.
+        recording: of the logs.
+        traces: of the module, to be put back.
+        parts: two neighbouring micro-batches.
+        both: the two at once.
+        schedule: gives the schedule of a forward of so many micro-batches.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        recording: Recording,
+        traces: Traces,
+        parts: Sequence[Any],
+        both: Any,
+        schedule: Callable[[int], Schedule],
+    ) -> None:
+        self._call, self._recording, self._traces = call, recording, traces
+        self._parts, self._both, self._schedule = list(parts), both, schedule
+        self._draws = SameDraws({2: (0, 1)})
+        self._found: list[tuple[Any, LogRecorder]] = []
+        self.failed = ""
+
+    def run(self, executor: PipelineExecutor) -> None:
+        """Run all four, as far as this rank's stages go."""
+        whole = PipelineStep(self._schedule(1), self._recorded, [self._both], TRIAL)
+        executor.run(whole)
+        self._around(executor, [self._both], lambda index: _NOTHING)
+        self._around(executor, self._parts, lambda index: self._draws.run(index))
+        self._around(executor, [self._both], lambda index: self._draws.run(2))
+
+    def _around(
+        self, executor: PipelineExecutor, parts: list[Any], around: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        def layers(part: Any, index: int) -> Any:
+            with around(index), self._recording.aside():
+                return self._alone(part)
+
+        def before(batch: Any, _: int) -> Any:
+            with self._recording.aside():
+                return self._alone(batch)
+
+        whole = WholeBatch(self._both, before, self._recorded)
+        executor.run(PipelineStep(self._schedule(len(parts)), layers, parts, TRIAL, whole=whole))
+        self.failed = self.failed or whole.failed
+
+    def _recorded(self, batch: Any, _: int) -> Any:
+        with self._recording.step() as recorder:
+            output = self._alone(batch)
+        self._found.append((output, recorder))
+        return output
+
+    def _alone(self, batch: Any) -> Any:
+        try:
+            eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+            with eager:
+                return map_tensors(self._call(map_tensors(batch, torch.clone)), torch.detach)
+        finally:
+            with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                self._traces.put_back()
+
+    def verdict(self, device: torch.device, narrowest: Callable[[torch.Tensor], torch.dtype]) -> str:
+        """Why the layers cannot run in micro-batches; "" if they can. On the stage that computes the loss.
+
+        Args:
+            device: where tensors live.
+            narrowest: the narrowest type in which a loss was computed.
+        """
+        if self.failed or len(self._found) != 4:
+            return self.failed or "the code behind the layers does not run by itself"
+        numbers = [_numbers(output, recorder, device) for output, recorder in self._found]
+        dtype = narrowest(loss_of(self._found[0][0]))
+        tolerance = _TOLERANCE.get(dtype, _NARROW)
+        whole, joined, apart, again = numbers
+        for one, other, why in (
+            (whole, joined, "the code behind them needs more than the output of the last one"),
+            (apart, again, "they compute over the samples that they see"),
+        ):
+            if one.keys() != other.keys() or not all(_close(one[key], other[key], tolerance) for key in one):
+                return why
+        return ""
+
+
+def _numbers(output: Any, recorder: LogRecorder, device: torch.device) -> dict[str, float]:
+    """The loss, and what was logged as numbers."""
+    logs = recorder.collect(device)
+    plain = {f"log {key.name}": float(row[0]) for key, row in zip(logs.keys, logs.rows, strict=True)}
+    return {"loss": float(loss_of(output).detach()), **plain}
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    if math.isnan(one) and math.isnan(other):
+        return True
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
