@@ -314,11 +314,16 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1), {"pipeline_schedule": "zb-v"}),
     ((2, 1), {"activation_recompute": "full"}),
     ((2, 1), {"tensor_parallel_size": 2}),
-    ((2, 1), {"tensor_parallel_size": 2, "sequence_parallel": True}),
     ((2, 1), {"whole_batch_loss": True, "micro_batch_size": 3}),
     ((1, 1), {}),
 ]
-ROWS = [(name, layout, arguments) for name in (*WEIGHED, *WHOLE) for layout, arguments in LAYOUTS]
+ROWS = [
+    *((name, layout, arguments) for name in (*WEIGHED, *WHOLE) for layout, arguments in LAYOUTS),
+    *(
+        (name, (2, 1), {"tensor_parallel_size": 2, "sequence_parallel": True})
+        for name in ("in_batch", "mixed", "focal")
+    ),
+]
 
 
 def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
