@@ -198,8 +198,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
             return one_at_a_time(func, *args, **kwargs)
     _note(func, shown)
     wholes = {id(tensor): tensor.full() for tensor in shown}
+    versions = {key: whole._version for key, whole in wholes.items()}
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
     found = func(*args, **kwargs)
+    if shown and shown[0]._split.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
+        raise RuntimeError(f"`{_name(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
     memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
     return tree_map(lambda value: read_only(value, memory), found)
 
@@ -277,6 +280,8 @@ class _ReadOnly(torch.Tensor):
                 "gathered copy: the tensor would not change. Index it in the assignment itself "
                 "(`logits[..., 3] = 0.0`), or `clone()` the view."
             )
+        if any(issubclass(kind, WholeTensor) for kind in types):
+            return NotImplemented  # its rules know what to do with this one
         with torch._C.DisableTorchFunctionSubclass():
             memory = {value.untyped_storage()._cdata for value in args if isinstance(value, cls)}
             return tree_map(lambda value: read_only(value, memory), func(*args, **kwargs))
@@ -341,6 +346,7 @@ class _Enter(torch.autograd.Function):
 
 def _local_gradient(ctx: Any, grad: Tensor) -> Tensor:
     local, split, dim = ctx.shown
+    split.refuse_bypass(grad.shape)
     if local.grad_fn is not ctx.node and not ctx.superseded:
         raise RuntimeError(
             f"a custom function took a split tensor of shape {tuple(grad.shape)} after a view of it had been changed "
@@ -370,6 +376,7 @@ def _enter(shown: WholeTensor) -> None:
     node = _node(shown)
     if node is None or isinstance(node, _OWN) or node is shown._entered:
         return
+    shown._split.refuse_bypass(shown.shape)
     with torch.enable_grad():
         shown._local = cast(Tensor, _Enter.apply(shown))
     shown._entered = node

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
-from lightning_megatron.mesh.messages.collectives import reduce_from_group
 
 _OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
@@ -62,7 +61,7 @@ def values_at(model: WholeTensor, index: Tensor) -> Tensor:
     start, held = model._split.span(model.local().shape[dim])
     here = (index >= start) & (index < start + held)
     found = model.local().gather(dim, (index - start).where(here, 0))
-    return reduce_from_group(found.where(here, 0), model._split.group)
+    return model._split.summed(found.where(here, 0))
 
 
 def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Tensor:

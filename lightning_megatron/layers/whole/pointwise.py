@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
-from lightning_megatron.mesh.messages.collectives import copy_to_group
 
 
 def first_whole(values: Any) -> WholeTensor:
@@ -40,7 +39,7 @@ def operand(model: WholeTensor, value: Any) -> Any:
             raise NeedsWhole
         return value.held()
     if dim < 0 or value.shape[dim] == 1:
-        return copy_to_group(value, model._split.group) if value.requires_grad else value
+        return model._split.shared(value)
     return model.part_of(value, dim)
 
 

@@ -18,6 +18,7 @@ name       forward                     backward                    layout
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +27,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import gather_from_group, raw_all_gather
+from lightning_megatron.mesh.messages.collectives import (
+    copy_to_group,
+    gather_from_group,
+    raw_all_gather,
+    reduce_from_group,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,20 @@ class SplitDim:
     def take_held(self, whole: Tensor, dim: int, block: int) -> Tensor:
         """The same without padding; a view, outside of autograd's rules above."""
         return whole.narrow(dim, *self.span(block))
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of what each has of it, on every rank; the gradient is the same on all."""
+        return reduce_from_group(partial, self.group)
+
+    def shared(self, whole: Tensor) -> Tensor:
+        """A whole tensor that every rank uses with its own part; its gradient is summed over the ranks."""
+        return copy_to_group(whole, self.group) if whole.requires_grad else whole
+
+    def refuse_bypass(self, shape: Sequence[int]) -> None:
+        """Called where a function that passes by the rules was given a tensor of this ``shape`` that needs a gradient.
+
+        Its gradient is known here; kinds of splits for which it is not raise.
+        """
 
 
 class _Take(torch.autograd.Function):

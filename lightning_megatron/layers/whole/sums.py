@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
-from lightning_megatron.mesh.messages.collectives import copy_to_group, raw_all_reduce, reduce_from_group
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -22,7 +22,7 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 def split_sum(model: WholeTensor, held: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
     """Sum over ``dims``, the cut one among them, of values at the held indices; whole on every rank."""
     wide = torch.float32 if held.dtype in _SIXTEEN_BIT else held.dtype
-    return reduce_from_group(held.sum(dims, keepdim, dtype=wide), model._split.group).to(held.dtype)
+    return model._split.summed(held.sum(dims, keepdim, dtype=wide)).to(held.dtype)
 
 
 def _reduction(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _softmax(func: Any, model: WholeTensor, dim: Any = None, *args: Any, **kwarg
     autocast = torch.is_autocast_enabled(model.device.type) and model.dtype in _SIXTEEN_BIT
     wanted = dtype or (torch.float32 if autocast else model.dtype)
     values = _wide(model) if dtype is None else model.held().to(dtype)
-    found = values - copy_to_group(split_logsumexp(model, values), model._split.group)
+    found = values - model._split.shared(split_logsumexp(model, values))
     return model.from_held((found.exp() if name == "softmax" else found).to(wanted))
 
 
@@ -93,15 +93,14 @@ def _product(func: Any, left: Any, right: Any, bias: Any = None) -> Any:
     if not isinstance(left, WholeTensor) or isinstance(right, WholeTensor) or right.ndim != 2 or left.ndim < 2:
         raise NeedsWhole
     contracted = int(func is F.linear)  # the matrix is [out, in] there, [in, out] elsewhere
-    group = left._split.group
     if left.shape[-1] != right.shape[contracted] or left.dtype != right.dtype or left.dtype in _SIXTEEN_BIT:
         raise NeedsWhole
     if left._dim == left.ndim - 1:
         partial = func(left.held(), left.part_of(right, contracted))
-        found = reduce_from_group(partial, group)
+        found = left._split.summed(partial)
         return found if bias is None else found + bias
-    options = () if bias is None else (copy_to_group(bias, group),)
-    return left.from_held(func(left.held(), copy_to_group(right, group), *options))
+    options = () if bias is None else (left._split.shared(bias),)
+    return left.from_held(func(left.held(), left._split.shared(right), *options))
 
 
 T = Tensor
