@@ -98,7 +98,9 @@ class Layout:
 
     def describe(self, rank: int) -> str:
         """Describe a rank for error messages: ``"rank 5 (pipeline 1, data 0, tensor 1)"``."""
-        return f"rank {rank} ({self.coordinates(rank)})"
+        at = self.coordinates(rank)
+        context = f", context {at.context}" if self.context > 1 else ""
+        return f"rank {rank} ({at}{context})"
 
     def _flip(self, block_or_stage: int) -> int:
         return self.pipeline - 1 - block_or_stage if self.last_stage_first else block_or_stage
@@ -128,6 +130,8 @@ def resolve_layout(
     """
     fixed = Layout(tensor, context, 1, pipeline).world_size
     model = f"tensor_parallel_size={tensor} × pipeline_parallel_size={pipeline}"
+    if context > 1:
+        model += f" × context_parallel_size={context}"
     if data == "auto":
         if world_size % fixed:
             lower, upper = world_size // fixed * fixed, (world_size // fixed + 1) * fixed

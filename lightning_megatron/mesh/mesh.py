@@ -5,8 +5,9 @@ Code that needs a mesh takes it as an argument; no module of this package keeps 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -53,6 +54,20 @@ class ParallelMesh:
     def coordinates(self) -> Coordinates:
         """This rank's place in the grid."""
         return self.layout.coordinates(self.rank)
+
+    @functools.cached_property
+    def of_gradients(self) -> ParallelMesh:
+        """The same ranks, of which those of one context group count as replicas of their own.
+
+        Gradients are averaged over data × context, and optimizers sharded over both. Context ranks lie inside of the
+        data axis, so this is the grid of ``data * context`` replicas, rank by rank. Collective over the world when
+        first asked for, where there are context ranks.
+        """
+        layout = self.layout
+        if layout.context == 1:
+            return self
+        flat = replace(layout, context=1, data=layout.data * layout.context)
+        return build_mesh(flat, self.device_mesh.device_type)
 
     @property
     def stage(self) -> int:

@@ -1,0 +1,196 @@
+"""Where tokens are split in a step: at the input of the module's repeated layers, and up to what the step returns.
+
+Code before the layers (the embedding, positions, masks) sees whole tensors on every rank. The first layer's input is
+cut to this rank's rows, and all that is computed from it keeps its global shape; see
+`lightning_megatron.context_parallel.shards`. Outside of a step the module computes whole, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from lightning_megatron.context_parallel.shards import TokenShards, cut
+from lightning_megatron.context_parallel.token_split import BALANCES, Scope
+from lightning_megatron.layers.whole import GATHERED, WholeTensor
+from lightning_megatron.mesh.autograd import in_backward
+
+METHODS = ("auto", "gather")
+_KNOWN = ("method", "balance")
+
+
+def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str]:
+    """The options with their defaults.
+
+    Raises:
+        ValueError: options without context ranks, or values that there are not.
+    """
+    given = dict(options or {})
+    if given and size == 1:
+        raise ValueError("`context_parallel_options` is given, but `context_parallel_size=1`; set it to 2 or more.")
+    if unknown := sorted(set(given) - set(_KNOWN)):
+        raise ValueError(f"`context_parallel_options` has {unknown}; known options are {', '.join(_KNOWN)}.")
+    method, balance = given.get("method", "auto"), given.get("balance", "auto")
+    if method not in METHODS:
+        raise ValueError(
+            f"`context_parallel_options={{'method': {method!r}}}` is not there; use 'gather' (or 'auto', which is "
+            "'gather' today): keys and values are gathered, queries stay split."
+        )
+    if balance not in ("auto", *BALANCES):
+        raise ValueError(
+            f"`context_parallel_options={{'balance': {balance!r}}}` must be 'auto', {' or '.join(map(repr, BALANCES))}."
+        )
+    return {"method": "gather", "balance": "zigzag" if balance == "auto" else balance}
+
+
+class TokenRegion:
+    """Splits the tokens of the steps of one module; from :meth:`open` to :meth:`close`.
+
+    Args:
+        module: the user's module, whole.
+        layers: its repeated layers; each call of one whose first tensor is whole cuts that to this rank's rows.
+        group: the context ranks.
+        balance: key of `BALANCES`.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, balance: str) -> None:
+        self._module, self._group, self._balance = module, group, balance
+        self.scope = Scope()
+        self.cuts: Counter[tuple[int, ...]] = Counter()
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
+        self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
+
+    def open(self) -> None:
+        """Let the layers cut what they are given, in steps."""
+        self.close()
+        for layer in self._layers:
+            before = layer.register_forward_pre_hook(self._cut_input, with_kwargs=True, prepend=True)
+            self._handles += [before, layer.register_forward_hook(self._write_back)]
+
+    def close(self) -> None:
+        """Leave the layers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a step of the user's with split tokens; what it returns is whole.
+
+        Raises:
+            RuntimeError: the step did something whose result a rank would know in part only, or its layers were not
+                called with ``[batch, tokens, features]``.
+        """
+        self._refuse_hooks()
+        self.scope.running, self.scope.cut = True, False
+        try:
+            output = step(batch)
+            if not self.scope.cut:
+                raise RuntimeError(
+                    f"no layer of `{type(self._module).__name__}` was called in this step with a tensor of [batch, "
+                    "tokens, features], among its arguments or in tuples, lists and dictionaries of them, so no tokens "
+                    "were split; use `context_parallel_size=1`, or name the layers with `pipeline_layers=...`."
+                )
+            return tree_map(_whole, output)
+        finally:
+            self.scope.running = False
+            self._given.clear()
+
+    def _cut_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (self.scope.running or in_backward()):
+            return None
+        taken: list[Tensor] = []
+        args = self._with_shard(layer, args, taken)
+        kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
+        if not taken:  # token numbers for an embedding among the layers, say
+            return None
+        self.scope.cut = True
+        return args, kwargs
+
+    def _with_shard(self, layer: nn.Module, value: Any, taken: list[Tensor]) -> Any:
+        """``value`` with its first tensor of numbers cut; lists and dictionaries stay the same objects."""
+        if taken:
+            return value
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                return value
+            taken.append(value)
+            if isinstance(value, WholeTensor):
+                return value
+            shard = self._cut(layer, value)
+            self._given.append((layer, value, shard, shard._local._version))
+            return shard
+        if type(value) is tuple:
+            return tuple(self._with_shard(layer, entry, taken) for entry in value)
+        if isinstance(value, list | dict):
+            for key, entry in list(enumerate(value) if isinstance(value, list) else value.items()):
+                value[key] = self._with_shard(layer, entry, taken)
+        return value
+
+    def _write_back(self, layer: nn.Module, *called: Any) -> None:
+        """Let whoever called the layer see what it wrote into its input."""
+        while self._given and self._given[-1][0] is layer:
+            value, shard, version = self._given.pop()[1:]
+            if shard._local._version != version:
+                value.copy_(shard.full())
+
+    def _cut(self, layer: nn.Module, value: Tensor) -> TokenShards:
+        name, size = self._names.get(id(layer), type(layer).__name__), self._group.size()
+        if value.ndim != 3:
+            raise RuntimeError(
+                f"`context_parallel_size={size}` splits layers whose input is [batch, tokens, features]; `{name}` was "
+                f"given {tuple(value.shape)}. Name other layers with `pipeline_layers=...`, or use "
+                "`context_parallel_size=1`."
+            )
+        first = [part.batch_first for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
+        dim = 0 if first and not first[0] else 1
+        if value.shape[dim] < size:
+            raise RuntimeError(
+                f"`{name}` was given {value.shape[dim]} tokens, fewer than `context_parallel_size={size}` ranks can "
+                "split (generation calls the layers with one token at a time); use `context_parallel_size=1`."
+            )
+        self.cuts[tuple(value.shape)] += 1
+        return cut(value, self._group, dim, self._balance, self.scope)
+
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks that are given gradients of which a rank knows a part only."""
+        for name, part in self._module.named_modules():
+            if part._backward_hooks or part._backward_pre_hooks:
+                raise RuntimeError(_hook_refused(f"a backward hook of `{name or type(part).__name__}`", self._group))
+        for name, parameter in self._module.named_parameters():
+            if parameter._backward_hooks:
+                raise RuntimeError(_hook_refused(f"a gradient hook of `{name}`", self._group))
+
+    def report(self) -> str:
+        """What was split, and which functions gathered; of this rank."""
+        lines = [f"tokens split over {self._group.size()} ranks, {self._balance}; attention gathers keys and values"]
+        lines += [f"  cut {count:>6} x  {list(shape)}" for shape, count in self.cuts.items()]
+        lines += [f"  gathered {count:>6} x  `{name}`" for name, count in GATHERED.most_common()]
+        return "\n".join(lines)
+
+
+def _called(layer: nn.Module) -> list[nn.Module]:
+    """What is called of a layer: itself, or the members of a list that only holds them."""
+    if not isinstance(layer, nn.ModuleList | nn.ModuleDict):
+        return [layer]
+    return [called for member in layer.children() for called in _called(member)]
+
+
+def _hook_refused(what: str, group: dist.ProcessGroup) -> str:
+    return (
+        f"{what} would be given the gradient of this rank's tokens only (`context_parallel_size={group.size()}`). Look "
+        "at gradients in `on_after_backward` or later, where they are whole, or use `context_parallel_size=1`."
+    )
+
+
+def _whole(value: Any) -> Any:
+    return value.full() if isinstance(value, WholeTensor) else value
+
+
+__all__ = ["METHODS", "TokenRegion", "check_options"]

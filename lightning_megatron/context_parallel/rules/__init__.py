@@ -1,0 +1,1 @@
+"""How functions of torch run on tensors of which a rank holds some tokens."""

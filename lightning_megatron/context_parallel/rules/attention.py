@@ -1,0 +1,161 @@
+"""Attention of this rank's queries to all keys: ``F.scaled_dot_product_attention``, and torch's multi-head attention.
+
+Keys and values are gathered, queries stay. Each run of queries attends, under a causal mask, to the keys up to its end
+only, so that a rank's work is that of its tokens; with two runs per rank (zigzag) all ranks have the same. Between
+forward and backward only this rank's rows are kept::
+
+    forward    gather K, V    attend                        keep own q, k, v
+    backward   gather K, V    attend again, differentiate   reduce-scatter dK, dV
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.context_parallel.rules.products import whole
+from lightning_megatron.context_parallel.rules.views import split_of
+from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
+from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
+
+
+class _Call(NamedTuple):
+    """How to attend: torch's function and its options, and whose queries and keys these are."""
+
+    func: Callable[..., Tensor]
+    queries: TokenSplit
+    keys: TokenSplit
+    is_causal: bool
+    options: Mapping[str, Any]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Output of this rank's queries. query: [.., rows, d]; keys: [.., tokens, d]; mask: [.., rows, tokens]."""
+        if not self.is_causal or not self.queries.mine:
+            return self.func(query, keys, values, attn_mask=mask, **self.options)
+        found, first = [], 0
+        for start, stop in self.queries.mine:
+            seen = min(stop, keys.shape[-2])
+            tokens = torch.arange(max(stop, seen), device=query.device)
+            allowed = tokens[start:stop, None] >= tokens[:seen]
+            rows = query.narrow(-2, first, stop - start)
+            found.append(self.func(rows, keys[..., :seen, :], values[..., :seen, :], attn_mask=allowed, **self.options))
+            first += stop - start
+        return torch.cat(found, -2)
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all ranks, in one message where they have one shape but for the last dim."""
+        if key.shape[:-1] != value.shape[:-1]:
+            return self.keys._gathered(key, key.ndim - 2), self.keys._gathered(value, value.ndim - 2)
+        both = self.keys._gathered(torch.cat([key, value], -1), key.ndim - 2)
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+    def scatter(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over the ranks of gradients of keys and values, for this rank's rows."""
+        if key.shape[:-1] != value.shape[:-1]:
+            return self.keys._scattered(key, key.ndim - 2), self.keys._scattered(value, value.ndim - 2)
+        both = self.keys._scattered(torch.cat([key, value], -1), key.ndim - 2)
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.call, ctx.scope = call, call.keys.scope
+        return call.attend(query, *call.gather(key, value), mask)
+
+    @staticmethod
+    @after_the_step
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, mask = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (query, *ctx.call.gather(key, value))]
+        with torch.enable_grad():
+            found = ctx.call.attend(*leaves, mask)
+        grads = torch.autograd.grad(found, leaves, grad)
+        return grads[0], *ctx.call.scatter(*grads[1:]), None, None
+
+
+def _attention(
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2 or dropout_p:
+        raise NeedsWhole
+    if attn_mask is not None and is_causal:
+        raise NeedsWhole  # torch says what is wrong with that
+    mask = None if attn_mask is None else _own_rows(query, attn_mask)
+    keys = split_of(key if isinstance(key, WholeTensor) else query)
+    call = _Call(func, split_of(query), keys, is_causal, options)
+    split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key._split == value._split
+    split = split and key._dim == key.ndim - 2 and value._dim == value.ndim - 2
+    if split and not (mask is not None and mask.requires_grad):
+        return query.like(_Attend.apply(query.local(), key.local(), value.local(), mask, call))
+    return query.like(call.attend(query.local(), whole(key), whole(value), mask))
+
+
+def _own_rows(query: WholeTensor, mask: Any) -> Tensor:
+    """The rows of a mask [.., queries, keys] that belong to this rank's queries."""
+    if isinstance(mask, WholeTensor):
+        if mask._split == query._split and mask._dim == mask.ndim - 2:
+            return mask.local()
+        mask = mask.full()
+    if mask.ndim < 2 or mask.shape[-2] == 1:
+        return mask
+    return query._split.take(mask, mask.ndim - 2, 0)
+
+
+_PLAIN = ("bias_k", "bias_v", "static_k", "static_v", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _multi_head(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Self-attention of ``nn.MultiheadAttention`` without its weights: [tokens, batch, width]."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x = given["query"]
+    if not isinstance(x, WholeTensor) or x is not given["key"] or x is not given["value"] or x.ndim != 3:
+        raise NeedsWhole
+    if given["need_weights"] or given["add_zero_attn"] or (given["training"] and given["dropout_p"]):
+        raise NeedsWhole
+    if x._dim == 2 or any(given[name] is not None for name in _PLAIN):
+        raise NeedsWhole
+    tokens, batch, width = x.shape
+    heads = int(given["num_heads"])
+    packed = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
+    q, k, v = (part.unflatten(-1, (heads, width // heads)).permute(1, 2, 0, 3) for part in packed.chunk(3, -1))
+    mask, padding = given["attn_mask"], given["key_padding_mask"]
+    causal = bool(given["is_causal"]) and padding is None
+    merged = None if causal or mask is None else _added(mask, x.dtype)
+    if merged is not None and merged.ndim == 3:
+        merged = merged.view(batch, heads, *merged.shape[1:])
+    if padding is not None:
+        keys = _added(padding, x.dtype)[:, None, None, :]
+        merged = keys if merged is None else merged + keys
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=merged, is_causal=causal)
+    flat = found.permute(2, 0, 1, 3).reshape(tokens, batch, width)
+    return F.linear(flat, given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as it is added to scores; ``True`` hides a key here."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+RULES: dict[Any, Rule] = {
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+}

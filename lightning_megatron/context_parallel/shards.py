@@ -1,0 +1,102 @@
+"""A tensor of global shape of which this rank holds the rows of some tokens.
+
+What the layers compute from their cut input is one of these, and so is everything up to the loss. A function of torch
+that is given one runs on the rows, if a rule knows how, or on the gathered whole; see
+`lightning_megatron.layers.whole`. Tensors of integers (tokens, labels, positions) and masks are whole on every rank, so
+that code which shifts labels, counts targets or makes a mask sees one process's numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.context_parallel.rules import attention, elementwise, joins, losses, products, views
+from lightning_megatron.context_parallel.token_split import BALANCES, Scope, TokenSplit
+from lightning_megatron.layers.whole import RULES, NeedsWhole, Rule, WholeTensor
+from lightning_megatron.layers.whole.base import getters, setters
+
+
+def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
+    model = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeTensor))
+    name = getattr(func, "__name__", str(func))
+    name = getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+    raise RuntimeError(
+        f"`{name}` was asked of a tensor of shape {tuple(model.shape)} whose tokens are split over "
+        f"{model._split.group.size()} ranks (`context_parallel_size`): a rank knows part of such a gradient only. Take "
+        "it in a run with `context_parallel_size=1`."
+    )
+
+
+def _called_otherwise(rule: Rule) -> Rule:
+    """The rule, which leaves calls that name arguments in a way it does not know to the whole tensor."""
+
+    @functools.wraps(rule)
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return rule(func, *args, **kwargs)
+        except TypeError as error:
+            try:
+                inspect.signature(rule).bind(func, *args, **kwargs)
+            except TypeError:
+                raise NeedsWhole from error
+            raise
+
+    return run
+
+
+T = Tensor
+_GRADIENTS = (
+    *(T.register_hook, T.retain_grad, T.backward, torch.autograd.grad, torch.autograd.backward),
+    *getters("grad", "data"),
+    *setters("grad", "data", "requires_grad"),
+    *(T.requires_grad_, T.register_post_accumulate_grad_hook),
+)
+_KEPT = {
+    *(T.logsumexp, torch.logsumexp, T.softmax, torch.softmax, torch.nn.functional.softmax),
+    *(T.log_softmax, torch.log_softmax, torch.nn.functional.log_softmax),
+    *(T.sum, torch.sum, T.mean, torch.mean, T.__format__),
+    *getters("requires_grad", "grad_fn", "is_leaf"),
+    *(T.data_ptr, T.untyped_storage, T.storage, T.storage_offset, T.set_, T.resize_),
+    *(T.__dlpack__, T.share_memory_, T.as_strided, T.as_strided_, T.detach_, T.numpy),
+}
+"""Rules that hold for a dim of tokens as for any other."""
+
+
+_RULES: dict[Any, Rule] = {
+    **{func: rule for func, rule in RULES.items() if func in _KEPT},
+    **views.RULES,
+    **elementwise.RULES,
+    **joins.RULES,
+    **products.RULES,
+    **attention.RULES,
+    **losses.RULES,
+    **dict.fromkeys(_GRADIENTS, _refuse),
+}
+
+
+class TokenShards(WholeTensor):
+    """A tensor of global shape [.., tokens, ..] that stores this rank's rows."""
+
+    rules: ClassVar[Mapping[Any, Rule]] = {func: _called_otherwise(rule) for func, rule in _RULES.items()}
+
+
+def cut(whole: Tensor, group: Any, dim: int = 1, balance: str = "zigzag", scope: Scope | None = None) -> TokenShards:
+    """The same tensor, of which this rank keeps some rows. No communication.
+
+    Args:
+        whole: [.., tokens, ..], the same on every rank of ``group``.
+        group: the context ranks.
+        dim: that of the tokens.
+        balance: key of `BALANCES`.
+        scope: of the module's steps.
+    """
+    dim %= whole.ndim
+    split = TokenSplit(group, whole.shape[dim], BALANCES[balance](whole.shape[dim], group.size()), scope or Scope())
+    return TokenShards.show(split.take(whole, dim, 0).clone(), split, dim)
