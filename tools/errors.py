@@ -23,6 +23,7 @@ ROOMS = {
     "strategy": "The strategy and its Trainer",
     "parallelize": "Tensor-parallel plans",
     "layers": "Drop-in layers",
+    "context_parallel": "Long context",
     "pipeline": "Pipelines and schedules",
     "data_parallel": "Gradients and optimizers",
     "checkpoints": "Checkpoints",

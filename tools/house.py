@@ -15,6 +15,7 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "checkpoints": 3,
+    "context_parallel": 3,
     "parallelize": 3,
     "pipeline": 3,
     "planner": 4,

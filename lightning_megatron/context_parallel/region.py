@@ -2,7 +2,7 @@
 
 Code before the layers (the embedding, positions, masks) sees whole tensors on every rank. The first layer's input is
 cut to this rank's rows, and all that is computed from it keeps its global shape; see
-`lightning_megatron.context_parallel.shards`. Outside of a step the module computes whole, on every rank.
+`lightning_megatron.context_parallel.token_shards`. Outside of a step the module computes whole, on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.context_parallel.shards import TokenShards, cut
+from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
@@ -163,9 +163,11 @@ class TokenRegion:
         for name, part in self._module.named_modules():
             if part._backward_hooks or part._backward_pre_hooks:
                 raise RuntimeError(_hook_refused(f"a backward hook of `{name or type(part).__name__}`", self._group))
-        for name, parameter in self._module.named_parameters():
-            if parameter._backward_hooks:
-                raise RuntimeError(_hook_refused(f"a gradient hook of `{name}`", self._group))
+            for leaf, parameter in part._parameters.items():
+                if parameter is not None and parameter._backward_hooks:
+                    raise RuntimeError(
+                        _hook_refused(f"a gradient hook of `{f'{name}.{leaf}'.lstrip('.')}`", self._group)
+                    )
 
     def report(self) -> str:
         """What was split, and which functions gathered; of this rank."""

@@ -245,7 +245,8 @@ def after_the_step(backward: Callable[..., Any]) -> Callable[..., Any]:
         if ctx.scope.running:
             raise RuntimeError(
                 "a gradient was taken inside the step (`torch.autograd.grad` or `.backward()`), where a rank knows "
-                "that of its own tokens only; return the loss, and use `context_parallel_size=1` for penalties on gradients."
+                "that of its own tokens only; return the loss, and use `context_parallel_size=1` for penalties on "
+                "gradients."
             )
         return checked(ctx, *gradients)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
+from lightning_megatron.context_parallel.region import check_options as check_context_options
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
 from lightning_megatron.data_parallel.model_gradients import GradientOptions
 from lightning_megatron.data_parallel.step_guard import NonFinite
@@ -23,6 +24,7 @@ from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
@@ -44,6 +46,9 @@ class Options:
         pipeline_parallel_size: stages that share the layers.
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
         tensor_parallel_size: ranks that share each layer's matrices.
+        context_parallel_size: ranks that share the tokens of each sequence; with one stage and one tensor rank.
+        context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
+            tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
@@ -108,6 +113,8 @@ class Options:
     pipeline_parallel_size: int = 1
     data_parallel_size: int | str = "auto"
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel_options: Mapping[str, Any] | None = None
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
     micro_batch_size: int | str = "auto"
@@ -165,6 +172,7 @@ class Options:
         check_sharding(self.optimizer_sharding)
         checks.check_gradient_options(self.gradient_reduce_dtype, self.nonfinite)
         checks.check_overlap(self.overlap_parameter_gather, self.optimizer_sharding, self.compile_layers)
+        check_context(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -204,6 +212,7 @@ class Options:
         """Sizes of the mesh's axes, as :func:`~lightning_megatron.mesh.layout.resolve_layout` takes them."""
         return {
             "tensor": self.tensor_parallel_size,
+            "context": self.context_parallel_size,
             "data": self.data_parallel_size,
             "pipeline": self.pipeline_parallel_size,
             "last_stage_first": self.engine().schedule_shape.placement is Placement.LOOP,
@@ -222,6 +231,7 @@ class Options:
             activation_recompute=self.activation_recompute,
             compile_layers=self.compile_layers,
             tensor_plan=self.tensor_parallel_plan,
+            context=check_context_options(self.context_parallel_size, self.context_parallel_options),
             stage_speeds=stage_speeds,
         )
 

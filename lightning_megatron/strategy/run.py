@@ -31,6 +31,7 @@ from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
+from lightning_megatron.strategy.context import check_context_run
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -88,6 +89,8 @@ class Run:
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
         self._replay = LogReplay()
         self._reduces = True
+        if assembled.tokens is not None:
+            assembled.tokens.open()
         self._step = self.engine.whole
         self.saving = Saving(assembled, trainer, processes, io, options.details)
         if earlier is not None:
@@ -176,6 +179,7 @@ class Run:
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step("training_step", call)
+        call = self._with_split_tokens(call)
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
@@ -183,6 +187,15 @@ class Run:
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
+
+    @property
+    def context_report(self) -> str | None:
+        """What was split over context ranks, and what gathered; ``None`` without context ranks."""
+        return None if self.assembled.tokens is None else self.assembled.tokens.report()
+
+    def _with_split_tokens(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        tokens = self.assembled.tokens
+        return call if tokens is None else functools.partial(tokens.run, call)
 
     def _take(self, outcome: Outcome | None) -> None:
         """Log what a step has logged, and stop where it has asked for that."""
@@ -196,6 +209,7 @@ class Run:
         call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step(name, call)
+        call = self._with_split_tokens(call)
         if name != "predict_step":  # whose replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
@@ -279,6 +293,8 @@ class Run:
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and torch."""
         self.engine.close()
+        if self.assembled.tokens is not None:
+            self.assembled.tokens.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         if self._clipping is not None:
@@ -318,6 +334,7 @@ def start_run(
         MisconfigurationException: a module or callback that this strategy cannot train with.
         ValueError: the module cannot be divided so; the message says what to change.
     """
+    check_context_run(options.context_parallel_size, str(precision.precision), module)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in

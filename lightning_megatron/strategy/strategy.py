@@ -65,34 +65,35 @@ class MegatronStrategy(ParallelStrategy):
     Attributes:
         options: the arguments; those that ``layout="auto"`` leaves to the planner are settled when training starts.
         plan: what the planner found; ``None`` before training, and where the layout was given.
+        context_report: what was split over context ranks, and which functions gathered; ``None`` without such ranks.
     """
 
     plan: Plan | None = None
+    context_report = property(lambda self: self.run.context_report)
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(
-        self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1,
-        *, tensor_parallel_plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False,
+        self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, *,
+        context_parallel_size: int = 1, context_parallel_options: Mapping[str, Any] | None = None,
+        tensor_parallel_plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False,
         micro_batch_size: int | str = "auto", evaluation_micro_batch_size: int | str = "auto",
-        pipeline_schedule: str | Callable[..., Any] = "1f1b",
-        pipeline_schedule_options: Mapping[str, Any] | None = None, virtual_pipeline_parallel_size: int | None = None,
-        pipeline_layers: str = "auto", pipeline_split: str | Sequence[int] = "auto",
-        pipeline_placement: Mapping[str, str] | None = None, activation_recompute: given.Recompute = None,
-        compile_layers: given.CompileOptions = False, micro_batch_loss_weight: given.LossWeight | None = None,
-        whole_batch_loss: bool | str = "auto", variable_shapes: bool = False, record_timeline: bool = False,
-        optimizer_sharding: given.OptimizerSharding = True, overlap_parameter_gather: bool = False,
-        gradient_reduce_dtype: torch.dtype | None = None, nonfinite: given.NonFinite = None,
-        log_gradient_norm: bool = False, bucket_size_mb: float = 25.0, process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30), hang_timeout: timedelta | None = timedelta(minutes=20),
-        accelerator: Any | None = None, parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None, initial_weights: Any | None = None,
-        checkpoint_io: CheckpointIO | None = None, precision_plugin: Precision | None = None,
-        layout: str | None = None, layout_options: Mapping[str, Any] | None = None,
+        pipeline_schedule: str | Callable[..., Any] = "1f1b", virtual_pipeline_parallel_size: int | None = None,
+        pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_layers: str = "auto",
+        pipeline_split: str | Sequence[int] = "auto", pipeline_placement: Mapping[str, str] | None = None,
+        activation_recompute: given.Recompute = None, compile_layers: given.CompileOptions = False,
+        micro_batch_loss_weight: given.LossWeight | None = None, whole_batch_loss: bool | str = "auto",
+        variable_shapes: bool = False, record_timeline: bool = False, overlap_parameter_gather: bool = False,
+        optimizer_sharding: given.OptimizerSharding = True, gradient_reduce_dtype: torch.dtype | None = None,
+        nonfinite: given.NonFinite = None, log_gradient_norm: bool = False, bucket_size_mb: float = 25.0,
+        process_group_backend: str | None = None, timeout: timedelta | None = timedelta(minutes=30),
+        hang_timeout: timedelta | None = timedelta(minutes=20), accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: ClusterEnvironment | None = None,
+        initial_weights: Any | None = None, checkpoint_io: CheckpointIO | None = None, layout: str | None = None,
+        precision_plugin: Precision | None = None, layout_options: Mapping[str, Any] | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None,
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
-        self.num_nodes = 1
-        self._processes = Processes(process_group_backend, timeout, hang_timeout)
+        self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)
         self._stage_speeds: tuple[float, ...] | None = None
         self._run: Run | None = None
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -106,11 +107,10 @@ class MegatronStrategy(ParallelStrategy):
 
     def unstarted(self, world: World | None = None, **changes: Any) -> Self:
         """A strategy of the same options, but for ``changes``, not started; ``world`` is this one's if ``None``."""
-        twin = copy.copy(self)
-        twin.options = options = replace(self.options, **changes)
-        world = world or self._processes.world
-        twin._processes = Processes(options.process_group_backend, options.timeout, options.hang_timeout, world)
-        twin._run = None
+        twin, options = copy.copy(self), replace(self.options, **changes)
+        times, world = (options.timeout, options.hang_timeout), world or self._processes.world
+        twin._processes = Processes(options.process_group_backend, *times, world)
+        twin.options, twin._run = options, None
         return twin
 
     @property

@@ -33,18 +33,19 @@ class Grid:
     pipeline: int = 1
     data: int = 1
     chunks: int = 1
+    context: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "64-true"
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     def strategy(self) -> MegatronStrategy:
-        options: dict[str, Any] = {"micro_batch_size": 2, **self.options}
+        options: dict[str, Any] = {"micro_batch_size": 2 if self.context == 1 else "auto", **self.options}
         if self.chunks > 1:
             options |= {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": self.chunks}
-        return MegatronStrategy(self.pipeline, self.data, self.tensor, **options)
+        return MegatronStrategy(self.pipeline, self.data, self.tensor, context_parallel_size=self.context, **options)
 
 
 class Words(Dataset[Tensor]):

@@ -16,6 +16,9 @@ GRIDS = {
     "t3": Grid(tensor=3),
     "p2": Grid(pipeline=2),
     "p4": Grid(pipeline=4),
+    "c2": Grid(context=2),
+    "c3": Grid(context=3),
+    "d2c2": Grid(data=2, context=2),
     "d2": Grid(data=2),
     "d3": Grid(data=3),
     "t2p2": Grid(tensor=2, pipeline=2),
@@ -53,8 +56,13 @@ PAIRS = [
     ("d2 whole", "d4 in twos"),
     ("d4 in twos", "t3sp p2"),
     ("one", "d2"),
+    ("c2", "c3"),
+    ("c3", "p2d2"),
+    ("d2c2", "one"),
+    ("t2", "c2"),
+    ("one", "d2c2"),
 ]
-DEFAULT = [("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
+DEFAULT = [("c2", "c3"), ("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]
 
 

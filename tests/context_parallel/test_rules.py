@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.context_parallel.shards import TokenShards, cut
+from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import Scope
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from tests.harness import run_ranks

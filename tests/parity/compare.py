@@ -12,7 +12,7 @@ from tests.harness import run_trainers
 from tests.harness.remember import remembered
 from tests.parity.row import Row
 from tests.parity.train import Trace, train
-from tests.parity.zoo.registry import REFUSED_CUT, REFUSED_SPLIT, ZOO
+from tests.parity.zoo.registry import REFUSED_CUT, REFUSED_SPLIT, REFUSED_TOKENS, ZOO
 
 
 @remembered
@@ -34,6 +34,8 @@ def refusal(row: Row) -> str | None:
     stages, _, tensor = row.sizes
     if tensor > 1 and row.module in REFUSED_SPLIT:
         return REFUSED_SPLIT[row.module]
+    if row.context > 1:
+        return REFUSED_TOKENS.get(row.module)
     return REFUSED_CUT.get(row.module) if stages > 1 else None
 
 
@@ -53,8 +55,9 @@ def check(row: Row) -> None:
     _, data, tensor = row.sizes
     for trace in traces:  # a whole state has buffers too, which are not of this comparison
         trace.weights = {name: value for name, value in trace.weights.items() if name in wanted.weights}
-    # Over tensor ranks a float32 loss is summed in another order, and its gradients with it.
-    weights = max(module.weight_tolerance, module.tolerance) if tensor > 1 else module.weight_tolerance
+    # Over tensor and context ranks a float32 loss is summed in another order, and its gradients with it.
+    reorders = tensor * row.context > 1
+    weights = max(module.weight_tolerance, module.tolerance) if reorders else module.weight_tolerance
     differences = list(compare(traces, wanted, module.tolerance, data == 1, weights))
     assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
 

@@ -14,7 +14,12 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "tp2": (1, 1, 2),
     "pp2xtp2": (2, 1, 2),
     "dp2xtp2": (1, 2, 2),
+    "cp2": (1, 1, 1),
+    "cp3": (1, 1, 1),
+    "dp2xcp2": (1, 2, 1),
 }
+CONTEXT = {"cp2": 2, "cp3": 3, "dp2xcp2": 2}
+"""Context ranks of a layout; 1 in the others."""
 CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
 # Optimizer steps by batches per step. Three batches are an epoch: one epoch, or two where batches are added up. What
 # comes after repeats it, but for modules whose learning rate goes by epochs.
@@ -57,7 +62,12 @@ class Row:
     @property
     def devices(self) -> int:
         pipeline, data, tensor = self.sizes
-        return pipeline * data * tensor
+        return pipeline * data * tensor * self.context
+
+    @property
+    def context(self) -> int:
+        """Context-parallel size."""
+        return CONTEXT.get(self.layout, 1)
 
     @property
     def reference(self) -> Row:

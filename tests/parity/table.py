@@ -17,6 +17,7 @@ SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
 MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
+CONTEXT_LAYOUTS = ("cp2", "cp3", "dp2xcp2")
 TENSOR_LAYOUTS = ("tp2", "pp2xtp2", "dp2xtp2")
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
@@ -80,7 +81,12 @@ def everyday() -> list[Row]:
         Row("kept_sums", "pp2", "zb-v", "none", 1, 2),
         Row("hooked", "pp2", "zb-v", "none", 1, 2),
     ]
-    return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns]
+    tokens = [
+        Row("nanogpt", "cp3", "1f1b", "norm", 2, 0),
+        Row("torch_encoder", "dp2xcp2", "1f1b", "none", 1, 0),
+        Row("hf_llama", "cp2", "1f1b", "value", 1, 0),
+    ]
+    return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns, *tokens]
 
 
 def further(modules: Iterable[str]) -> Iterator[Row]:
@@ -100,5 +106,8 @@ def everything() -> Iterator[Row]:
     for module, layout, schedule in itertools.product(ZOO, MAIN_LAYOUTS, SCHEDULES):
         yield _row(module, (layout, schedule, *next(cycle)))
     yield from further(ZOO)
+    for module, layout in itertools.product(ZOO, CONTEXT_LAYOUTS):
+        clip, accumulate, _ = next(cycle)
+        yield Row(module, layout, "1f1b", clip, accumulate, micro_batch=0)
     for setting in itertools.product(*FACTORS):
         yield _row("nanogpt", setting)  # type: ignore[arg-type]

@@ -78,6 +78,7 @@ def make_strategy(row: Row) -> Any:
         pipeline_parallel_size=pipeline,
         data_parallel_size=data,
         tensor_parallel_size=tensor,
+        context_parallel_size=row.context,
         micro_batch_size=row.micro_batch or "auto",
         pipeline_schedule=row.schedule,
     )

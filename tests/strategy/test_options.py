@@ -80,7 +80,7 @@ def test_a_recipe_changes_the_layout_and_nothing_else() -> None:
     before = Options(layout="auto", layout_options={"seq": 8}, bucket_size_mb=3.0, nonfinite="raise")
     after = before.with_recipe(RECIPE)
     assert (after.layout, after.layout_options) == (None, None)
-    assert after.sizes == {"tensor": 2, "data": 1, "pipeline": 4, "last_stage_first": True}
+    assert after.sizes == {"tensor": 2, "context": 1, "data": 1, "pipeline": 4, "last_stage_first": True}
     assert (after.pipeline_schedule, after.virtual_pipeline_parallel_size) == ("interleaved", 3)
     assert (after.activation_recompute, after.bucket_size_mb, after.nonfinite) == ("full", 3.0, "raise")
     assert before.layout == "auto" and before.pipeline_parallel_size == 1

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole.split_dim import SplitDim
+from lightning_megatron.mesh.torch_functions import getters, is_in_place, name_of, setters
 
 Rule = Callable[..., Any]
 """``rule(func, *args, **kwargs)``: the result, or raises `NeedsWhole`."""
@@ -138,8 +139,8 @@ class WholeTensor(torch.Tensor):
         shown = list(_shown((*args, *kwargs.values())))
         if list(_shown((kwargs.get("out"),))):
             raise RuntimeError(
-                f"`{_name(func)}(out=...)` would write into a tensor that is split over {shown[0]._split.group.size()} "
-                f"ranks ({shown[0]!r}); assign its result instead."
+                f"`{name_of(func)}(out=...)` would write into a tensor that is split over "
+                f"{shown[0]._split.group.size()} ranks ({shown[0]!r}); assign its result instead."
             )
         for tensor in shown:
             _enter(tensor)
@@ -202,22 +203,16 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
     found = func(*args, **kwargs)
     if shown and shown[0]._split.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
-        raise RuntimeError(f"`{_name(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
+        raise RuntimeError(f"`{name_of(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
     memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
     return tree_map(lambda value: read_only(value, memory), found)
 
 
-def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch changes its first argument, by its name or an option of this call."""
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or kwargs.get("inplace") is True
-
-
 def one_at_a_time(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
     """Change a list of tensors in place as ``torch._foreach_*_`` does, each by the method of a single one."""
-    single = getattr(Tensor, _name(func).removeprefix("_foreach_"), None)
+    single = getattr(Tensor, name_of(func).removeprefix("_foreach_"), None)
     if single is None:
-        raise RuntimeError(f"`{_name(func)}` changes a list of split tensors in place; change one at a time.")
+        raise RuntimeError(f"`{name_of(func)}` changes a list of split tensors in place; change one at a time.")
     for index, tensor in enumerate(tensors):
         single(tensor, *(value[index] if isinstance(value, list | tuple) else value for value in args), **kwargs)
 
@@ -230,8 +225,8 @@ def _in_place(func: Any, target: WholeTensor, *args: Any, **kwargs: Any) -> Whol
     func(whole, *args, **kwargs)
     if whole.shape != target.shape:
         raise RuntimeError(
-            f"`{_name(func)}` changes the shape {tuple(target.shape)} of a split tensor to {tuple(whole.shape)} in "
-            f"place; use `{_name(func).rstrip('_')}` and its result."
+            f"`{name_of(func)}` changes the shape {tuple(target.shape)} of a split tensor to {tuple(whole.shape)} in "
+            f"place; use `{name_of(func).rstrip('_')}` and its result."
         )
     target.held().copy_(target.part_of(whole))
     target.changed()
@@ -250,7 +245,7 @@ def _whole_values(shown: WholeTensor) -> Tensor:
 
 
 def _note(func: Any, shown: list[WholeTensor]) -> None:
-    name = _name(func)
+    name = name_of(func)
     GATHERED[name] += 1
     if GATHERED[name] == 1 and shown and shown[0]._split.group.rank() == 0:
         tensor = shown[0]
@@ -258,11 +253,6 @@ def _note(func: Any, shown: list[WholeTensor]) -> None:
             "`%s` reads a tensor of shape %s that is split over %d ranks: it is gathered each time, %.1f MB.",
             *(name, tuple(tensor.shape), tensor._split.group.size(), tensor.numel() * tensor.element_size() / 1e6),
         )
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
 
 
 class _ReadOnly(torch.Tensor):
@@ -274,9 +264,9 @@ class _ReadOnly(torch.Tensor):
         if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
             return NotImplemented
         written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        if is_in_place(func, kwargs) and _name(func) not in _HARMLESS and any(isinstance(v, cls) for v in written):
+        if is_in_place(func, kwargs) and name_of(func) not in _HARMLESS and any(isinstance(v, cls) for v in written):
             raise RuntimeError(
-                f"`{_name(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
+                f"`{name_of(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
                 "gathered copy: the tensor would not change. Index it in the assignment itself "
                 "(`logits[..., 3] = 0.0`), or `clone()` the view."
             )
@@ -382,20 +372,8 @@ def _enter(shown: WholeTensor) -> None:
     shown._entered = node
 
 
-def getters(*names: str) -> list[Any]:
-    """What ``__torch_function__`` is given where these attributes are read."""
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
-def setters(*names: str) -> list[Any]:
-    """The same where these attributes are written."""
-    return [getattr(Tensor, name).__set__ for name in names]
-
-
 T = Tensor
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
-_AUGMENTED |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _HARMLESS = {"requires_grad_", "detach_"}
 _METADATA = {
     *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.whole.base import Rule, WholeTensor, getters, setters
+from lightning_megatron.layers.whole.base import Rule, WholeTensor
+from lightning_megatron.mesh.torch_functions import getters, setters
 
 
 def _of_local(func: Any, model: WholeTensor, *args: Any) -> Any:

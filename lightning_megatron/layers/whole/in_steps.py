@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
-from lightning_megatron.layers.whole.base import getters, is_in_place, one_at_a_time, read_only, setters
+from lightning_megatron.layers.whole.base import one_at_a_time, read_only
 from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, ParameterParts
 from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
@@ -44,6 +44,7 @@ from lightning_megatron.layers.whole.step_kinds import (
     plain,
 )
 from lightning_megatron.mesh.messages.collectives import copy_to_group, reduce_from_group
+from lightning_megatron.mesh.torch_functions import getters, is_in_place, setters
 
 
 class WholeWeight(WholeTensor):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.layers.whole.base import getters, setters
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.torch_functions import getters, setters
 
 
 class View(Protocol):

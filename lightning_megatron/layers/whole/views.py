@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor, getters
+from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
+from lightning_megatron.mesh.torch_functions import getters
 
 
 def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:

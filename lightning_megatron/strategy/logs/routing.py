@@ -58,7 +58,7 @@ class LogRouting(Replacement):
         callbacks = lightning_state.callbacks_of(trainer)
         is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
         self._metrics: MetricRouter | None = None
-        if is_divided or cuts_batches:
+        if is_divided or cuts_batches or mesh.layout.context > 1:
             self._metrics = MetricRouter(mesh, device, engine.recording)
             self._metrics.attach(module)
         self._of_updates: HookLogs | None = None

@@ -34,6 +34,9 @@ def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
         return
     if mesh.layout.pipeline > 1:
         _copy_random_state(mesh.loss_rank, mesh.group("pipeline_parallel"), device)
+    if mesh.layout.context > 1:
+        group = mesh.group("context_parallel")
+        _copy_random_state(dist.get_global_rank(group, 0), group, device)
     if mesh.layout.tensor > 1:
         group = mesh.group("tensor_parallel")
         _copy_random_state(dist.get_global_rank(group, 0), group, device)

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.mesh.marks import Marks
@@ -59,6 +60,7 @@ class ModuleOptions:
     activation_recompute: Recompute
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
+    context: Mapping[str, str]
     stage_speeds: tuple[float, ...] | None = None
 
 
@@ -96,6 +98,7 @@ class Assembled:
         report: the tensor-parallel plan, where layers were split.
         streams: random numbers of micro-batches and layers.
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
+        tokens: where tokens are split over context ranks; ``None`` without them.
     """
 
     module: pl.LightningModule
@@ -104,6 +107,7 @@ class Assembled:
     report: ParallelReport | None
     streams: SegmentStreams
     groups: dict[Holders, Any]
+    tokens: TokenRegion | None = None
 
     @property
     def needs_gradients(self) -> bool:
@@ -182,9 +186,20 @@ class Assembler:
         else:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state))
-            agree_on_weights(module, mesh, {n: groups[h] for n, h in holders.items() if h in groups})
+            agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
-        return Assembled(module, engine, tensor_state, report, streams, groups)
+        return Assembled(module, engine, tensor_state, report, streams, groups, self._split_tokens(module))
+
+    def _split_tokens(self, module: pl.LightningModule) -> TokenRegion | None:
+        """Split the tokens of the module's steps over context ranks, where there are several."""
+        if self._mesh.layout.context == 1:
+            return None
+        try:
+            layers = find_trunk(module, self._options.pipeline_layers).layers(module)
+        except ValueError as error:
+            size = self._mesh.layout.context
+            raise ValueError(f"`context_parallel_size={size}` splits the input of repeated layers: {error}") from error
+        return TokenRegion(module, layers, self._mesh.group("context_parallel"), self._options.context["balance"])
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""

@@ -77,11 +77,15 @@ class StepEngine:
         self.splits_itself = splits_itself(module)
         several = mesh.layout.world_size > 1 or options.micro_batch_size != "auto"
         self.model_gradients = ModelGradients(
-            module, mesh, device, presence, tensor, options.gradients, several=several
+            module, mesh.of_gradients, device, presence, tensor, options.gradients, several=several
         )
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         shared_by = mesh.group("tensor_parallel") if compares else None
-        self.losses = LossChecks(options.gradients.inspect, shared_by, reads=world.compares)
+        if mesh.layout.context > 1:
+            shared_by = mesh.group("context_parallel")
+        self.losses = LossChecks(
+            options.gradients.inspect, shared_by, reads=world.compares, over_context=mesh.layout.context > 1
+        )
         stages: Stages
         if stage is None:
             stages, check, take = OneStage(module, mesh, device, streams), None, None
@@ -112,7 +116,7 @@ class StepEngine:
     def sums_gradients(self) -> bool:
         """Whether a parameter's gradient comes from several ranks or backward passes, or is not simply autograd's."""
         layout = self._mesh.layout
-        several = layout.pipeline > 1 or layout.data > 1 or self._options.micro_batch_size != "auto"
+        several = layout.pipeline > 1 or layout.data * layout.context > 1 or self._options.micro_batch_size != "auto"
         options = self._options.gradients
         return several or self._tensor.sums_gradients or options.layer_dtype is not None or options.inspect
 

@@ -22,15 +22,19 @@ class LossChecks:
         inspects: whether to remember which micro-batch was not finite.
         shared_by: tensor-parallel ranks that compute the same loss of the same batch; ``None`` for one rank.
         reads: whether they exist.
+        over_context: whether they are context ranks instead.
 
     Attributes:
         compares: whether several ranks do.
     """
 
-    def __init__(self, inspects: bool, shared_by: dist.ProcessGroup | None, *, reads: bool = True) -> None:
+    def __init__(
+        self, inspects: bool, shared_by: dist.ProcessGroup | None, *, reads: bool = True, over_context: bool = False
+    ) -> None:
         self._inspects = inspects
         self._shared_by, self.compares = shared_by, shared_by is not None
         self._reads = reads
+        self._over_context = over_context
         self._bad: int | None = None
         self._known: set[str] = set()
         self._mark: float | Tensor = 0.0
@@ -116,6 +120,12 @@ class LossChecks:
             return
         highest, below, broken, mark, opposite = extremes.tolist()
         if mark != -opposite:
+            if self._over_context:
+                raise RuntimeError(
+                    "the context ranks of one replica loaded different batches. All of them must load the same one, "
+                    "whole: seed the sampler and what is drawn in a dataset or collator (`L.seed_everything`), let "
+                    "Lightning add its distributed sampler, or shard by `trainer.strategy.distributed_sampler_kwargs`."
+                )
             raise RuntimeError(
                 "the tensor-parallel ranks of one replica loaded different batches. All of them must load the same "
                 "one: seed the sampler and what is drawn in a dataset or collator (`L.seed_everything`), let Lightning "
@@ -125,6 +135,12 @@ class LossChecks:
         lowest = -below
         if broken or highest - lowest <= tolerance * max(abs(highest), abs(lowest)):
             return
+        if self._over_context:
+            raise RuntimeError(
+                f"the loss differs between context ranks, from {lowest:.6g} to {highest:.6g}, on the same batch. Each "
+                "of them computes the whole batch's loss: code that asks for its rank, or draws random numbers on some "
+                "ranks only, must not change it. Use `context_parallel_size=1` otherwise."
+            )
         raise RuntimeError(
             f"the loss differs between tensor-parallel ranks, from {lowest:.6g} to {highest:.6g}, on the same batch. "
             "Each of them holds slices of weights: code that reaches past torch's functions (NumPy, an extension, a "

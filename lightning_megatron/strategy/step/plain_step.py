@@ -49,7 +49,8 @@ class PlainStep:
     ) -> None:
         self._module = module
         self._device = device
-        self._replicas = mesh.layout.data
+        self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
+        self._alone = mesh.layout.data == 1
         self._gradients = gradients
         self._recording = recording
         self._losses, self._copies = losses, copies
@@ -76,7 +77,7 @@ class PlainStep:
         if not automatic and self._copies is not None:
             self._copies.compare()
         self._mean.start(outcome, trains=True)
-        if output is None and automatic and self._replicas == 1 and self._gradients.buckets is not None:
+        if output is None and automatic and self._alone and self._gradients.buckets is not None:
             with self._summing():  # nothing: the update finds no gradients of this batch
                 pass
         self._outcome = outcome

@@ -152,6 +152,13 @@ REFUSED_SPLIT = {
     "weight_penalty": "_parallel_size=1`",
     **dict.fromkeys(("recurrent", "stages", "asked_first", "convolutions", "hf_mamba"), "No tensor-parallel plan"),
 }
+# Over context ranks these are, and every other module trains.
+REFUSED_TOKENS = {
+    "reentrant": r"use_reentrant=False",
+    **dict.fromkeys(("stages", "convolutions"), r"\[batch, tokens, features\]|repeated layers"),
+    "hooked": "would be given the gradient of this rank",
+    "hf_bloom": "torch's functions do not see",
+}
 ZOO: dict[str, Specimen] = {
     **{name: Specimen(build) for name, build in (_PLAIN | _KEPT).items()},
     **_pretrained(),

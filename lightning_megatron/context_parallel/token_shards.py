@@ -17,18 +17,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.context_parallel.rules import attention, elementwise, joins, losses, products, views
+from lightning_megatron.context_parallel.rules import (
+    elementwise,
+    joins,
+    token_attention,
+    token_losses,
+    token_products,
+    token_views,
+)
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope, TokenSplit
 from lightning_megatron.layers.whole import RULES, NeedsWhole, Rule, WholeTensor
-from lightning_megatron.layers.whole.base import getters, setters
+from lightning_megatron.mesh.torch_functions import getters, name_of, setters
 
 
 def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
     model = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeTensor))
-    name = getattr(func, "__name__", str(func))
-    name = getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
     raise RuntimeError(
-        f"`{name}` was asked of a tensor of shape {tuple(model.shape)} whose tokens are split over "
+        f"`{name_of(func)}` was asked of a tensor of shape {tuple(model.shape)} whose tokens are split over "
         f"{model._split.group.size()} ranks (`context_parallel_size`): a rank knows part of such a gradient only. Take "
         "it in a run with `context_parallel_size=1`."
     )
@@ -71,12 +76,12 @@ _KEPT = {
 
 _RULES: dict[Any, Rule] = {
     **{func: rule for func, rule in RULES.items() if func in _KEPT},
-    **views.RULES,
+    **token_views.RULES,
     **elementwise.RULES,
     **joins.RULES,
-    **products.RULES,
-    **attention.RULES,
-    **losses.RULES,
+    **token_products.RULES,
+    **token_attention.RULES,
+    **token_losses.RULES,
     **dict.fromkeys(_GRADIENTS, _refuse),
 }
 

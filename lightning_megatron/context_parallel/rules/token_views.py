@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_megatron.context_parallel.token_split import TokenSplit
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
-from lightning_megatron.layers.whole.base import getters
 from lightning_megatron.layers.whole.views import RULES as VIEWS
+from lightning_megatron.mesh.torch_functions import getters
 
 
 def split_of(model: WholeTensor) -> TokenSplit:
@@ -93,7 +93,7 @@ def _index(func: Any, model: Any, index: Any) -> Any:
     if used > model.ndim:
         raise NeedsWhole
     source = dim = 0
-    stretch: tuple[int, int] | None = None
+    stretch, cut_dim = (0, model._split.length), model._dim
     for position, entry in enumerate(entries):
         if entry is not None and source == model._dim:
             if not isinstance(entry, slice):
@@ -104,7 +104,6 @@ def _index(func: Any, model: Any, index: Any) -> Any:
             stretch, cut_dim, entries[position] = (start, max(start, stop)), dim, slice(None)
         source += entry is not None
         dim += entry is None or isinstance(entry, slice)
-    assert stretch is not None
     local = model.local()[tuple(entries)]
     if stretch == (0, model._split.length):
         return model.like(local, cut_dim)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.context_parallel.rules.products import whole
-from lightning_megatron.context_parallel.rules.views import split_of
+from lightning_megatron.context_parallel.rules.token_products import whole
+from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 

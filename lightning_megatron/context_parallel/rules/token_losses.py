@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.context_parallel.rules.elementwise import rows_of
-from lightning_megatron.context_parallel.rules.products import whole
+from lightning_megatron.context_parallel.rules.token_products import whole
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)

@@ -1,0 +1,139 @@
+"""Steps that a rank which holds some tokens cannot take, as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_megatron import MegatronStrategy
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.tasks import TokenTask
+
+
+class Cubed(torch.autograd.Function):
+    """With a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+class Custom(TokenTask):
+    """Applies a function of its own to the logits."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(Cubed.apply(self.net(batch[0])).flatten(0, 1), batch[1].flatten())
+
+
+class Penalty(TokenTask):
+    """Adds the norm of a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        weight = next(self.net.layers.parameters())
+        return loss + torch.autograd.grad(loss, weight, create_graph=True)[0].square().sum()
+
+
+class Hooked(TokenTask):
+    """Looks at a layer's gradient."""
+
+    def on_train_start(self) -> None:
+        self.net.layers[0].register_full_backward_hook(lambda *_: None)
+
+
+class Watched(TokenTask):
+    """Looks at a weight's gradient."""
+
+    def on_train_start(self) -> None:
+        next(self.net.parameters()).register_hook(lambda grad: grad)
+
+
+class Short(TokenTask):
+    """Has fewer tokens than ranks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0][:, :1], batch[1][:, :1]))
+
+
+class ByHand(TokenTask):
+    """Drives its optimizer by hand."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+
+class Evaluated(TokenTask):
+    """Leaves batches out, keeps metrics of torchmetrics, returns tensors, and shows them to hooks."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__(net)
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.val_accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits.transpose(1, 2), batch[1])
+        self.accuracy(logits.argmax(-1), batch[1])
+        self.log("train_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("highest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        return None if batch_idx == 1 else {"loss": loss, "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            self.seen.append(float(outputs["logits"].detach().square().sum()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        self.val_accuracy.update(logits.transpose(1, 2), batch[1])
+        self.log("val_accuracy", self.val_accuracy)
+        self.log("val_loss", F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()))
+        return logits
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"test_loss": self.loss(batch), "last": self.net(batch[0])[:, -1].std()})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return logits.softmax(-1), logits.argmax(-1)
+
+
+MODULES = {kind.__name__.lower(): kind for kind in (Custom, Penalty, Hooked, Watched, Short, ByHand)}
+
+
+def every_loop(info: RankInfo, context: int) -> dict[str, Any]:
+    """What fitting, validating, testing and predicting give over context ranks, or in a plain run for 0."""
+    torch.manual_seed(7)
+    module = Evaluated(LearnedPositions())
+    strategy = MegatronStrategy(context_parallel_size=context) if context else "auto"
+    trainer = make_trainer(info, strategy, max_epochs=2)
+    trainer.fit(module)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for told in (*trainer.validate(module, verbose=False), *trainer.test(module, verbose=False)):
+        found |= {f"then_{name}": value for name, value in told.items()}
+    predicted = trainer.predict(module)
+    found |= {"seen": sum(module.seen), "steps": len(module.seen)}
+    found["norm"] = float(torch.stack([p.detach().square().sum() for p in module.parameters()]).sum())
+    tensors = [tensor.detach() for pair in predicted or [] for tensor in pair]
+    assert all(type(tensor) is Tensor for tensor in tensors)
+    return found | {f"predicted{index}": tensor.tolist() for index, tensor in enumerate(tensors)}
+
+
+def fit(info: RankInfo, name: str, options: dict[str, Any]) -> None:
+    """Fits a module over two context ranks."""
+    torch.manual_seed(7)
+    module = MODULES.get(name, TokenTask)(LearnedPositions())
+    make_trainer(info, MegatronStrategy(context_parallel_size=2), max_steps=2, **options).fit(module)

@@ -1,0 +1,64 @@
+"""Every loop of a Trainer over context ranks; what they cannot do is refused at once, or in the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronStrategy
+from tests.harness import one_process, run_trainers
+from tests.strategy.context_scenarios import every_loop, fit
+
+OPTIONS = [
+    ({"context_parallel_size": 0}, "`context_parallel_size=0` must be an integer"),
+    ({"context_parallel_size": True}, "must be an integer"),
+    ({"context_parallel_size": 2, "tensor_parallel_size": 2}, "`tensor_parallel_size=1`"),
+    ({"context_parallel_size": 2, "pipeline_parallel_size": 2}, "`pipeline_parallel_size=1`"),
+    ({"context_parallel_size": 2, "micro_batch_size": 2}, "`micro_batch_size='auto'`"),
+    ({"context_parallel_size": 2, "activation_recompute": "full"}, "`activation_recompute=None`"),
+    ({"context_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
+    ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
+    ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),
+    ({"context_parallel_size": 2, "context_parallel_options": {"method": "ring"}}, "use 'gather'"),
+    ({"context_parallel_size": 2, "context_parallel_options": {"balance": "odd"}}, "'zigzag' or 'block'"),
+    ({"context_parallel_size": 2, "context_parallel_options": {"whole": []}}, "known options are method, balance"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), OPTIONS, ids=[str(arguments) for arguments, _ in OPTIONS])
+def test_options_that_are_not_there_are_refused_at_once(arguments, wanted):
+    with pytest.raises(ValueError, match="context_parallel") as error:
+        MegatronStrategy(**arguments)
+    assert wanted in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("custom", "torch's functions do not see: a custom `autograd.Function`"),
+        pytest.param("penalty", "a gradient was taken inside the step", marks=pytest.mark.wide),
+        pytest.param("hooked", "a backward hook of `net.layers.0`", marks=pytest.mark.wide),
+        pytest.param("watched", "a gradient hook of `", marks=pytest.mark.wide),
+        pytest.param("short", "was given 1 tokens, fewer than `context_parallel_size=2`", marks=pytest.mark.wide),
+        pytest.param("byhand", "`automatic_optimization=False`", marks=pytest.mark.wide),
+    ],
+)
+def test_steps_that_a_rank_would_know_in_part_are_refused_on_every_rank(name, wanted):
+    for outcome in run_trainers(fit, name, {}, devices=2, check=False, grace=20.0):
+        assert outcome.error is not None and "killed" not in outcome.error, outcome
+        assert wanted in f"{outcome.error}\n{outcome.output}", outcome.error
+
+
+@pytest.mark.wide
+def test_a_precision_that_is_not_there_is_refused_on_every_rank():
+    for outcome in run_trainers(fit, "plain", {"precision": "bf16-mixed"}, devices=2, check=False, grace=20.0):
+        assert "`precision='bf16-mixed'`" in str(outcome.error), outcome
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.wide)])
+def test_every_loop_gives_what_one_process_gives(size):
+    wanted = one_process(every_loop, 0)
+    for outcome in run_trainers(every_loop, size, devices=size):
+        assert set(outcome.value) == set(wanted)
+        for name, value in wanted.items():
+            assert torch.allclose(torch.tensor(outcome.value[name]), torch.tensor(value), rtol=1e-9), name
