@@ -8,7 +8,7 @@ cut to this rank's rows, and all that is computed from it keeps its global shape
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
-from lightning_megatron.context_parallel.token_split import BALANCES, Scope
+from lightning_megatron.context_parallel.token_split import BALANCES, Scope, TokenSplit
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
@@ -68,11 +69,11 @@ class TokenRegion:
         self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
 
     def open(self) -> None:
-        """Let the layers cut what they are given, in steps."""
+        """Let the layers cut what they are given, in steps: those of a module that is not cut at its layers."""
         self.close()
         for layer in self._layers:
-            before = layer.register_forward_pre_hook(self._cut_input, with_kwargs=True, prepend=True)
-            self._handles += [before, layer.register_forward_hook(self._write_back)]
+            before = layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+            self._handles += [before, layer.register_forward_hook(self.leave)]
 
     def close(self) -> None:
         """Leave the layers as they were."""
@@ -102,16 +103,24 @@ class TokenRegion:
             self.scope.running = False
             self._given.clear()
 
-    def _cut_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (self.scope.running or in_backward()):
-            return None
-        taken: list[Tensor] = []
-        args = self._with_shard(layer, args, taken)
-        kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
-        if not taken:  # token numbers for an embedding among the layers, say
-            return None
-        self.scope.cut = True
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a layer that is about to run, its first tensor of numbers cut to this rank's rows."""
+        if self.scope.running or in_backward():
+            taken: list[Tensor] = []
+            args = self._with_shard(layer, args, taken)
+            kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
+            self.scope.cut |= bool(taken)  # none: token numbers for an embedding among the layers, say
         return args, kwargs
+
+    def parted(self, tensor: WholeTensor) -> tuple[Tensor, Hashable]:
+        """This rank's rows, and what the next stage has to know of how they are split."""
+        return tensor.local(), (tensor._dim, split_of(tensor).described)
+
+    def joined(self, rows: Tensor, described: Any) -> TokenShards:
+        """The tensor of global shape again, on the next stage."""
+        self.scope.cut = True
+        dim, split = described
+        return TokenShards.show(rows, TokenSplit.from_described(split, self._group, self.scope), dim)
 
     def _with_shard(self, layer: nn.Module, value: Any, taken: list[Tensor]) -> Any:
         """``value`` with its first tensor of numbers cut; lists and dictionaries stay the same objects."""
@@ -133,7 +142,7 @@ class TokenRegion:
                 value[key] = self._with_shard(layer, entry, taken)
         return value
 
-    def _write_back(self, layer: nn.Module, *called: Any) -> None:
+    def leave(self, layer: nn.Module, *called: Any) -> None:
         """Let whoever called the layer see what it wrote into its input."""
         while self._given and self._given[-1][0] is layer:
             value, shard, version = self._given.pop()[1:]

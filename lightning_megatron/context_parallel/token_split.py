@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -171,6 +171,22 @@ class TokenSplit(SplitDim):
         shape = before, self.length, after
         runs = tuple(_flat_runs(own, shape) for own in self.runs)
         return TokenSplit(self.group, before * self.length * after, runs, self.scope, (before, self, after))
+
+    @property
+    def described(self) -> Hashable:
+        """What a process of another stage has to know of it."""
+        if self.folded is None:
+            return self.length, self.runs, None
+        before, split, after = self.folded
+        return self.length, self.runs, (before, split.described, after)
+
+    @classmethod
+    def from_described(cls, described: Any, group: dist.ProcessGroup, scope: Scope) -> TokenSplit:
+        """The split that was described, over this process's context ranks."""
+        length, runs, folded = described
+        if folded is not None:
+            folded = folded[0], cls.from_described(folded[1], group, scope), folded[2]
+        return cls(group, length, runs, scope, folded)
 
     def refuse_bypass(self, shape: Sequence[int]) -> None:
         """Refuse a function whose gradient would not be known.

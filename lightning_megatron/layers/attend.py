@@ -28,6 +28,7 @@ from lightning_megatron.layers.products import (
 )
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import Range
 from lightning_megatron.mesh.pickling import OfOneRank
@@ -125,6 +126,9 @@ def _sharding_of(layer: nn.MultiheadAttention) -> AttentionSharding | None:
 def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Query, key and value of the local heads, [.., heads * head_dim] each; inputs that are one tensor are shared."""
     query, key, value = inputs
+    if isinstance(query, WholeTensor) and query is key is value and query.is_by_rows:
+        rows = query.local()  # of which each is multiplied where it is
+        return [query.like(part) for part in _project(layer, (rows, rows, rows))]
     whole = _sharding_of(layer) is None
     if whole and layer._qkv_same_embed_dim and query is key and key is value:
         return list(_packed_projection(layer, query).split(_projection_sizes(layer), -1))
@@ -291,6 +295,8 @@ def _attend(
 
 
 def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
+    if isinstance(out, WholeTensor) and out.is_by_rows:
+        return out.like(_output(layer, out.local()))
     sharding, weight, bias = _sharding_of(layer), layer.out_proj.weight, layer.out_proj.bias
     taker = _taker(layer, "out_proj", None, out)
     if sharding is None:

@@ -27,6 +27,7 @@ from lightning_megatron.layers.shared_input import ColumnEntry, may_put_off, ope
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.layers.weight_view import autocast_input
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import (
     check_divisible,
     gather_from_group,
@@ -268,15 +269,21 @@ class RowParallelLinear(nn.Linear):
 
 
 def _column_forward(layer: ColumnParallelLinear, sharding: ColumnSharding, x: Tensor) -> Tensor:
-    local = sharding.entry.product(layer, x)
-    if sharding.output == "gather":
-        return gather_from_group(local, -1, sharding.entry.group)
+    rows = isinstance(x, WholeTensor) and x.is_by_rows  # whose tokens are split: each is multiplied where it is
+    local = sharding.entry.product(layer, x.local() if rows else x)  # type: ignore[attr-defined]
+    if sharding.output == "gather" or (rows and sharding.output == "logits"):
+        local = gather_from_group(local, -1, sharding.entry.group)
+        local = local.narrow(-1, 0, sharding.vocabulary) if sharding.output == "logits" else local
+    if rows:
+        return x.like(local)  # type: ignore[attr-defined, no-any-return]
     if sharding.output == "logits":
         return VocabParallelLogits.wrap(local, sharding.entry.group, sharding.vocabulary)
     return local
 
 
 def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> Tensor:
+    if isinstance(x, WholeTensor) and x.is_by_rows:
+        return x.like(_row_forward(layer, sharding, x.local()))
     if sharding.stream is not None:
         sharding.stream.close()
     for entry in sharding.entries:

@@ -69,6 +69,20 @@ class ParallelMesh:
         flat = replace(layout, context=1, data=layout.data * layout.context)
         return build_mesh(flat, self.device_mesh.device_type)
 
+    @functools.cached_property
+    def sharing_a_batch(self) -> dist.ProcessGroup | None:
+        """Ranks of this stage that compute the same loss of the same batch: context × tensor; ``None`` for one rank.
+
+        Collective over the world when first asked for.
+        """
+        layout = self.layout
+        if layout.context == 1 or layout.tensor == 1:
+            axis = "context_parallel" if layout.context > 1 else "tensor_parallel"
+            return self.group(axis) if layout.context * layout.tensor > 1 else None
+        blocks = torch.arange(layout.world_size).view(-1, layout.context * layout.tensor).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(blocks)
+        return cast("dist.ProcessGroup", group)
+
     @property
     def stage(self) -> int:
         """This rank's pipeline stage, 0 for the first."""

@@ -11,12 +11,7 @@ from lightning_megatron.context_parallel.region import check_options
 from lightning_megatron.data_parallel.presplit import splits_itself
 
 _WITHOUT_CONTEXT = {
-    "pipeline_parallel_size": 1,
-    "tensor_parallel_size": 1,
-    "micro_batch_size": "auto",
-    "evaluation_micro_batch_size": "auto",
-    "pipeline_split": "auto",
-    "activation_recompute": None,
+    "sequence_parallel": False,
     "compile_layers": False,
     "record_timeline": False,
     "overlap_parameter_gather": False,

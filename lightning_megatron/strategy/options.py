@@ -46,7 +46,7 @@ class Options:
         pipeline_parallel_size: stages that share the layers.
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
         tensor_parallel_size: ranks that share each layer's matrices.
-        context_parallel_size: ranks that share the tokens of each sequence; with one stage and one tensor rank.
+        context_parallel_size: ranks that share the tokens of each sequence.
         context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;

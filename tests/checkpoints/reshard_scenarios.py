@@ -42,7 +42,7 @@ class Grid:
         return self.tensor * self.pipeline * self.data * self.context
 
     def strategy(self) -> MegatronStrategy:
-        options: dict[str, Any] = {"micro_batch_size": 2 if self.context == 1 else "auto", **self.options}
+        options: dict[str, Any] = {"micro_batch_size": 2, **self.options}
         if self.chunks > 1:
             options |= {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": self.chunks}
         return MegatronStrategy(self.pipeline, self.data, self.tensor, context_parallel_size=self.context, **options)

@@ -19,6 +19,7 @@ GRIDS = {
     "c2": Grid(context=2),
     "c3": Grid(context=3),
     "d2c2": Grid(data=2, context=2),
+    "p2c2": Grid(pipeline=2, context=2),
     "d2": Grid(data=2),
     "d3": Grid(data=3),
     "t2p2": Grid(tensor=2, pipeline=2),
@@ -61,6 +62,8 @@ PAIRS = [
     ("d2c2", "one"),
     ("t2", "c2"),
     ("one", "d2c2"),
+    ("p2c2", "c3"),
+    ("d2", "p2c2"),
 ]
 DEFAULT = [("c2", "c3"), ("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]

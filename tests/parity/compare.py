@@ -34,8 +34,8 @@ def refusal(row: Row) -> str | None:
     stages, _, tensor = row.sizes
     if tensor > 1 and row.module in REFUSED_SPLIT:
         return REFUSED_SPLIT[row.module]
-    if row.context > 1:
-        return REFUSED_TOKENS.get(row.module)
+    if row.context > 1 and row.module in REFUSED_TOKENS:
+        return REFUSED_TOKENS[row.module]
     return REFUSED_CUT.get(row.module) if stages > 1 else None
 
 

@@ -17,8 +17,15 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "cp2": (1, 1, 1),
     "cp3": (1, 1, 1),
     "dp2xcp2": (1, 2, 1),
+    "pp2xcp2": (2, 1, 1),
+    "pp2xcp3": (2, 1, 1),
+    "pp3xcp2": (3, 1, 1),
+    "pp2xdp2xcp2": (2, 2, 1),
+    "cp2xtp2": (1, 1, 2),
+    "cp3xtp2": (1, 1, 2),
+    "pp2xcp2xtp2": (2, 1, 2),
 }
-CONTEXT = {"cp2": 2, "cp3": 3, "dp2xcp2": 2}
+CONTEXT = {name: int(part[2:]) for name in LAYOUTS for part in name.split("x") if part.startswith("cp")}
 """Context ranks of a layout; 1 in the others."""
 CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
 # Optimizer steps by batches per step. Three batches are an epoch: one epoch, or two where batches are added up. What

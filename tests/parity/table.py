@@ -17,7 +17,7 @@ SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
 MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
-CONTEXT_LAYOUTS = ("cp2", "cp3", "dp2xcp2")
+CONTEXT_LAYOUTS = ("cp2", "cp3", "dp2xcp2", "pp2xcp2", "cp2xtp2")
 TENSOR_LAYOUTS = ("tp2", "pp2xtp2", "dp2xtp2")
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
@@ -85,6 +85,8 @@ def everyday() -> list[Row]:
         Row("nanogpt", "cp3", "1f1b", "norm", 2, 0),
         Row("torch_encoder", "dp2xcp2", "1f1b", "none", 1, 0),
         Row("hf_llama", "cp2", "1f1b", "value", 1, 0),
+        Row("nanogpt", "pp2xcp2", "1f1b", "norm", 2, 2),
+        Row("hf_gpt2", "cp2xtp2", "1f1b", "norm", 1, 0),
     ]
     return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns, *tokens]
 
@@ -108,6 +110,12 @@ def everything() -> Iterator[Row]:
     yield from further(ZOO)
     for module, layout in itertools.product(ZOO, CONTEXT_LAYOUTS):
         clip, accumulate, _ = next(cycle)
-        yield Row(module, layout, "1f1b", clip, accumulate, micro_batch=0)
+        yield Row(module, layout, "1f1b", clip, accumulate, micro_batch=2 if layout.startswith("pp") else 0)
+    for module, layout in itertools.product(("nanogpt", "torch_encoder", "hf_llama"), ("pp2xcp2", "pp2xcp3")):
+        for schedule in (*SCHEDULES, *FURTHER_SCHEDULES):
+            yield Row(module, layout, schedule, "norm", 1, micro_batch=1 if schedule == "dualpipe-v" else 2)
+    yield Row("nanogpt", "pp3xcp2", "1f1b", "norm", 2, 2)
+    for layout in ("pp2xdp2xcp2", "cp3xtp2", "pp2xcp2xtp2"):
+        yield Row("nanogpt", layout, "1f1b", "norm", 2, 2)
     for setting in itertools.product(*FACTORS):
         yield _row("nanogpt", setting)  # type: ignore[arg-type]

@@ -12,10 +12,7 @@ from tests.strategy.context_scenarios import every_loop, fit
 OPTIONS = [
     ({"context_parallel_size": 0}, "`context_parallel_size=0` must be an integer"),
     ({"context_parallel_size": True}, "must be an integer"),
-    ({"context_parallel_size": 2, "tensor_parallel_size": 2}, "`tensor_parallel_size=1`"),
-    ({"context_parallel_size": 2, "pipeline_parallel_size": 2}, "`pipeline_parallel_size=1`"),
-    ({"context_parallel_size": 2, "micro_batch_size": 2}, "`micro_batch_size='auto'`"),
-    ({"context_parallel_size": 2, "activation_recompute": "full"}, "`activation_recompute=None`"),
+    ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "`sequence_parallel=False`"),
     ({"context_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
     ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),

@@ -103,6 +103,11 @@ class WholeTensor(torch.Tensor):
             return self._split.held(self._split.take(whole, dim, block), dim)
         return self._split.take_held(whole, dim, block)
 
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether each vector along the last dim is here as a whole, or not at all."""
+        return self._dim < self.ndim - 1
+
     def alike(self, other: WholeTensor) -> bool:
         """Whether the other tensor has this one's shape and is cut in the same way."""
         alike = self.shape == other.shape and self._dim == other._dim and self._split == other._split

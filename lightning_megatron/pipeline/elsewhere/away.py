@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
@@ -248,6 +249,17 @@ def refuse_away(value: Any, what: str) -> None:
     source = None if type(value) is Tensor else source_of(value)
     if source is not None:
         raise RuntimeError(f"{what} depends on `{source.name}`, which another pipeline stage owns. {source.remedy()}")
+
+
+def refuse_away_metrics(module: nn.Module) -> None:
+    """Complain about torchmetrics objects in ``module`` that were updated with stand-ins.
+
+    Raises:
+        RuntimeError: naming the metric.
+    """
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            refuse_away([getattr(metric, state) for state in metric._defaults], f"the metric `{name}`")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

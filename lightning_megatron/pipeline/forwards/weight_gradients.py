@@ -30,6 +30,7 @@ from lightning_megatron.layers.float8 import FLOAT8
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.products import SIXTEEN_BIT, Products, bias_gradient, of_its_own
 from lightning_megatron.layers.weight_view import autocast_input, gradient_dtype
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 
@@ -330,6 +331,8 @@ class _LinearCall(_ForwardCall):
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
+        if isinstance(x, WholeTensor) and x._dim < x.ndim - 1:
+            return x.like(self(x.local()))
         if not self._can_split(x, module.weight):
             return cast(Tensor, self.forward(x))
         x = autocast_input(x)

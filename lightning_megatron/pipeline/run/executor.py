@@ -287,7 +287,7 @@ class PipelineExecutor:
         run = self.runs[slot.place] if training else self.runs.pop(slot.place)
         leaves = run.sent.leaves
         if not training:
-            leaves = tuple(Leaf(leaf.index, leaf.shape, leaf.dtype, False) for leaf in leaves)
+            leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
         key = self._key(slot, slot.virtual + 1)
         varies = self._variable_shapes or run.sent.effects is not None
         known = None if varies else self._sent_leaves.get(key)

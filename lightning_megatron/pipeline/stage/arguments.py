@@ -53,3 +53,8 @@ def same_nests(old: Any, new: Any) -> Any:
         return old if all(map(is_, old, entries)) else entries
     unchanged = all(map(is_, pytree.tree_leaves(old), pytree.tree_leaves(new)))
     return old if unchanged else new
+
+
+def other_tensors(leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
+    """All tensors but the hidden state: at the first layer, for the micro-batches of a whole batch."""
+    return tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in main)

@@ -10,6 +10,7 @@ function that hands its gradient out, unless the first run has shown that no lay
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,14 @@ from lightning_megatron.pipeline.elsewhere.effects import Effect
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of a boundary: its place among the flattened call arguments (-1: it is none of them), and what the
-    receiver must allocate.
+    receiver must allocate; of a tensor whose tokens are split, this rank's rows, and how they are split.
     """
 
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    tokens: Hashable = None
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
-from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away
+from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
 from lightning_megatron.pipeline.stage import order, trunk_output
-from lightning_megatron.pipeline.stage.arguments import flatten, same_nests, without_caches
-from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
+from lightning_megatron.pipeline.stage.arguments import flatten, other_tensors, same_nests, without_caches
+from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
+from lightning_megatron.pipeline.stage.split_tokens import SplitsTokens, become_split, boundary_of
 
 
 class StageDone(BaseException):
@@ -54,6 +54,7 @@ class StageCursor:
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self.shapes = OutputShapes()
+        self.tokens: SplitsTokens | None = None
         self.running = False
         self.computes_parts = True  # those before the layers are called as in one process, and nobody needs to know
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
@@ -143,7 +144,7 @@ class StageCursor:
         if type(output) is not Tensor:
             refuse_away(output, f"what `{self.where.split()[0]}` returned")
         if self._watch is not None or STATE.written:
-            _refuse_away_metrics(module)
+            refuse_away_metrics(module)
 
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
@@ -215,6 +216,13 @@ class StageCursor:
             return self._skip(index, call, args, kwargs) if skips else self._compute(call, args, kwargs)
 
     def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.tokens is None:
+            return self._computed(call, args, kwargs)
+        output = self._computed(call, *self.tokens.enter(call.module, args, kwargs))
+        self.tokens.leave(call.module)
+        return output
+
+    def _computed(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._watch is None:
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if value.__class__ is Away:
@@ -265,7 +273,7 @@ class StageCursor:
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = self._fill(flatten(args, kwargs))
         main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
-        side = self._side_of(leaves, main) if self.stop else _other_tensors(leaves, main)
+        side = self._side_of(leaves, main) if self.stop else other_tensors(leaves, main)
         tensors = [self._original(leaves[index]) for index in (*main, *side)]
         for tensor in tensors:
             if tensor.__class__ is not Tensor:
@@ -275,14 +283,7 @@ class StageCursor:
         if luggage is not None:
             tensors += luggage.tensors
             places += [-1] * len(luggage.tensors)
-        self.sent = Boundary(
-            tuple(
-                Leaf(place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-                for place, tensor in zip(places, tensors, strict=True)
-            ),
-            tensors,
-            effects=luggage.effects if luggage is not None else None,
-        )
+        self.sent = boundary_of(tensors, places, None if luggage is None else luggage.effects, self.tokens)
         raise StageDone
 
     def _note_made(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -332,7 +333,8 @@ class StageCursor:
         """
         if self._starts or (index > self.first and not self._aliases and not self._filled):
             return args, kwargs
-        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0 and self.received.span is None
+        alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
+        alone = alone and self.received.span is None and self.tokens is None
         if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
             if become(args[0], self.received.tensors[0], self.training):
                 self.received.tensors[0] = args[0]
@@ -354,10 +356,15 @@ class StageCursor:
             stand_in, new = leaves[leaf.index], id(leaves[leaf.index]) not in used
             self.received.cut(place, stand_in)
             fills = new and (self.received.span is None or type(stand_in) is Away)  # or it may be the user's own
-            became = fills and become(stand_in, self.received.tensors[place], self.training)
-            if became:
-                self.received.tensors[place] = stand_in
-            tensor = self._arrived(place)
+            if leaf.tokens is not None:
+                tensor = self.received_at(place)
+                became = fills and become_split(stand_in, tensor)
+                tensor = stand_in if became else tensor
+            else:
+                became = fills and become(stand_in, self.received.tensors[place], self.training)
+                if became:
+                    self.received.tensors[place] = stand_in
+                tensor = self._arrived(place)
             if stand_in is None:  # this micro-batch alone would need no mask
                 self._filled[leaf.index] = self._made[id(tensor)] = tensor
             elif new and not became:
@@ -372,24 +379,21 @@ class StageCursor:
         writes = self._watch is not None or self.writes((self.first, self.stop))
         return self.received.arrive(place) if writes else self.received.tensors[place]
 
+    def received_at(self, place: int) -> Any:
+        """What arrived at ``place`` of the boundary, of global shape where its tokens are split."""
+        described = self.received.leaves[place].tokens
+        if described is None or self.tokens is None:
+            return self.received.tensors[place]
+        return self.tokens.joined(self._arrived(place), described)
+
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index == self.first and self.received.leaves:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            for leaf, tensor in zip(self.received.leaves, self.received.tensors, strict=True):
+            for place, leaf in enumerate(self.received.leaves):
                 if leaf.index >= 0:
-                    leaves[leaf.index] = tensor
+                    leaves[leaf.index] = self.received_at(place)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if self.tokens is not None:
+            args, kwargs = self.tokens.enter(call.module, args, kwargs)
         self._streams.enter(self.micro_batch, 1 + index)
         return call.runs(*args, **kwargs)
-
-
-def _other_tensors(leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
-    """All tensors but the hidden state: at the first layer, for the micro-batches of a whole batch."""
-    return tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in main)
-
-
-def _refuse_away_metrics(module: nn.Module) -> None:
-    """Complain about torchmetrics objects in ``module`` that were updated with stand-ins."""
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            refuse_away([getattr(metric, state) for state in metric._defaults], f"the metric `{name}`")

@@ -198,8 +198,8 @@ class SeveralStages:
 
     @property
     def may_run_around(self) -> bool:
-        """See :class:`Stages`; a rank that is alone has nothing to try it on."""
-        return self._world.compares and self._stage.calls_layers_whole
+        """See :class:`Stages`; a rank that is alone has nothing to try it on, and rows of tokens are not joined."""
+        return self._world.compares and self._stage.calls_layers_whole and self._mesh.layout.context == 1
 
     def leaves_behind(self, where: str) -> bool:
         """See :class:`Stages`."""

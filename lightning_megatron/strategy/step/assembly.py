@@ -188,10 +188,12 @@ class Assembler:
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state))
             agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
-        return Assembled(module, engine, tensor_state, report, streams, groups, self._split_tokens(module))
+        return Assembled(module, engine, tensor_state, report, streams, groups, self._split_tokens(module, stage))
 
-    def _split_tokens(self, module: pl.LightningModule) -> TokenRegion | None:
+    def _split_tokens(self, module: pl.LightningModule, stage: Stage | None) -> TokenRegion | None:
         """Split the tokens of the module's steps over context ranks, where there are several."""
+        if stage is not None:
+            stage.cursor.tokens = None
         if self._mesh.layout.context == 1:
             return None
         try:
@@ -199,7 +201,11 @@ class Assembler:
         except ValueError as error:
             size = self._mesh.layout.context
             raise ValueError(f"`context_parallel_size={size}` splits the input of repeated layers: {error}") from error
-        return TokenRegion(module, layers, self._mesh.group("context_parallel"), self._options.context["balance"])
+        group, balance = self._mesh.group("context_parallel"), self._options.context["balance"]
+        region = TokenRegion(module, layers if stage is None else (), group, balance)
+        if stage is not None:
+            stage.cursor.tokens = region
+        return region
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""

@@ -80,9 +80,7 @@ class StepEngine:
             module, mesh.of_gradients, device, presence, tensor, options.gradients, several=several
         )
         compares = mesh.layout.tensor > 1 and not self.splits_itself
-        shared_by = mesh.group("tensor_parallel") if compares else None
-        if mesh.layout.context > 1:
-            shared_by = mesh.group("context_parallel")
+        shared_by = mesh.sharing_a_batch if compares or mesh.layout.context > 1 else None
         self.losses = LossChecks(
             options.gradients.inspect, shared_by, reads=world.compares, over_context=mesh.layout.context > 1
         )

@@ -103,7 +103,8 @@ class ScheduledStep:
             split = self._split(batch, self._options.micro_batch_size, alike=True)
         try:
             parts, cut = self._cut(call, batch, split)
-            scales = [weight / (cut.total * window.batches) * window.scale for weight in cut.weights]
+            total = cut.total * window.batches * self._mesh.layout.context  # each of whose ranks has a gradient
+            scales = [weight / total * window.scale for weight in cut.weights]
             sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
             asks = self._skips.asks(self._stages.share, self._device) if self._skips.may and len(parts) == 1 else None
             self._outcome = self._run(call, batch, parts, scales, cut, "training_step", asks)

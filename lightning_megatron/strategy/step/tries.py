@@ -189,7 +189,7 @@ class LossTrials:
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
         found = findings[0].joined(findings[1:])
-        for axis in ("data_parallel", "tensor_parallel"):
+        for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
         return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=found)

@@ -169,11 +169,19 @@ def rehearse(
         The rank's parameters, bytes, instructions and communication.
 
     Raises:
-        ValueError: ``rank`` lies outside of the world, ``module`` does not make a LightningModule, or the Trainer took
-            no step. Errors of the launch itself are raised unchanged.
+        ValueError: ``rank`` lies outside of the world, tokens are split over the ranks of several stages, ``module``
+            does not make a LightningModule, or the Trainer took no step. Errors of the launch itself are raised
+            unchanged.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
+    sizes = strategy.options.sizes
+    if sizes["context"] > 1 and sizes["pipeline"] > 1:
+        raise ValueError(
+            f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "
+            f"`context_parallel_size={sizes['context']}`; rehearse with `pipeline_parallel_size=1`, or with "
+            "`context_parallel_size=1`."
+        )
     meter = MemoryMeter()
     alone = own_rank_afterwards()
     with _quiet(), alone, paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
