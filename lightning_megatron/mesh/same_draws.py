@@ -27,11 +27,12 @@ class SameDraws:
     """What the steps of some parts of a batch draw, in the order in which they draw it.
 
     Args:
-        joins: number of a run -> the two earlier runs whose samples it has, one behind the other.
+        joins: number of a run -> the earlier runs whose samples it has, one behind the other.
     """
 
-    def __init__(self, joins: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, joins: Mapping[int, tuple[int, ...]]) -> None:
         self._joins = joins
+        self._latest = {part: run for run in sorted(joins) for part in joins[run]}
         self._calls: Counter[int] = Counter()
         self._drawn: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -46,8 +47,10 @@ class SameDraws:
             with _Draws(lambda own: noted.append(own.clone()) or own):  # type: ignore[func-returns-value]
                 yield
             return
-        first, second = self._joins[index]
-        drawn = (self._drawn.pop((first, call), []), self._drawn.get((second, call), []))
+        drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
+        for part in self._joins[index]:
+            if self._latest[part] == index:
+                self._drawn.pop((part, call), None)
         rows = iter(zip(*drawn, strict=False))
         with _Draws(lambda own: _joined(next(rows, ()), own)):
             yield

@@ -300,6 +300,44 @@ class AcrossSamples(InBatch):
         self.double()
 
 
+class Alike(Task):
+    """Samples of one class are to be alike; a mean over nothing where two samples are of two classes."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z, kind = F.normalize(self(x).mean(1), dim=-1), torch.arange(len(x)) % 4
+        same = (kind[:, None] == kind[None]) & ~torch.eye(len(x), dtype=torch.bool)
+        return -(z @ z.T / 0.2).log_softmax(1)[same].mean()
+
+
+class Fifth(Task):
+    """Takes five samples at least."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, reduction="none").view_as(y).sum(1).topk(5).values.mean()
+
+
+class ByClass(Task):
+    """Rare classes count more, which two samples do not show: these are as rare each."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        kind = torch.arange(len(x)) % 3 // 2
+        weight = 1.0 / torch.bincount(kind, minlength=2).clamp(min=1)
+        return F.cross_entropy(self(x).mean(1)[:, :2], kind, weight=weight.double())
+
+
+class Flat(AcrossSamples):
+    """A loss that is almost nothing at first, whatever the layers give."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        scores = self(x).mean((1, 2))
+        return (F.relu(scores - scores.roll(1, 0) - (100.0 if self.calls == 1 else 0.0)).square().mean() + 1e-12).sqrt()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
 class Followed(Rows):
     """Layers follow the mean of what they see, in buffers that are assigned anew; nobody reads them."""
 
@@ -338,7 +376,7 @@ WEIGHED: dict[str, Callable[[], Task]] = {
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
     "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,
-    "across_samples": AcrossSamples,
+    "across_samples": AcrossSamples, "alike": Alike, "fifth": Fifth, "by_class": ByClass,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "vector": (Vector, r"a loss of shape \(.*,\)"),

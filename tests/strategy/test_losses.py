@@ -25,7 +25,7 @@ from lightning_megatron.strategy.step import tries
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
-from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Late, Noisy, Task, tokens
+from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Flat, Late, Noisy, Task, tokens
 from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
 
 BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
@@ -63,7 +63,12 @@ def _cut_on_one_rank(module: Task, mesh: ParallelMesh, chunks: int, **options: A
 
 
 @pytest.mark.parametrize(
-    ("name", "choice", "size"), [*((name, "auto", 2) for name in WHOLE), ("counted", True, 3), ("conditioned", True, 3)]
+    ("name", "choice", "size"),
+    [
+        *((name, "auto", 2) for name in WHOLE),
+        *((name, True, 3) for name in ("counted", "conditioned", "flat")),
+        *((name, "auto", 1) for name in ("alike", "by_class", "fifth")),
+    ],
 )
 def test_layers_run_in_micro_batches_where_the_loss_is_one_of_the_batch(
     mesh: ParallelMesh,  # noqa: F811
@@ -71,7 +76,7 @@ def test_layers_run_in_micro_batches_where_the_loss_is_one_of_the_batch(
     choice: bool | str,
     size: int,
 ) -> None:
-    build: Any = {**WEIGHED, **WHOLE}[name]
+    build: Any = {**WEIGHED, **WHOLE, "flat": Flat}[name]
     expected, _, _ = _steps(build(), mesh, BATCHES)
     module = build()
     engine = _cut_on_one_rank(module, mesh, 2, micro_batch_size=size, whole_batch_loss=choice)
@@ -298,6 +303,8 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
 
 EVERYDAY = [
     ("padded", (2, 2), {}),
+    ("alike", (2, 1), {}),
+    ("fifth", (2, 1), {"micro_batch_size": 1}),
     ("in_batch", (2, 1), {}),
     ("conditioned", (2, 1), {"pipeline_schedule": "zb-v"}),
     ("between", (2, 1), {}),

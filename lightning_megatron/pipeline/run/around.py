@@ -40,12 +40,14 @@ class WholeBatch:
         before: the user's step, for the code before the layers.
         behind: the user's step, for the code behind them.
         failed: in a trial: why the layers cannot run in micro-batches, as far as this rank has seen.
+        given: in a trial: what the last layer gave, joined.
     """
 
     batch: Any
     before: Call
     behind: Call
     failed: str = ""
+    given: Sequence[Tensor] = ()
 
 
 class RunsAround(Protocol):
@@ -192,6 +194,8 @@ class Around:
         if backward is not None:
             backward(run.output)
             self._gradients = dict(enumerate(joined.parts_of_gradients()))
+        else:
+            self._whole.given = joined.tensors
         self._left = {}
         return run.output
 

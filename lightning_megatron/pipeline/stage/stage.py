@@ -165,6 +165,11 @@ class Stage:
         layers = [self.module.get_submodule(name) for name in self.partition.trunk.layer_names]
         return not any(isinstance(layer, (nn.ModuleList, nn.ModuleDict)) for layer in layers)
 
+    @property
+    def is_behind_layers(self) -> bool:
+        """Whether the user's step is running, and in or past the last layer."""
+        return self.cursor.is_inside(len(self.partition.trunk.layer_names) - 1)
+
     def leaves_behind(self, where: str) -> bool:
         """Whether layers here were seen to leave anything behind besides their outputs in the step of this name."""
         return self.cursor.side_effects.found_in(where)

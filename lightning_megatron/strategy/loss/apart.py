@@ -1,13 +1,16 @@
 """Whether the layers may run in micro-batches where the loss is one of the whole batch, found out by trying.
 
 They may where each of them computes sample by sample, and where the code behind them asks for nothing but the last
-one's output. Two micro-batches are run in four ways, forward only; what is equal must be::
+one's output. Two micro-batches are run in four ways, forward only (or all of a batch, where the loss of two of them
+tells nothing); what is equal must be::
 
     whole     the user's step on both at once                          ┐ equal: the code around the layers
     joined    before(both) ─▶ layers(both) ─▶ behind(both)             ┘ can run by itself
 
     apart     before(both) ─▶ layers(one), layers(other) ─▶ behind     ┐ equal: layers compute sample by sample;
     again     before(both) ─▶ layers(both) ─▶ behind                   ┘ random numbers of layers as in ``apart``
+
+Losses, logged numbers, and of the last two what the layers give: a loss may be zero whatever they give.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.same_draws import SameDraws
@@ -31,6 +35,7 @@ from lightning_megatron.strategy.loss.traces import Traces
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}  # relative, of a loss or logged value
 _NARROW = 2e-3
+_OF_TENSORS = 10.0  # times as much, of what layers give: no mean evens out how it is rounded
 _NOTHING = nullcontext()
 
 
@@ -41,8 +46,8 @@ class AroundTrial:
         call: the user's step, taking a (micro-)batch.
         recording: of the logs.
         traces: of the module, to be put back.
-        parts: two neighbouring micro-batches.
-        both: the two at once.
+        parts: neighbouring micro-batches.
+        both: all of them at once.
         schedule: gives the schedule of a forward of so many micro-batches.
     """
 
@@ -57,7 +62,8 @@ class AroundTrial:
     ) -> None:
         self._call, self._recording, self._traces = call, recording, traces
         self._parts, self._both, self._schedule = list(parts), both, schedule
-        self._draws = SameDraws({2: (0, 1)})
+        self._draws = SameDraws({len(parts): tuple(range(len(parts)))})
+        self._given: list[Sequence[Tensor]] = []
         self._found: list[tuple[Any, LogRecorder]] = []
         self.failed = ""
 
@@ -67,7 +73,7 @@ class AroundTrial:
         executor.run(whole)
         self._around(executor, [self._both], lambda index: _NOTHING)
         self._around(executor, self._parts, lambda index: self._draws.run(index))
-        self._around(executor, [self._both], lambda index: self._draws.run(2))
+        self._around(executor, [self._both], lambda index: self._draws.run(len(self._parts)))
 
     def _around(
         self, executor: PipelineExecutor, parts: list[Any], around: Callable[[int], AbstractContextManager[None]]
@@ -83,6 +89,7 @@ class AroundTrial:
         whole = WholeBatch(self._both, before, self._recorded)
         executor.run(PipelineStep(self._schedule(len(parts)), layers, parts, TRIAL, whole=whole))
         self.failed = self.failed or whole.failed
+        self._given.append(whole.given)
 
     def _recorded(self, batch: Any, _: int) -> Any:
         with self._recording.step() as recorder:
@@ -99,7 +106,7 @@ class AroundTrial:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
                 self._traces.put_back()
 
-    def verdict(self, device: torch.device, narrowest: Callable[[torch.Tensor], torch.dtype]) -> str:
+    def verdict(self, device: torch.device, narrowest: Callable[[Tensor], torch.dtype]) -> str:
         """Why the layers cannot run in micro-batches; "" if they can. On the stage that computes the loss.
 
         Args:
@@ -109,12 +116,17 @@ class AroundTrial:
         if self.failed or len(self._found) != 4:
             return self.failed or "the code behind the layers does not run by itself"
         numbers = [_numbers(output, recorder, device) for output, recorder in self._found]
+        if not math.isfinite(numbers[0]["loss"]):
+            return f"the loss is {numbers[0]['loss']}"
         dtype = narrowest(loss_of(self._found[0][0]))
         tolerance = _TOLERANCE.get(dtype, _NARROW)
+        across = "they compute over the samples that they see"
+        if not all(_alike(one, other, tolerance) for one, other in zip(*self._given[1:], strict=True)):
+            return across
         whole, joined, apart, again = numbers
         for one, other, why in (
             (whole, joined, "the code behind them needs more than the output of the last one"),
-            (apart, again, "they compute over the samples that they see"),
+            (apart, again, across),
         ):
             if one.keys() != other.keys() or not all(_close(one[key], other[key], tolerance) for key in one):
                 return why
@@ -126,6 +138,14 @@ def _numbers(output: Any, recorder: LogRecorder, device: torch.device) -> dict[s
     logs = recorder.collect(device)
     plain = {f"log {key.name}": float(row[0]) for key, row in zip(logs.keys, logs.rows, strict=True)}
     return {"loss": float(loss_of(output).detach()), **plain}
+
+
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    narrow = _NARROW if one.dtype not in _TOLERANCE else 0.0
+    one, other = one.double(), other.double()
+    return bool((one - other).norm() <= _OF_TENSORS * max(tolerance, narrow) * max(one.norm(), other.norm()))
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:

@@ -95,6 +95,9 @@ class Finding:
         logs: logged key -> how the parts' values combine: ``weights``, ``sizes``, ``sum``, ``max``, ``min``, or "".
         tells: whether the losses of the parts differ, so that the trial could tell.
         numbers: loss of the whole, and the mean of the parts' losses.
+        opaque: whether a loss is no finite number, which tells nothing about others.
+        empty: whether a part has no targets, which accounts for that.
+        failed: why the step does not run on a part of a batch, or "".
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -102,6 +105,9 @@ class Finding:
     logs: dict[str, str] = field(default_factory=dict)
     tells: bool = True
     numbers: tuple[float, float] = (0.0, 0.0)
+    opaque: bool = False
+    empty: bool = False
+    failed: str = ""
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """What all findings say."""
@@ -114,7 +120,15 @@ class Finding:
         logs = {key: min(said) if len(said) == 1 else "" for key, said in hows.items()}
         writes = next((one.writes for one in every if one.writes), "")
         failed = next((one for one in every if not one.fits), self)
-        return replace(failed, fits=fits, writes=writes, logs=logs, tells=any(one.tells for one in every))
+        return replace(
+            failed,
+            fits=fits,
+            writes=writes,
+            logs=logs,
+            tells=any(one.tells for one in every),
+            opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
+            failed=next((one.failed for one in every if one.failed), ""),
+        )
 
 
 def find(
@@ -130,7 +144,9 @@ def find(
     """
     losses = [part.loss for part in parts]
     if not all(math.isfinite(loss) for loss in (*losses, whole.loss)):
-        return Finding({way: 0.0 for way in (None, *counts, "sum")}, tells=False)
+        every: dict[Any, float] = {way: 0.0 for way in (None, *counts, "sum")}
+        empty = any(not all(count) for count in counts.values())
+        return Finding(every, tells=False, numbers=(whole.loss, _mean(losses, sizes)), opaque=True, empty=empty)
     scale = max(abs(loss) for loss in (*losses, whole.loss))
     tolerance = _TOLERANCE.get(whole.dtype, _NARROW) * scale
     ways: dict[Any, Sequence[float]] = {None: sizes, **{way: count for way, count in counts.items() if sum(count)}}
@@ -182,6 +198,7 @@ class Reading:
         logs: see :class:`Finding`.
         settled: whether the latest trial could tell.
         stays: whether the user has said that the loss is one of the whole batch.
+        opaque: whether no trial has told anything, and the latest found losses that are no finite numbers.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -189,6 +206,7 @@ class Reading:
     logs: Mapping[str, str] = field(default_factory=dict)
     settled: bool = False
     stays: bool = False
+    opaque: bool = False
 
     def after(self, found: Finding) -> Reading:
         """What is known after a further trial."""
@@ -197,12 +215,13 @@ class Reading:
         else:
             fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
         logs = {**self.logs, **{k: h if self.logs.get(k, h) == h else "" for k, h in found.logs.items()}}
-        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays)
+        opaque = found.opaque and not (self.fits and self.settled)
+        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays, opaque)
 
     @property
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
-        return self.stays or not self.fits or bool(self.writes)
+        return self.stays or self.opaque or not self.fits or bool(self.writes)
 
     @property
     def way(self) -> Any:

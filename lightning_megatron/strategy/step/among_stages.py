@@ -55,6 +55,10 @@ class Stages(Protocol):
     def may_run_around(self) -> bool:
         """Whether layers may run in micro-batches, and the code around them on the whole batch; equal on all ranks."""
 
+    @property
+    def is_behind_layers(self) -> bool:
+        """Whether the user's step is running, and in or past the last layer."""
+
     def leaves_behind(self, where: str) -> bool:
         """Whether layers of this stage were seen to leave anything behind besides their outputs in this step."""
 
@@ -106,6 +110,7 @@ class OneStage:
         self._opened: tuple[UncutModule, PipelineExecutor] | None = None
 
     may_run_around = False  # one stage has nobody to wait for
+    is_behind_layers = True  # nobody waits for what is before it
 
     def leaves_behind(self, where: str) -> bool:
         """Not asked."""
@@ -200,6 +205,11 @@ class SeveralStages:
     def may_run_around(self) -> bool:
         """See :class:`Stages`; a rank that is alone has nothing to try it on, and rows of tokens are not joined."""
         return self._world.compares and self._stage.calls_layers_whole and self._mesh.layout.context == 1
+
+    @property
+    def is_behind_layers(self) -> bool:
+        """See :class:`Stages`."""
+        return self._stage.is_behind_layers
 
     def leaves_behind(self, where: str) -> bool:
         """See :class:`Stages`."""

@@ -7,7 +7,8 @@ random numbers for the same samples, and what the step writes and logs is put ba
     step       F0 B0 F1 B1 ...         as found
 
 Two at once, and not all: a trial holds no more than a step would. Several times two: a loss that is divided by the
-number of its positives looks like a mean where two micro-batches happen to have as many.
+number of its positives looks like a mean where two micro-batches happen to have as many. And four where a micro-batch
+is one sample: the classes of two are as many each, or one.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
 the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -33,6 +35,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
@@ -45,6 +48,7 @@ from lightning_megatron.strategy.step.step import Outcome
 
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _PARTS = 5  # most micro-batches that are tried
+_FEW = 4  # samples at once, of fewer of which some losses look like means
 _UNSETTLED = 16  # steps in which equal losses are tried again
 
 
@@ -100,7 +104,7 @@ class LossTrials:
             parts: its micro-batches, two or more.
         """
         self._steps += 1
-        if not self.reading.whole or self._steps == 1 or self.around:
+        if not self.reading.whole or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
             if why:
                 self._try(call, batch, parts, why)
@@ -121,7 +125,7 @@ class LossTrials:
             return "look"
         if self._steps >= self._next:
             return "time"
-        if self.reading.whole:
+        if self.reading.whole and not self.reading.opaque:
             return ""
         if self._new_keys or (not self.reading.settled and self._steps <= _UNSETTLED):
             return "keys"
@@ -136,9 +140,9 @@ class LossTrials:
     def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
         joins = _Joins(batch, parts)
         if self._steps >= self._next:
-            self._next = self._steps * (2 if len(joins.pairs) == 1 and self._steps < _AGAIN else _AGAIN)
+            self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True
-        tried = _Tried(call, self._recording, Traces(self._module), joins)
+        tried = _Tried(call, self._recording, Traces(self._module), joins, self._stages)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         largest = max(joins.pieces, key=batch_size_of)
         with self._streams.trial(), self._stages.running(largest, len(joins.pieces), training=False) as executor:
@@ -155,14 +159,14 @@ class LossTrials:
         self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
         could, self.around = self.around, False
         if self.reading.whole and all(alone for _, alone in told):
-            self._apart = self._try_around(call, joins)
+            tells = joins.pieces[:2], joins.pieces[2]
+            self._apart = self._try_around(call, *((parts, batch) if found.opaque else tells))
             self.around = not self._apart
-        if not (could and self.around):
+        if not (could and self.around) and not (before.opaque and self.reading.opaque):
             self._say(before, found, len(parts), why)
 
-    def _try_around(self, call: Callable[[Any], Any], joins: _Joins) -> str:
+    def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
-        *parts, both = joins.pieces[:3]
         tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule)
         with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
             tried.run(executor)
@@ -183,12 +187,12 @@ class LossTrials:
             for output, logs in zip(outputs, tried.logs(self._device), strict=True)
         ]
         findings = []
-        for both, pair in joins.pairs.items():
+        for both, pair in joins.joins.items():
             parts = [joins.pieces[index] for index in pair]
             counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
-        found = findings[0].joined(findings[1:])
+        found = replace(findings[0].joined(findings[1:]), failed=tried.failed)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
@@ -216,6 +220,8 @@ class LossTrials:
                 what = "`whole_batch_loss=True`"
             elif now.writes:
                 what = f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
+            elif found.failed:
+                what = f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
             else:
                 whole, mean = found.numbers
                 what = (
@@ -258,7 +264,7 @@ class LossTrials:
 
 
 class _Joins:
-    """What a trial runs: some neighbouring micro-batches, and each two neighbours at once.
+    """What a trial runs: some neighbouring micro-batches, each two neighbours at once, and four if two are too few.
 
     Args:
         batch: the whole.
@@ -266,28 +272,38 @@ class _Joins:
 
     Attributes:
         pieces: in the order in which they run.
-        pairs: place of two at once among the pieces -> places of the one and of the other.
+        joins: place of two or four at once among the pieces -> places of the one, the other, ...
     """
 
     def __init__(self, batch: Any, parts: Sequence[Any]) -> None:
         start = max(0, min(_pair(batch, parts) - 1, len(parts) - _PARTS))
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
         self.pieces = [parts[start]]
-        self.pairs: dict[int, tuple[int, int]] = {}
+        self.joins: dict[int, tuple[int, ...]] = {}
         for index in range(start + 1, min(start + _PARTS, len(parts))):
             last = len(self.pieces)
             before = 0 if last == 1 else last - 2
             self.pieces += [parts[index], samples_of(batch, ends[index - 1], ends[index + 1])]
-            self.pairs[last + 1] = (before, last)
+            self.joins[last + 1] = (before, last)
+        if len(parts) > 2 and ends[start + 2] - ends[start] < _FEW:
+            singles = [0, *(places[-1] for places in self.joins.values())][:_FEW]
+            self.joins[len(self.pieces)] = tuple(singles)
+            self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
         self.pieces = [map_tensors(piece, torch.clone) for piece in self.pieces]
 
 
 class _Tried:
-    """The user's step on the pieces of a trial; leaves nothing behind."""
+    """The user's step on the pieces of a trial; leaves nothing behind.
 
-    def __init__(self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: _Joins) -> None:
-        self._call, self._recording, self.traces, self._pairs = call, recording, traces, joins.pairs
-        self._draws = SameDraws(joins.pairs)
+    Attributes:
+        failed: why it does not run on one of them, as far as the code behind the layers is concerned; or "".
+    """
+
+    def __init__(
+        self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: _Joins, stages: Stages
+    ) -> None:
+        self._call, self._recording, self.traces, self._joins = call, recording, traces, joins.joins
+        self._draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
         self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
         self._runs = [0 for _ in joins.pieces]
         self._turns: dict[Name, int] = {}
@@ -299,6 +315,11 @@ class _Tried:
             with self._recording.step() as recorder, self._draws.run(index), eager:
                 self._recorders[index] = recorder
                 return map_tensors(self._call(part), torch.detach)
+        except Exception as error:
+            if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
+                raise
+            self.failed = self.failed or f"{type(error).__name__}: {error}"
+            return torch.tensor(math.nan, dtype=torch.float64)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
                 changes = self.traces.changes()
@@ -310,7 +331,7 @@ class _Tried:
 
     def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
         """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
-        joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._pairs.items()]
+        joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._joins.items()]
         return judge(joins, layers, self.traces.buffers)
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
