@@ -27,6 +27,7 @@ def base_of(kind: str) -> PreTrainedModel:
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=64, use_cache=False, **sizes, **dropouts)).double()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["tie_word_embeddings"] = kind.startswith("tied")
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes)).double()  # type: ignore[arg-type]
 
 
@@ -34,6 +35,16 @@ def config_of(kind: str) -> peft.PeftConfig:
     """The adapter that is trained."""
     if kind == "dora":
         return peft.LoraConfig(target_modules="all-linear", use_dora=True, **LOW_RANK)
+    if kind == "tied head":
+        return peft.LoraConfig(target_modules=["q_proj", "lm_head"], **LOW_RANK)
+    if kind == "tied head saved":
+        return peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **LOW_RANK)
+    if kind in ("tied embedding", "two"):
+        return peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **LOW_RANK)
+    if kind == "embedding dora":
+        return peft.LoraConfig(target_modules=["v_proj", "embed_tokens"], use_dora=True, **LOW_RANK)
+    if kind == "bias":
+        return peft.LoraConfig(target_modules=["v_proj"], lora_bias=True, **LOW_RANK)
     if kind == "gpt2":
         return peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **LOW_RANK)
     if kind == "prompt":
@@ -55,6 +66,9 @@ class Adapted(LightningModule):
             warnings.simplefilter("ignore")
             torch.manual_seed(1)
             self.model = peft.get_peft_model(base, config).double()
+            if kind == "two":
+                self.model.add_adapter("other", peft.LoraConfig(target_modules=["o_proj"], **LOW_RANK))
+                self.model.double()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss

@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _trained(kind: str, folder: Path, **sizes: int) -> Path:
     path = folder / f"{kind}{len(sizes)}.ckpt"
     if not path.exists():
-        run_trainers(train_adapter, kind, str(path), sizes, devices=4 if sizes else 1)
+        devices = sizes.get("pipeline_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
+        run_trainers(train_adapter, kind, str(path), sizes, devices=devices)
     return path
 
 
@@ -60,7 +61,9 @@ def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path:
     assert "--merge-adapters" in message
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "gpt2"))])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "gpt2", "embedding dora"))]
+)
 def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_path: Path) -> None:
     path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "merged", "--merge-adapters", "--shard-gb", "0.00002")
@@ -68,6 +71,45 @@ def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_pa
     torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "merged") is not None
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+
+
+TIED = ["tied embedding", *(pytest.param(k, marks=pytest.mark.wide) for k in ("tied head", "tied head saved"))]
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, folder: Path, tmp_path: Path) -> None:
+    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    command("export", path, tmp_path / "merged", "--merge-adapters")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+    assert not torch.equal(model.model.embed_tokens.weight, model.lm_head.weight)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: Path, tmp_path: Path) -> None:
+    path = _trained("two", folder)
+    module = Adapted("two")
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    plain = module.model.merge_and_unload(adapter_names=[adapter])
+    command(
+        "export",
+        _trained("two", folder, pipeline_parallel_size=1),
+        tmp_path / "merged",
+        "--merge-adapters",
+        "--adapter",
+        adapter,
+    )
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float64, output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    torch.testing.assert_close(_logits(model), _logits(plain), rtol=0, atol=1e-6)
+
+
+def test_what_is_no_product_of_two_matrices_is_not_left_out(folder: Path, tmp_path: Path) -> None:
+    path = _trained("bias", folder, pipeline_parallel_size=1)
+    assert "lora_B.default.bias" in command("export", path, tmp_path / "a", "--merge-adapters", fails=True)
 
 
 def test_adapters_that_cannot_be_written_so_are_refused(folder: Path, tmp_path: Path) -> None:

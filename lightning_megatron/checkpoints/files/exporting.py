@@ -21,16 +21,17 @@ from lightning_megatron.checkpoints.files.adapters import (
     adapter_entries,
     adapters_of,
     choose_adapter,
-    merged_entries,
     stored_entry,
 )
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
+from lightning_megatron.checkpoints.files.merging import merged_entries
 from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.files.storage import bytes_of
 from lightning_megatron.checkpoints.state.stored import optimizer_names
 
 RUN_STATE = ("replicas", "streams")
 """Entries of ``lightning_megatron`` in a checkpoint that an exported file keeps: random numbers and dataloaders."""
+_TIES = "tie_word_embeddings"
 _OWN = ("lightning_megatron", "optimizer_groups", "optimizer_values", "state_dict_extra")
 
 
@@ -189,7 +190,11 @@ def export_safetensors(
             )
         prefix = next(iter(found))
     config = found.get(prefix) if config is None else config
-    entries = _entries(source, prefix, dtype, merge, adapter)
+    if merge:
+        entries, unties = merged_entries(source, choose_adapter(source, adapter, prefix), prefix, dtype)
+        config = _untied(config) if unties and config is not None else config
+    else:
+        entries = _entries(source, prefix, dtype)
     if not entries:
         raise ValueError(
             f"no tensor's name starts with {prefix!r}; `lightning-megatron checkpoint inspect` lists them."
@@ -238,11 +243,13 @@ def export_adapter(
     return sorted(entries)
 
 
-def _entries(
-    source: Source, prefix: str, dtype: torch.dtype | None, merge: bool, adapter: str | None
-) -> dict[str, Entry]:
-    if merge:
-        return merged_entries(source, choose_adapter(source, adapter, prefix), prefix, dtype)
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, and those inside it, of a model whose head is no longer its embedding."""
+    inner = {key: _untied(value) for key, value in config.items() if isinstance(value, Mapping) and _TIES in value}
+    return {**config, **inner, _TIES: False}
+
+
+def _entries(source: Source, prefix: str, dtype: torch.dtype | None) -> dict[str, Entry]:
     held = [adapter.name for adapter in adapters_of(source, prefix) if prefix.startswith(adapter.start)]
     if held:
         raise ValueError(

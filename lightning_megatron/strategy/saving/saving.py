@@ -206,7 +206,7 @@ class Saving:
     def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps for this package; whole on global rank 0."""
         mesh, layout = self._mesh, self._mesh.layout
-        tied = aliases(self._module)
+        tied, presence = aliases(self._module), self._engine.model_gradients.presence
         extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}
         stages = gather_to_first((tied, extra), mesh.group("pipeline_parallel"), mesh, layout.pipeline)
         values = gather_all_to_first(plain_values(checkpoint.get("optimizer_states", [])))
@@ -219,7 +219,7 @@ class Saving:
             "replicas": gather_to_first(replica, mesh.group("data_parallel"), mesh, layout.data),
             "streams": self._streams.state_dict(),
             "order": self._samplers.order,
-            "about": about(self._trainer, mesh, self._details, self._engine.model_gradients.presence.entries),
+            "about": about(self._trainer, mesh, self._details, presence.entries) if mesh.rank == 0 else {},
         }
 
     def load(self, path: Any, optimizers: Sequence[Optimizer], weights_only: bool | None) -> dict[str, Any]:

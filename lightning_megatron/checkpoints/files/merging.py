@@ -1,0 +1,175 @@
+"""The weights of an adapted model with an adapter added to them, by the names that the model alone has.
+
+A tensor that the model has under two names, as an embedding that is its head too, may be adapted under one of them; it
+is two tensors from then on. One weight and its update are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoints.files.adapters import Adapter, Entry, stored_entry
+from lightning_megatron.checkpoints.files.sources import Source
+from lightning_megatron.checkpoints.state.stored import optimizer_names
+
+_HALVES = ("lora_{}.{}.weight", "lora_embedding_{}.{}")
+_MAGNITUDE = "lora_magnitude_vector.{}.weight"
+_BASE = ".base_layer."
+_SAVED = ".modules_to_save."
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor of the model alone comes from.
+
+    Attributes:
+        stored: the name that the checkpoint has it under.
+        module: start of the names of the adapted module whose update is added to it; empty for none.
+    """
+
+    stored: str
+    module: str = ""
+
+
+def merged_entries(
+    source: Source, adapter: Adapter, prefix: str, dtype: torch.dtype | None
+) -> tuple[dict[str, Entry], bool]:
+    """The tensors of the adapted model with the adapter added to them.
+
+    Low-rank updates follow Hu et al., arXiv 2106.09685, eq. 3, and Liu et al., arXiv 2402.09353, eq. 5.
+
+    Args:
+        source: an opened checkpoint.
+        adapter: one of its adapters.
+        prefix: start of the names of the model inside the adapted one; it is taken off.
+        dtype: of floating-point tensors in the file; as stored by default.
+
+    Returns:
+        The tensors by the names that the model alone has, and whether two that it ties have become different ones.
+
+    Raises:
+        ValueError: the adapter is more than products of two matrices, or more than two tied tensors become different.
+    """
+    names = _names(source, prefix)
+    _check(source, adapter)
+    origins, bases = _origins(source, adapter, names, prefix)
+    apart = [group for group in _tied(bases) if len({origins[plain] for plain in group}) > 1]
+    if len(apart) > 1 or any(len(group) > 2 for group in apart):
+        raise ValueError(
+            f"the model has one tensor under the names {', '.join(apart[0])}, and adapter {adapter.name!r} changes "
+            "some; the model's class alone has no place for what they become. Write the adapter alone with "
+            "`--format adapter`."
+        )
+    entries: dict[str, Entry] = {}
+    written: set[_Origin] = set()
+    for plain, origin in origins.items():
+        if origin not in written:
+            written.add(origin)
+            entries[plain] = _entry(source, adapter, origin, dtype)
+    return entries, bool(apart)
+
+
+def _names(source: Source, prefix: str) -> dict[str, str]:
+    """Names of the model's tensors, those that share a tensor too -> the name that it is stored under."""
+    optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
+    names = {name: name for name in source.kinds if name not in optimizers} | dict(source.aliases)
+    return {name: stored for name, stored in names.items() if name.startswith(prefix)}
+
+
+def _check(source: Source, adapter: Adapter) -> None:
+    known = (*(half.format(each, adapter.name) for half in _HALVES for each in "AB"), _MAGNITUDE.format(adapter.name))
+    more = [n for n in (adapter.tensors or {}).values() if not n.endswith(known) and _SAVED not in n]
+    kind = str(adapter.config.get("peft_type"))
+    if adapter.config.get("layer_replication"):
+        kind += " with `layer_replication`"
+    elif more:
+        kind += f" with `{more[0]}`"
+    elif adapter.updates is not None:
+        return
+    raise ValueError(
+        f"adapter {adapter.name!r} ({kind}) cannot be added to the weights here; write it alone with "
+        "`--format adapter`, and merge it with peft's `merge_and_unload`."
+    )
+
+
+def _origins(
+    source: Source, adapter: Adapter, names: Mapping[str, str], prefix: str
+) -> tuple[dict[str, _Origin], dict[str, str]]:
+    """By the names that the model alone has: where its tensors come from, and which they were before any adapter."""
+    changed = {name.rpartition(".lora_")[0] for name in names}
+    adapted = tuple({f"{inside}." for name in names if (inside := name.rpartition(_BASE)[0]) in changed - {""}})
+    saved = {name.replace(f"{_SAVED}{adapter.name}.", ".original_module."): name for name in names if _SAVED in name}
+    origins, bases = {}, {}
+    for name, stored in names.items():
+        inside, _, own = name.rpartition(_BASE)
+        base = f"{inside}." in adapted
+        if _SAVED in name or (not base and name.startswith(adapted)):
+            continue
+        module = _updated(source, adapter, f"{inside}.") if base and own == "weight" else ""
+        plain = (f"{inside}.{own}" if base else name).removeprefix(prefix).replace(".original_module.", ".")
+        origins[plain] = _Origin(names[saved[name]]) if name in saved else _Origin(stored, module)
+        bases[plain] = stored
+    return origins, bases
+
+
+def _updated(source: Source, adapter: Adapter, module: str) -> str:
+    """The name under which a module's update is noted, which may be another one; empty if this adapter has none."""
+    assert adapter.updates is not None
+    if module in adapter.updates:
+        return module
+    for half in (half.format("A", adapter.name) for half in _HALVES):
+        shared = source.aliases.get(module + half, "").removesuffix(half)
+        if shared in adapter.updates:
+            return shared
+    return ""
+
+
+def _tied(bases: Mapping[str, str]) -> list[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for plain, stored in bases.items():
+        groups.setdefault(stored, []).append(plain)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _entry(source: Source, adapter: Adapter, origin: _Origin, dtype: torch.dtype | None) -> Entry:
+    entry = stored_entry(source, origin.stored, dtype)
+    if not origin.module:
+        return entry
+    assert adapter.updates is not None
+    how = adapter.updates[origin.module]
+    return Entry(entry.shape, entry.dtype, _Merge(source, origin.stored, origin.module, adapter.name, how))
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Reads a weight with an update added, computed in float32, or float64 for weights in it."""
+
+    source: Source
+    weight: str
+    module: str
+    adapter: str
+    how: Mapping[str, Any]
+
+    def __call__(self) -> Tensor:
+        linear, embedding = _HALVES
+        rows = embedding.format("A", self.adapter)
+        embeds = any(f"{self.module}{rows}" in names for names in (self.source.kinds, self.source.aliases))
+        half = embedding if embeds else linear
+        down, up = (self._read(self.module + half.format(each, self.adapter)) for each in "AB")
+        update = self.how["scale"] * (up @ down)
+        inputs_first = embeds or self.how["transposed"]
+        merged = self._read(self.weight) + (update.T if inputs_first else update)
+        if self.how["magnitude"]:
+            inputs = 0 if inputs_first else 1
+            magnitude = self._read(self.module + _MAGNITUDE.format(self.adapter)).reshape(-1).unsqueeze(inputs)
+            merged = merged * magnitude / merged.norm(dim=inputs, keepdim=True)
+        return merged
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.source.read(self.source.aliases.get(name, name))
+        return tensor if tensor.dtype is torch.float64 else tensor.float()
