@@ -47,6 +47,8 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.LoraConfig(target_modules=["v_proj"], lora_bias=True, **LOW_RANK)
     if kind == "gpt2":
         return peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **LOW_RANK)
+    if kind == "prefix":
+        return peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     if kind == "prompt":
         return peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     if kind == "ia3":
@@ -82,7 +84,7 @@ class Adapted(LightningModule):
         return DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
 
 
-def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, int]) -> None:
+def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, Any]) -> None:
     """Two steps, and a checkpoint at ``path``."""
     strategy = MegatronStrategy(**sizes) if sizes else "auto"
     trainer = make_trainer(info, strategy, max_steps=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -12,10 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from lightning_megatron.checkpoints.files.sources import load_whole
 from tests.checkpoints.adapter_scenarios import Adapted, base_of, train_adapter
 from tests.checkpoints.test_files import command
 from tests.harness import run_trainers
 
+PREFIX = "model.prompt_encoder.default.embedding.weight"
 TOKENS = torch.arange(8)[None]
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
 
@@ -25,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-def _trained(kind: str, folder: Path, **sizes: int) -> Path:
-    path = folder / f"{kind}{len(sizes)}.ckpt"
+def _trained(kind: str, folder: Path, **sizes: Any) -> Path:
+    path = folder / f"{kind} {' '.join(map(str, sizes.values()))}.ckpt"
     if not path.exists():
         devices = sizes.get("pipeline_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
         run_trainers(train_adapter, kind, str(path), sizes, devices=devices)
@@ -71,6 +74,32 @@ def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_pa
     torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "merged") is not None
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_an_embedding_with_dora_is_merged(size: int, folder: Path, tmp_path: Path) -> None:
+    path, wanted = _trained("embedding dora", folder, tensor_parallel_size=size), _alone("embedding dora", folder)
+    command("export", path, tmp_path / "merged", "--merge-adapters")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("others", [{}, pytest.param({"activation_recompute": "full"}, marks=pytest.mark.wide)])
+def test_a_prefix_that_enters_the_layers_trains_under_a_pipeline(others: dict[str, Any], folder: Path) -> None:
+    path = _trained("prefix", folder, pipeline_parallel_size=2, micro_batch_size=2, **others)
+    wanted = torch.load(_trained("prefix", folder), weights_only=True)["state_dict"]
+    found = load_whole(path)["state_dict"]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+    untrained = Adapted("prefix").state_dict()
+    assert not torch.equal(untrained[PREFIX], wanted[PREFIX])
+
+
+def test_a_prefix_is_refused_where_heads_are_split(tmp_path: Path) -> None:
+    sizes = {"tensor_parallel_size": 2}
+    for outcome in run_trainers(train_adapter, "prefix", str(tmp_path / "a"), sizes, devices=2, check=False, grace=20):
+        assert "Use `pipeline_parallel_size` in the place of `tensor_parallel_size`" in outcome.trace
 
 
 TIED = ["tied embedding", *(pytest.param(k, marks=pytest.mark.wide) for k in ("tied head", "tied head saved"))]

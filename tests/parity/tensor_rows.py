@@ -98,6 +98,38 @@ class CustomTask(GPTTask):
         return custom_loss(logits, batch[1], self.temperature)
 
 
+class NormedTable(nn.Embedding):
+    """Rows divided by norms over all of the table, which take no gradient."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / self.weight.norm(dim=0).detach()
+
+
+class AroundTable(nn.Module):
+    """The same in a module around the table."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(*sizes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.table(ids)
+        return rows / self.table.weight.norm(dim=0).detach()
+
+
+class TableTask(GPTTask):
+    """A network whose table of tokens is read as a whole.
+
+    Args:
+        kind: of the table.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(_gpt())
+        sizes = self.net.transformer["wte"].weight.shape
+        self.net.transformer["wte"] = kind(*sizes).double()
+
+
 class CompiledTask(GPTTask):
     """Compiles each of its layers, as users of large models do.
 
@@ -127,6 +159,8 @@ OWN = {
     "custom": CustomTask,
     "nanogpt": lambda: GPTTask(_gpt()),
     "gpt": lambda: GPTTask(_gpt(4)),
+    "table": functools.partial(TableTask, NormedTable),
+    "around_table": functools.partial(TableTask, AroundTable),
     "compiled": CompiledTask,
     "compiled_wrapped": functools.partial(CompiledTask, wrapped=True),
     "compiled_recomputed": functools.partial(CompiledTask, recomputed=True),
@@ -267,6 +301,7 @@ def everyday() -> list[TensorRow]:
         TensorRow("gpt2+", tensor=2, stages=1, replicas=2, sequence=False, accumulate=2),
         TensorRow("bloom", tensor=2, stages=2, replicas=1, sequence=False, clip="value"),
         TensorRow("custom"),
+        TensorRow("around_table"),
     ]
 
 
@@ -278,6 +313,8 @@ def options() -> list[TensorRow]:
     custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
     return [
         *custom,
+        TensorRow("table"),
+        TensorRow("table", 2, 2),
         *(TensorRow(name, sequence=sequence) for name in compiled for sequence in (False, True)),
         *(TensorRow("compiled_wrapped", stages=2, schedule=name) for name in ("1f1b", *schedules)),
         TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}"),

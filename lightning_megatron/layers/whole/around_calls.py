@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.mesh.parts.names import outwards
 
 
@@ -112,8 +113,12 @@ def _nothing(*call: Any) -> None:
 def readers_of(modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Modules whose forwards may compute with the parameters of module ``name``: itself, the one around it, and layers
     that bring in an input together with it; what is compiled around them in their place.
+
+    Rows of a table are looked up by the embedding alone: the module around it reads all of them, for a norm say.
     """
     above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
+    if isinstance(modules[name], VocabParallelEmbedding):
+        above = []
     entry = getattr(getattr(modules[name], "_sharding", None), "entry", None)
     found = [_compiled_around(modules, each, is_compiled) for each in (name, *above[:1])]
     return [*found, *getattr(entry, "members", ())]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
@@ -133,6 +134,32 @@ def behaves_like_linear(module: nn.Module) -> bool:
         except Exception:  # an overridden forward may need other arguments, such as a number of groups
             return False
     return isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3)
+
+
+def looks_up_rows(module: nn.Embedding) -> bool:
+    """Whether what an embedding gives for a token depends on that token's row of the table alone.
+
+    If its class overrides ``forward``, copies run with and without changes in the rows of other tokens: a norm over the
+    whole table can be part of it.
+    """
+    if type(module).forward in (nn.Embedding.forward, VocabParallelEmbedding.forward) or module.weight.is_meta:
+        return True
+    tokens = torch.arange(min(2, module.num_embeddings), device=module.weight.device)[None]
+    with torch.no_grad():
+        try:
+            outputs = [Replay(module, (tokens,), {}).run(prepare)[1] for prepare in (_nothing, _change_other_rows)]
+        except Exception:  # it may need other arguments
+            return False
+    same = [torch.equal(one, other) for one, other in zip(*map(pytree.tree_leaves, outputs), strict=True)]
+    return all(same)
+
+
+def _nothing(module: nn.Module) -> None:
+    """The module as it is."""
+
+
+def _change_other_rows(module: nn.Module) -> None:
+    module.get_parameter("weight").data[2:].mul_(-1.5).add_(0.25)
 
 
 def _randomise_further_parameters(module: nn.Module) -> None:

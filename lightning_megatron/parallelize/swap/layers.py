@@ -23,6 +23,7 @@ from lightning_megatron.layers import (
 from lightning_megatron.layers.shared_input import ColumnEntry
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
+from lightning_megatron.mesh.key_value_caches import in_caches
 from lightning_megatron.mesh.messages.collectives import copy_to_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
 from lightning_megatron.mesh.parts.names import lies_in, parent
@@ -288,6 +289,13 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
         if stream is not None:
             stream.forget()
         error = sys.exc_info()[1] if output is None else None
+        if error is not None and in_caches(args, kwargs):
+            error.add_note(
+                f"{region.scope!r} is split over the tensor-parallel ranks, and the key-value cache that it is called "
+                "with has keys and values of all heads, as in prefix tuning. Use `pipeline_parallel_size` in the place of "
+                "`tensor_parallel_size`, or prompt tuning, which leaves the layers' caches empty."
+            )
+            return
         unseen = tensor_arguments(args, kwargs) - region.tried if error is not None and region.tried is not None else ()
         if error is not None and unseen:
             named = " and ".join(f"argument {key}" if isinstance(key, int) else f"`{key}`" for key in unseen)

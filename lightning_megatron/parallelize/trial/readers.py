@@ -18,6 +18,7 @@ from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.kinds import looks_up_rows
 from lightning_megatron.parallelize.reading.low_rank import base_of, structure_of
 from lightning_megatron.parallelize.reading.trace import Trace, relative, tensors_left
 from lightning_megatron.parallelize.trial.training import TOLERANCE, has_numbers
@@ -38,10 +39,12 @@ def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
     """Ids of the parameters that are used without calling their layer (linear, embedding, attention).
 
     The weight of an embedding tied to a layer with low-rank updates is included, because the two would be split in
-    different ways.
+    different ways, and that of an embedding whose class does more than to look up rows.
     """
     updated = {id(p) for part in module.modules() if structure_of(part) for p in base_of(part).parameters()}
-    tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)} & updated
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    tied = {id(part.weight) for part in tables} & updated
+    tied |= {id(part.weight) for part in tables if not looks_up_rows(part)}
     met = set() if trace is None else trace.loose.union(*trace.between.values())
     return tied | {id(module.get_parameter(name)) for name in met}
 

@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
 from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
-from lightning_megatron.pipeline.stage.arguments import without_caches
 from lightning_megatron.pipeline.stage.stage import Stage
 
 Recompute = str | Mapping[str, int] | Sequence[str] | None
@@ -157,8 +157,9 @@ class RecomputedCall(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs)
         run = self._run_on_copies if self._writes is not False else self.forward
+        if has_caches(args, kwargs):
+            run = functools.partial(self._run_on_caches, run)
         if self._leaves is not False:
             run = functools.partial(self._run_noting, run)
         with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
@@ -175,6 +176,11 @@ class RecomputedCall(Wrapper):
                 before.take_back()
             elif self._leaves is None:
                 self._leaves = found
+
+    def _run_on_caches(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run on key-value caches of its own, which the recomputation would append to once more."""
+        args, kwargs = with_own_caches(args, kwargs)
+        return run(*args, **kwargs)
 
     def _run_on_copies(self, *args: Any, **kwargs: Any) -> Any:
         """Run on clones of the arguments, which the forward may change; the recomputation needs the originals."""

@@ -1,4 +1,4 @@
-"""What layers are called with: the leaves of it, and what of it must not be given to a layer twice."""
+"""What layers are called with: the leaves of it, in the nests that they came in."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
-
-
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without Hugging Face's key-value caches, which every further run of a layer would append to."""
-    if any(_is_cache(value) for value in (*args, *kwargs.values())):
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    return args, kwargs
-
-
-def _is_cache(value: Any) -> bool:
-    return type(value).__module__.startswith("transformers.cache_utils")
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.key_value_caches import in_caches, with_own_caches
 from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
 from lightning_megatron.pipeline.stage import order, trunk_output
-from lightning_megatron.pipeline.stage.arguments import flatten, other_tensors, same_nests, without_caches
+from lightning_megatron.pipeline.stage.arguments import flatten, other_tensors, same_nests
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
@@ -230,7 +231,7 @@ class StageCursor:
             if self.side_effects.looks:
                 return self.side_effects.around(call.index, call.runs, args, kwargs)
             return call.runs(*args, **kwargs)
-        refuse_away((args, kwargs), f"an argument of layer `{call.sentinel.name}`")
+        refuse_away((args, kwargs, in_caches(args, kwargs)), f"an argument of layer `{call.sentinel.name}`")
         output = self.side_effects.around(call.index, call.runs, args, kwargs)
         self._watch.note_made(output)
         return output
@@ -240,7 +241,7 @@ class StageCursor:
         input.
         """
         reuse = 0 < index < self.first - 1
-        args, kwargs = without_caches(args, kwargs)
+        args, kwargs = with_own_caches(args, kwargs)
         return self._stand_in(call, args, kwargs, reuse)
 
     def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:

@@ -1,0 +1,64 @@
+"""Key-value caches of Hugging Face's, which layers append to: what they hold, and copies for a further run of a layer.
+
+A model that trains makes an empty one for each batch, and nobody reads it. Prefix tuning gives layers one that holds
+keys and values already.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+
+def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one more run of a layer, which must not append to Hugging Face's key-value caches in them.
+
+    Caches in which nothing is yet are left out; of the others, which hold a prefix, the run gets copies that share
+    their tensors.
+    """
+    if has_caches(args, kwargs):
+        args = tuple(_own(value) for value in args)
+        kwargs = {name: _own(value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def has_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether key-value caches are among a call's arguments."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
+def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the key-value caches in a call's arguments hold."""
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    layers = [layer for cache in caches for layer in _layers_of(cache)]
+    return [entry for layer in layers for entry in vars(layer).values() if isinstance(entry, Tensor)]
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__.startswith("transformers.cache_utils")
+
+
+def _layers_of(cache: Any) -> list[Any]:
+    parts = [part for part in vars(cache).values() if _is_cache(part)]  # self- and cross-attention have one each
+    return [*(vars(cache).get("layers") or ()), *(layer for part in parts for layer in _layers_of(part))]
+
+
+def _own(value: Any) -> Any:
+    if not _is_cache(value):
+        return value
+    return _copied(value) if any(entry.numel() for entry in in_caches((value,), {})) else None
+
+
+def _copied(cache: Any) -> Any:
+    """A copy, down to the layers' own attributes; tensors and what else there is are shared."""
+    own = copy.copy(cache)
+    for name, entry in vars(cache).items():
+        if _is_cache(entry):
+            setattr(own, name, _copied(entry))
+        elif isinstance(entry, (list, dict)):
+            setattr(own, name, copy.copy(entry))
+    if type(getattr(own, "layers", None)) is list:
+        own.layers = [copy.copy(layer) for layer in own.layers]
+    return own
