@@ -99,7 +99,7 @@ def test_a_prefix_that_enters_the_layers_trains_under_a_pipeline(others: dict[st
 def test_a_prefix_is_refused_where_heads_are_split(tmp_path: Path) -> None:
     sizes = {"tensor_parallel_size": 2}
     for outcome in run_trainers(train_adapter, "prefix", str(tmp_path / "a"), sizes, devices=2, check=False, grace=20):
-        assert "Use `pipeline_parallel_size` in the place of `tensor_parallel_size`" in outcome.trace
+        assert "Use `pipeline_parallel_size` in place of `tensor_parallel_size`" in outcome.trace
 
 
 TIED = ["tied embedding", *(pytest.param(k, marks=pytest.mark.wide) for k in ("tied head", "tied head saved"))]

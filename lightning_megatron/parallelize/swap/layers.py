@@ -292,7 +292,7 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
         if error is not None and in_caches(args, kwargs):
             error.add_note(
                 f"{region.scope!r} is split over the tensor-parallel ranks, and the key-value cache that it is called "
-                "with has keys and values of all heads, as in prefix tuning. Use `pipeline_parallel_size` in the place of "
+                "with has keys and values of all heads, as in prefix tuning. Use `pipeline_parallel_size` in place of "
                 "`tensor_parallel_size`, or prompt tuning, which leaves the layers' caches empty."
             )
             return
