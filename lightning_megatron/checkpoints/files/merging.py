@@ -119,12 +119,12 @@ def _origins(
 
 def _updated(source: Source, adapter: Adapter, module: str) -> str:
     """The name under which a module's update is noted, which may be another one; empty if this adapter has none."""
-    assert adapter.updates is not None
-    if module in adapter.updates:
+    updates = adapter.updates or {}
+    if module in updates:
         return module
     for half in (half.format("A", adapter.name) for half in _HALVES):
         shared = source.aliases.get(module + half, "").removesuffix(half)
-        if shared in adapter.updates:
+        if shared in updates:
             return shared
     return ""
 
@@ -138,10 +138,9 @@ def _tied(bases: Mapping[str, str]) -> list[list[str]]:
 
 def _entry(source: Source, adapter: Adapter, origin: _Origin, dtype: torch.dtype | None) -> Entry:
     entry = stored_entry(source, origin.stored, dtype)
-    if not origin.module:
+    how = (adapter.updates or {}).get(origin.module)
+    if how is None:
         return entry
-    assert adapter.updates is not None
-    how = adapter.updates[origin.module]
     return Entry(entry.shape, entry.dtype, _Merge(source, origin.stored, origin.module, adapter.name, how))
 
 
