@@ -20,8 +20,23 @@ import transformers.modeling_utils  # noqa: F401
 import lightning_megatron
 import tests.harness.state
 import tests.harness.worker
-import tests.parity.compare
-import tests.parity.zoo.registry  # noqa: F401
+import tests.parity.compare  # noqa: F401
+from lightning_megatron.pipeline.elsewhere.abstract import abstract_run
+from tests.parity.zoo.registry import ZOO
+
+
+def learn_shapes() -> None:
+    """Lets torch take the operations of ordinary layers apart, once for all workers.
+
+    A stage asks what the layers of other stages return, on fake tensors, and torch remembers by operation and shape.
+    """
+    torch.set_default_dtype(torch.float64)
+    for name in ("nanogpt", "hf_llama", "hf_gpt2"):
+        model = next(ZOO[name].build().children())
+        for batch in (2, 4, 8):
+            abstract_run(model, model.forward, (torch.zeros(batch, 8, dtype=torch.int64),), {})
+    torch.set_default_dtype(torch.float32)
+
 
 for module in pkgutil.walk_packages(lightning_megatron.__path__, "lightning_megatron."):
     if not module.name.endswith("__main__"):
@@ -30,5 +45,6 @@ for name in ("generation.utils", *(f"models.{family}.modeling_{family}" for fami
     importlib.import_module(f"transformers.{name}")
 
 torch.set_num_threads(1)
+learn_shapes()
 gc.collect()
 gc.freeze()

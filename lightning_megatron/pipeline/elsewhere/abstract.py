@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import plain, unmarked
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
@@ -51,6 +52,7 @@ def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     mode = _WatchedMode(allow_non_fake_inputs=True)
     try:
         with unmarked(), _unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
+            _put_fakes(mode, module)
             return _describe(forward(*_as_fake(mode, args), **_as_fake(mode, kwargs)))
     except Exception:
         log.debug("the shapes of %s depend on data: run once on zeros", type(module).__name__, exc_info=True)
@@ -80,6 +82,26 @@ class _WatchedMode(FakeTensorMode):
     def alive(self) -> list[FakeTensor]:
         """Fake tensors that are still referenced."""
         return [tensor for reference in self._made if (tensor := reference()) is not None]
+
+
+def _put_fakes(mode: FakeTensorMode, module: nn.Module) -> None:
+    """Give ``module`` fake tensors for its own, until :func:`_unchanged` puts these back.
+
+    Torch takes an operation on another tensor apart in Python each time; one on fake tensors alone it remembers, for
+    all runs of the process.
+    """
+    for child in module.modules():
+        for table in (child.__dict__, child._parameters, child._buffers):
+            if type(table) is dict:
+                table.update({name: _fake(mode, value) for name, value in table.items() if isinstance(value, Tensor)})
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Absent):
+        return mode.from_tensor(plain(tensor))
+    zeros = tensor.plain
+    with mode:
+        return torch.empty(zeros.shape, dtype=zeros.dtype, device=zeros.device, requires_grad=zeros.requires_grad)
 
 
 def _describe(output: Any) -> tuple[list[Any], Any]:
