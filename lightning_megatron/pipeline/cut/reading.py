@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import nn
 
 from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, is_variable, names_in, returns
 from lightning_megatron.pipeline.cut.resolver import Resolver
+from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import Trunk, holders_of
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -106,12 +106,8 @@ class _Reader(Resolver):
         key = (id(owner), getattr(function, "__qualname__", repr(function)))
         if key in self.active:
             return
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            return
-        definition = tree.body[0]
-        if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) or not definition.args.args:
+        definition = definition_of(function)
+        if definition is None or not definition.args.args:
             return
         outer_scope, outer_class, outer_returned = self.scope, self.owner_class, self.returned
         self.scope, self.returned = {definition.args.args[0].arg: owner}, []

@@ -13,6 +13,7 @@ things have to be put right:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections import deque
@@ -240,10 +241,15 @@ def _appended_names(kind: type) -> list[str]:
     for base in kind.__mro__:
         if base.__module__.split(".")[0] in ("builtins", "torch", "lightning", "lightning_fabric"):
             continue
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):
-            continue
+        source = _source_of(base)
         appended |= set(_APPENDED.findall(source))
         extended |= set(_EXTENDED.findall(source))
     return sorted(appended - extended)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+
+from lightning_megatron.pipeline.cut.syntax import definition_of
 
 
 class Asks:
@@ -94,11 +95,7 @@ def may_return_none(owner: Any, method: Callable[..., Any]) -> bool:
         if function in seen:
             continue
         seen.add(function)
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        definition = tree.body[0]
+        definition = definition_of(function)
         if not isinstance(definition, ast.FunctionDef):
             continue
         if _may_end(definition.body):

@@ -1,0 +1,26 @@
+"""The source of a method as a syntax tree, read once: a file's lines are taken apart token by token to find its end."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+
+def definition_of(method: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The ``def`` of a function or method, not to be changed; None where there is no source, and for a ``lambda``."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return None if code is None else _definition(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return definition if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
