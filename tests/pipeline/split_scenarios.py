@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
+from lightning_megatron.pipeline.stage.stage import Stage
 from tests.harness import RankInfo
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.huggingface import PretrainedTask
@@ -42,10 +43,9 @@ class Counters(Callback):
         self.forwards: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        partition = trainer.strategy.partition  # type: ignore[attr-defined]
-        owned = partition.layers_of(trainer.strategy.mesh.stage)  # type: ignore[attr-defined]
-        for index in owned:
-            name = partition.trunk.layer_names[index]
+        stage = Stage.of(pl_module)
+        assert stage is not None
+        for name in stage.presence.layers_here():
             self.forwards[name] = 0
             _, linear, *_ = (child for child in pl_module.get_submodule(name).modules() if is_linear(child))
             linear.register_forward_hook(lambda *args, name=name: self._count(name, args[-1]))

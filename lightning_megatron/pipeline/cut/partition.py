@@ -54,11 +54,6 @@ class Partition:
     late_buffers: tuple[str, ...] = ()
     copies: Copies = field(default_factory=Copies)
 
-    def layers_of(self, stage: int) -> frozenset[int]:
-        """Indices of the trunk layers that ``stage`` owns, over all its virtual stages."""
-        owned = [range(*bounds) for bounds, owner in zip(self.bounds, self.owners, strict=True) if owner == stage]
-        return frozenset(index for indices in owned for index in indices)
-
 
 def make_partition(
     module: nn.Module,

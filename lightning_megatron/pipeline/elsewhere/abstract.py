@@ -91,7 +91,8 @@ def _put_fakes(mode: FakeTensorMode, module: nn.Module) -> None:
     all runs of the process.
     """
     for child in module.modules():
-        for table in (child.__dict__, child._parameters, child._buffers):
+        tables: tuple[dict[str, Any], ...] = (child.__dict__, child._parameters, child._buffers)
+        for table in tables:
             if type(table) is dict:
                 table.update({name: _fake(mode, value) for name, value in table.items() if isinstance(value, Tensor)})
 

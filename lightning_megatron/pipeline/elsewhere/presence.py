@@ -182,6 +182,10 @@ class Presence:
         source = self.copies.source_of(name) if phase is Phase.HOOK else None
         return Sight.REAL if source is None or self.is_here(source) else Sight.UNLISTED
 
+    def layers_here(self) -> list[str]:
+        """Names of the trunk's layers that this stage computes, in their order; empty where the module is not cut."""
+        return [name for name, part in self.parts.items() if part.is_layer and self.stage in part.stages]
+
     def elsewhere(self) -> Iterator[tuple[str, Entry]]:
         """Names of what this stage does not hold."""
         return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)

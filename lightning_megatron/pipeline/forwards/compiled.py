@@ -89,28 +89,28 @@ def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptio
         ValueError: no trunk is found, or a layer does not run the ``forward`` that its class defines.
     """
     if stage is not None:
-        _install(module, stage.partition.trunk, options, stage.partition.layers_of(stage.stage))
+        _install(module, stage.partition.trunk, options, stage.presence.layers_here())
         return
     if options is False and all(ForwardStack.of(child).get(ForwardSlot.COMPILE) is None for child in module.modules()):
         return
     _install(module, find_trunk(module, pipeline_layers), options, None)
 
 
-def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Collection[int] | None) -> None:
+def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Collection[str] | None) -> None:
     arguments = {} if isinstance(options, bool) else dict(options)
     run: dict[type, Callable[..., Any]] = {}
-    for index, layer in enumerate(trunk.layers(module)):
+    for name, layer in zip(trunk.layer_names, trunk.layers(module), strict=True):
         stack = ForwardStack.of(layer)
         if options is False and getattr(stack.get(ForwardSlot.COMPILE), "by_user", False):
             continue
         stack.remove(ForwardSlot.COMPILE)
-        if options is False or (owned is not None and index not in owned):
+        if options is False or (owned is not None and name not in owned):
             continue
         own = type(layer).forward
         if not stack.runs_class_forward or own is nn.Module.forward:
             raise ValueError(
                 f"`compile_layers` compiles the `forward` that a layer's class defines, which "
-                f"`{trunk.layer_names[index]}` ({type(layer).__name__}) does not run; use `compile_layers=False`."
+                f"`{name}` ({type(layer).__name__}) does not run; use `compile_layers=False`."
             )
         if type(layer) not in run:
             run[type(layer)] = torch.compile(_code_of(own), **arguments)

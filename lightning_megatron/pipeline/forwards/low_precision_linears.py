@@ -74,10 +74,10 @@ def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pip
     if not wanted:
         return ""
     trunk = stage.partition.trunk if stage is not None else find_trunk(module, pipeline_layers)
-    owned = stage.partition.layers_of(stage.stage) if stage is not None else range(len(trunk.layer_names))
+    owned = stage.presence.layers_here() if stage is not None else list(trunk.layer_names)
     chosen: list[tuple[str, Any]] = []
     kept: list[tuple[str, Any]] = []
-    for name, linear in _linears(module, [trunk.layer_names[index] for index in sorted(owned)]):
+    for name, linear in _linears(module, owned):
         (chosen if fits(*_shape(linear)) else kept).append((name, linear))
     listed = ", ".join(f"`{name}` {list(_shape(linear))}" for name, linear in kept)
     if owned and not chosen:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,7 +56,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def install_recompute(
-    module: nn.Module, trunk: Trunk, recompute: Recompute, owned: Collection[int] | None = None
+    module: nn.Module, trunk: Trunk, recompute: Recompute, owned: Sequence[str] | None = None
 ) -> list[str]:
     """Make layers recompute their activations; call it once the module is cut and sharded.
 
@@ -66,7 +66,7 @@ def install_recompute(
         recompute: ``"full"``: every layer; ``{"every": n}``: layers 0, n, 2n, ...; ``"selective"``: only the attention
             core ``softmax(q kᵀ) v`` of every layer (arXiv 2205.05198); patterns: the layers, or modules in them, whose
             dotted names match; ``None``: remove the wrappers of an earlier run.
-        owned: indices of the layers on this stage; by default all.
+        owned: names of the layers on this stage; by default all.
 
     Returns:
         Names of the modules that are recomputed, in whole or in part.
@@ -79,7 +79,7 @@ def install_recompute(
             ForwardStack.of(inner).remove(ForwardSlot.RECOMPUTE)
     if recompute is None:
         return []
-    layers = [name for index, name in enumerate(trunk.layer_names) if owned is None or index in owned]
+    layers = list(trunk.layer_names if owned is None else owned)
     if recompute == "selective":
         cores = AttentionCores(layers)
         for name in layers:
@@ -97,8 +97,7 @@ def recompute_layers(module: nn.Module, stage: Stage | None, recompute: Recomput
     if stage is None:
         install_recompute(module, find_trunk(module, pipeline_layers), recompute)
     else:
-        partition = stage.partition
-        install_recompute(module, partition.trunk, recompute, partition.layers_of(stage.stage))
+        install_recompute(module, stage.partition.trunk, recompute, stage.presence.layers_here())
 
 
 def _chosen(module: nn.Module, trunk: Trunk, recompute: str | Mapping[str, int] | Sequence[str]) -> Sequence[str]:

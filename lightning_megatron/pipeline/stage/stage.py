@@ -210,8 +210,7 @@ class Stage:
 
     def owned_layers(self) -> list[nn.Module]:
         """The layers of the trunk that this rank computes, in their order."""
-        names = self.partition.trunk.layer_names
-        return [self.module.get_submodule(names[index]) for index in sorted(self.partition.layers_of(self.stage))]
+        return [self.module.get_submodule(name) for name in self.presence.layers_here()]
 
     def may_write(self, virtual_stage: int, where: str) -> bool:
         """Whether layers of a virtual stage write into what it receives, or are not known not to."""

@@ -21,7 +21,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.cut.balance import balance, run_loads, stage_loads
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.run.clock import measured_costs
-from lightning_megatron.pipeline.stage.stage import called_modules
+from lightning_megatron.pipeline.stage.stage import Stage, called_modules
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -53,7 +53,7 @@ class PipelineProfile(Callback):
             raise ValueError(f"`batches={batches}` must be at least 1.")
         self._batches = batches
         self._seen = 0
-        self._watches: dict[int, list[_LayerWatch]] = {}
+        self._watches: dict[str, list[_LayerWatch]] = {}
         self._stages: list[list[float]] = []
         self.report = ""
         self.imbalance = float("nan")
@@ -79,15 +79,11 @@ class PipelineProfile(Callback):
     ) -> None:
         """Start watching after the batches that warm up."""
         self._seen += 1
-        strategy: Any = trainer.strategy
-        partition = strategy.partition if self._seen == 3 else None
-        if partition is not None:
-            names = partition.trunk.layer_names
-            owned = partition.layers_of(strategy.mesh.stage)
-            layers = {index: pl_module.get_submodule(names[index]) for index in owned}
+        stage = Stage.of(pl_module) if self._seen == 3 else None
+        if stage is not None:
             self._watches = {
-                index: [_LayerWatch(called) for _, called in called_modules(layer, names[index])]
-                for index, layer in layers.items()
+                name: [_LayerWatch(called) for _, called in called_modules(pl_module.get_submodule(name), name)]
+                for name in stage.presence.layers_here()
             }
             for watch in chain.from_iterable(self._watches.values()):
                 watch.install()
@@ -110,9 +106,9 @@ class PipelineProfile(Callback):
         """Stop watching, where the run was too short to report."""
         self._times()
 
-    def _times(self) -> dict[int, float]:
+    def _times(self) -> dict[str, float]:
         """Stop watching; mean seconds of a forward of each layer here."""
-        times = {index: sum(watch.finish() for watch in watches) for index, watches in self._watches.items()}
+        times = {name: sum(watch.finish() for watch in watches) for name, watches in self._watches.items()}
         self._watches = {}
         return times
 
@@ -120,8 +116,8 @@ class PipelineProfile(Callback):
         partition = strategy.partition
         own = self._times()
         everyone = objects.gather(own, strategy.mesh.group("pipeline_parallel"))
-        times = {index: seconds for rank in everyone for index, seconds in rank.items()}
-        layers = [times[index] for index in range(len(partition.trunk.layer_names))]
+        times = {name: seconds for rank in everyone for name, seconds in rank.items()}
+        layers = [times[name] for name in partition.trunk.layer_names]
         stages = [sum(column) / len(column) for column in zip(*self._stages, strict=True)]
         present = [stop - start for start, stop in partition.bounds]
         extra = [max(0.0, at) for at in map(sub, stages, run_loads(present, layers, 0.0, 0.0))]

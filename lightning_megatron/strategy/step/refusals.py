@@ -29,7 +29,7 @@ def check_own_split(**options: tuple[Any, Any]) -> None:
 
 def already_cut(earlier: Stage, stages: int) -> str:
     """Message for a module that another layout's run has cut."""
-    before = len(set(earlier.partition.owners))
+    before = earlier.presence.stages
     return (
         f"this module was cut for {before} pipeline stages by an earlier run and holds only stage {earlier.stage}; a "
         f"run with {stages} stages needs a new module. Build it again and load the checkpoint."

@@ -246,7 +246,8 @@ def _report(
         )
         for entry, count in ledger.counts.items()
     ]
-    layers = tuple(sorted(stage.partition.layers_of(stage.stage))) if stage is not None else ()
+    here = stage.presence.layers_here() if stage is not None else []
+    layers = tuple(stage.partition.trunk.layer_names.index(name) for name in here) if stage is not None else ()
     return Rehearsal(
         rank=mesh.rank,
         layout=mesh.layout,
