@@ -80,6 +80,7 @@ def everyday() -> list[Row]:
         Row("kept_in_argument", "pp2xdp2", "1f1b", "norm", 1, 2),
         Row("kept_sums", "pp2", "zb-v", "none", 1, 2),
         Row("hooked", "pp2", "zb-v", "none", 1, 2),
+        Row("shortened", "pp2", "1f1b", "none", 1, 2),
     ]
     tokens = [
         Row("nanogpt", "cp3", "1f1b", "norm", 2, 0),

@@ -11,8 +11,12 @@ training on zeros: the mark may have been lost in code that is not torch's.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,6 +152,11 @@ def _fill_with(stand_in: Tensor, received: Tensor, training: bool) -> bool:
     return True
 
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+_DEEPEST = 4  # collections inside each other that are looked into
+
+
 class OutputShapes:
     """Shapes of what a forward returns, learned once per input signature and shared by modules that look the same."""
 
@@ -157,15 +166,18 @@ class OutputShapes:
         self._looks: dict[int, tuple[nn.Module, int]] = {}
 
     def _look_of(self, module: nn.Module) -> int:
-        """Hash of a module's class, options and shapes: two embeddings may differ in nothing but their width."""
+        """Hash of a module's class, options, shapes and what it and its children keep: two embeddings may differ in
+        nothing but their width, two layers in nothing but the number by which one of them shortens the sequence.
+        """
         if id(module) not in self._looks:
-            tensors = [
-                tuple(value.shape)
+            kept = [
+                (name, tuple(value.shape) if isinstance(value, Tensor) else _constant(value))
                 for child in module.modules()
-                for value in (*child.__dict__.values(), *child._parameters.values(), *child._buffers.values())
-                if isinstance(value, Tensor)
+                for table in (child.__dict__, child._parameters, child._buffers)
+                for name, value in table.items()
+                if name not in _OF_EVERY_MODULE
             ]
-            self._looks[id(module)] = (module, hash((type(module), repr(module), tuple(tensors))))
+            self._looks[id(module)] = (module, hash((type(module), repr(module), repr(kept))))
         return self._looks[id(module)][1]
 
     def stand_in(
@@ -205,6 +217,24 @@ class OutputShapes:
         if plain is not None:
             self._plain[plain] = self._known[key]
         return self._known[key]  # type: ignore[no-any-return]
+
+
+def _constant(value: Any, depth: int = 0) -> Any:
+    """What can be told apart of a value without running code of its own: numbers, words and collections of them."""
+    if isinstance(value, _SCALARS):
+        return value
+    name = type(value).__name__
+    if depth == _DEEPEST:
+        return name
+    if isinstance(value, (list, tuple)):
+        return name, [_constant(entry, depth + 1) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return name, sorted(repr(_constant(entry, depth + 1)) for entry in value)
+    if isinstance(value, dict):
+        return name, [(repr(_constant(key)), _constant(entry, depth + 1)) for key, entry in value.items()]
+    if dataclasses.is_dataclass(value) or isinstance(value, (SimpleNamespace, argparse.Namespace)):
+        return name, _constant(dict(getattr(value, "__dict__", {})), depth + 1)
+    return name
 
 
 def _form_of(x: Any) -> tuple[torch.Size, torch.dtype] | None:

@@ -113,6 +113,7 @@ _KEPT: dict[str, Callable[[], LightningModule]] = {
     "kept_in_argument": kept.KeptInArgument,
     "kept_sums": kept.KeptSums,
     "hooked": kept.Hooked,
+    "shortened": kept.Shortened,
 }
 
 
