@@ -22,7 +22,7 @@ from lightning_megatron.context_parallel.token_split import BALANCES, Scope, Tok
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
-METHODS = ("auto", "gather")
+METHODS = ("auto", "gather", "ring")
 _KNOWN = ("method", "balance")
 
 
@@ -40,14 +40,14 @@ def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str
     method, balance = given.get("method", "auto"), given.get("balance", "auto")
     if method not in METHODS:
         raise ValueError(
-            f"`context_parallel_options={{'method': {method!r}}}` is not there; use 'gather' (or 'auto', which is "
-            "'gather' today): keys and values are gathered, queries stay split."
+            f"`context_parallel_options={{'method': {method!r}}}` is not there; use 'gather' (or 'auto', the same): "
+            "keys and values are gathered, queries stay split; or 'ring': keys and values pass from rank to rank."
         )
     if balance not in ("auto", *BALANCES):
         raise ValueError(
             f"`context_parallel_options={{'balance': {balance!r}}}` must be 'auto', {' or '.join(map(repr, BALANCES))}."
         )
-    return {"method": "gather", "balance": "zigzag" if balance == "auto" else balance}
+    return {"method": "gather" if method == "auto" else method, "balance": "zigzag" if balance == "auto" else balance}
 
 
 class TokenRegion:
@@ -57,13 +57,15 @@ class TokenRegion:
         module: the user's module, whole.
         layers: its repeated layers; each call of one whose first tensor is whole cuts that to this rank's rows.
         group: the context ranks.
-        balance: key of `BALANCES`.
+        options: ``method`` and ``balance``, as `check_options` gives them.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, balance: str) -> None:
-        self._module, self._group, self._balance = module, group, balance
-        self.scope = Scope()
-        self.cuts: Counter[tuple[int, ...]] = Counter()
+    def __init__(
+        self, module: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, options: Mapping[str, str]
+    ) -> None:
+        self._module, self._group, self._balance = module, group, options["balance"]
+        self.scope = Scope(options["method"])
+        self.cuts: Counter[tuple[tuple[int, ...], float]] = Counter()
         self._names = {id(part): name for name, part in module.named_modules()}
         self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
         self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
@@ -164,8 +166,9 @@ class TokenRegion:
                 f"`{name}` was given {value.shape[dim]} tokens, fewer than `context_parallel_size={size}` ranks can "
                 "split (generation calls the layers with one token at a time); use `context_parallel_size=1`."
             )
-        self.cuts[tuple(value.shape)] += 1
-        return cut(value, self._group, dim, self._balance, self.scope)
+        shards = cut(value, self._group, dim, self._balance, self.scope)
+        self.cuts[tuple(value.shape), split_of(shards).causal_balance] += 1
+        return shards
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks that are given gradients of which a rank knows a part only."""
@@ -180,8 +183,11 @@ class TokenRegion:
 
     def report(self) -> str:
         """What was split, and which functions gathered; of this rank."""
-        lines = [f"tokens split over {self._group.size()} ranks, {self._balance}; attention gathers keys and values"]
-        lines += [f"  cut {count:>6} x  {list(shape)}" for shape, count in self.cuts.items()]
+        lines = [f"tokens split over {self._group.size()} ranks, {self._balance}"]
+        how = {"gather": "all keys and values gathered", "ring": "keys and values of one rank at a time"}
+        lines += [f"  attention {count:>6} x  {how[name]}" for name, count in self.scope.attended.most_common()]
+        for (shape, balance), count in self.cuts.items():
+            lines.append(f"  cut {count:>6} x  {list(shape)}, causal work of a rank at most {balance:.3f} of the mean")
         lines += [f"  gathered {count:>6} x  `{name}`" for name, count in GATHERED.most_common()]
         return "\n".join(lines)
 

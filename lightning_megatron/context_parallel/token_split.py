@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -82,10 +83,16 @@ class Scope:
     Attributes:
         running: whether a step of the user's runs; gradients asked for in it are refused.
         cut: whether tokens were split in it.
+        method: how attention meets the other ranks' keys: ``"gather"`` or ``"ring"``.
+        attended: how often it did, by method.
     """
 
     running: bool = False
     cut: bool = False
+
+    def __init__(self, method: str = "gather") -> None:
+        self.method = method
+        self.attended: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,12 @@ class TokenSplit(SplitDim):
         shape = before, self.length, after
         runs = tuple(_flat_runs(own, shape) for own in self.runs)
         return TokenSplit(self.group, before * self.length * after, runs, self.scope, (before, self, after))
+
+    @property
+    def causal_balance(self) -> float:
+        """The most work of a rank under a causal mask, divided by the mean: 1 where it is shared evenly."""
+        work = [sum((stop - start) * (start + stop + 1) // 2 for start, stop in runs) for runs in self.runs]
+        return max(work) * len(work) / max(1, sum(work))
 
     @property
     def described(self) -> Hashable:

@@ -126,9 +126,10 @@ def _sharding_of(layer: nn.MultiheadAttention) -> AttentionSharding | None:
 def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Query, key and value of the local heads, [.., heads * head_dim] each; inputs that are one tensor are shared."""
     query, key, value = inputs
-    if isinstance(query, WholeTensor) and query is key is value and query.is_by_rows:
-        rows = query.local()  # of which each is multiplied where it is
-        return [query.like(part) for part in _project(layer, (rows, rows, rows))]
+    if any(isinstance(x, WholeTensor) and x.is_by_rows for x in inputs):  # rows are multiplied where they are
+        rows = [x.local() if isinstance(x, WholeTensor) and x.is_by_rows else x for x in inputs]
+        found = zip(inputs, rows, _project(layer, rows), strict=True)
+        return [part if x is own else x.like(part) for x, own, part in found]  # type: ignore[attr-defined]
     whole = _sharding_of(layer) is None
     if whole and layer._qkv_same_embed_dim and query is key and key is value:
         return list(_packed_projection(layer, query).split(_projection_sizes(layer), -1))

@@ -132,6 +132,7 @@ LOCAL = {
 WHOLE = {
     "sum": lambda x: x.sum() + x.mean() + (x**2).sum(1).sum() + x.mean((0, 1)).sum(),
     "pooled": lambda x: x.mean(1) + (x * KEPT[..., None]).sum(1) / KEPT.sum(1, keepdim=True),
+    "over tokens that one rank holds": lambda x: x[:, :2].logsumexp(1) + x[:, :2].softmax(1).square().sum(1),
     "over tokens": lambda x: x.logsumexp(1) + x.softmax(1).square().sum(1),
     "z-loss": lambda x: x.logsumexp(-1).square().mean(),
     "cross entropy": lambda x: F.cross_entropy(x.flatten(0, 1), TARGET.flatten()),
@@ -188,13 +189,13 @@ def with_entry(x):
     return x * 2
 
 
-def compare(use, group: dist.ProcessGroup, balance: str) -> bool:
+def compare(use, group: dist.ProcessGroup, balance: str, scope: Scope | None = None) -> bool:
     values = random_tensor(BATCH, TOKENS, WIDTH)
     leaves = [values.clone().requires_grad_() for _ in range(2)]
     torch.manual_seed(1)
     want = use(leaves[0] * 1.0)
     torch.manual_seed(1)
-    found = use(cut(leaves[1] * 1.0, group, 1, balance))
+    found = use(cut(leaves[1] * 1.0, group, 1, balance, scope))
     (want, *wanted), (found, *trained_) = (value if isinstance(value, tuple) else (value,) for value in (want, found))
     kept = isinstance(found, WholeTensor)
     assert found.shape == want.shape and found.dtype == want.dtype
@@ -228,6 +229,57 @@ def check_tables(group):
     check_table(WHOLE, group, kept=False, gathers=False)
     check_table(GATHERS, group, gathers=True)
     check_table(TRAINED, group)
+
+
+def grouped(x, **options):
+    key = torch.stack((x[..., :3], x[..., 3:] + 1), 1)[:, :1]
+    y = F.scaled_dot_product_attention(heads(x), key, key * 2, enable_gqa=True, **options)
+    return y.transpose(1, 2).reshape(BATCH, TOKENS, -1)
+
+
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2, [0] * 7 + [1] * 4])
+NOBODY = CAUSAL.clone()
+NOBODY[3] = False
+RINGED = {
+    "whole": sdpa,
+    "causal": lambda x: sdpa(x, is_causal=True),
+    "scaled": lambda x: sdpa(x, is_causal=True, scale=0.3),
+    "window": lambda x: sdpa(x, attn_mask=CAUSAL & ~CAUSAL.tril(-4)),
+    "padding": lambda x: sdpa(x, attn_mask=torch.arange(TOKENS)[None, None, None] < 7),
+    "documents": lambda x: sdpa(x, attn_mask=((DOCUMENTS[:, None] == DOCUMENTS[..., None]) & CAUSAL)[:, None]),
+    "slopes": lambda x: sdpa(x, attn_mask=torch.arange(TOKENS)[:, None].sub(torch.arange(TOKENS)).mul(-0.3)),
+    "a row that sees no key": lambda x: sdpa(x, attn_mask=NOBODY),
+    "in numbers": lambda x: sdpa(x, attn_mask=torch.zeros(NOBODY.shape).masked_fill(~NOBODY, -math.inf)),
+    "large scores": lambda x: sdpa(x * 40, is_causal=True),
+    "shared heads": lambda x: grouped(x, is_causal=True),
+    "shared heads, mask": lambda x: grouped(x, attn_mask=CAUSAL[None, None]),
+    "shared heads, a mask each": lambda x: grouped(x, attn_mask=torch.stack((CAUSAL, NOBODY))[None]),
+    "some tokens": lambda x: sdpa(torch.cat((x, x), 1)[:, :TOKENS], is_causal=True),
+}
+
+
+def check_ring(group):
+    wrong = {}
+    for name, use in RINGED.items():
+        for balance in ("zigzag", "block"):
+            try:
+                scope = Scope("ring")
+                compare(use, group, balance, scope)
+                assert dict(scope.attended) == {"ring": 1}, dict(scope.attended)
+            except Exception as error:
+                wrong[name, balance] = f"{type(error).__name__}: {error}"
+    assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
+
+
+@run_ranks(tensor=2)
+def test_attention_around_a_ring_is_that_of_the_whole_tensor(mesh):
+    check_ring(tensor_group(mesh))
+
+
+@pytest.mark.wide
+@run_ranks(tensor=4)
+def test_attention_around_a_ring_of_four_is_that_of_the_whole_tensor(mesh):
+    check_ring(tensor_group(mesh))
 
 
 @run_ranks(tensor=2)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import MegatronStrategy
+from tests.checkpoints.reshard_scenarios import HIDDEN, Layer
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY
@@ -75,6 +76,21 @@ class ByHand(TokenTask):
         self.automatic_optimization = False
 
 
+class Causal(torch.nn.Module):
+    """A decoder whose attention is torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, HIDDEN), torch.nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Evaluated(TokenTask):
     """Leaves batches out, keeps metrics of torchmetrics, returns tensors, and shows them to hooks."""
 
@@ -114,16 +130,23 @@ class Evaluated(TokenTask):
 MODULES = {kind.__name__.lower(): kind for kind in (Custom, Penalty, Hooked, Watched, Short, ByHand)}
 
 
-def every_loop(info: RankInfo, context: int) -> dict[str, Any]:
+def every_loop(info: RankInfo, context: int, method: str) -> dict[str, Any]:
     """What fitting, validating, testing and predicting give over context ranks, or in a plain run for 0."""
     torch.manual_seed(7)
-    module = Evaluated(LearnedPositions())
-    strategy = MegatronStrategy(context_parallel_size=context) if context else "auto"
+    module = Evaluated(Causal())
+    options = {"method": method}
+    strategy: Any = "auto"
+    if context:
+        strategy = MegatronStrategy(context_parallel_size=context, context_parallel_options=options)
     trainer = make_trainer(info, strategy, max_epochs=2)
     trainer.fit(module)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    for told in (*trainer.validate(module, verbose=False), *trainer.test(module, verbose=False)):
-        found |= {f"then_{name}": value for name, value in told.items()}
+    if context:
+        told = strategy.context_report
+        assert f"tokens split over {context} ranks" in told and "`max`" in told, told
+        assert ("keys and values of one rank at a time" in told) == (method == "ring"), told
+    for results in (*trainer.validate(module, verbose=False), *trainer.test(module, verbose=False)):
+        found |= {f"then_{name}": value for name, value in results.items()}
     predicted = trainer.predict(module)
     found |= {"seen": sum(module.seen), "steps": len(module.seen)}
     found["norm"] = float(torch.stack([p.detach().square().sum() for p in module.parameters()]).sum())

@@ -16,7 +16,7 @@ OPTIONS = [
     ({"context_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
     ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),
-    ({"context_parallel_size": 2, "context_parallel_options": {"method": "ring"}}, "use 'gather'"),
+    ({"context_parallel_size": 2, "context_parallel_options": {"method": "ulysses"}}, "use 'gather'"),
     ({"context_parallel_size": 2, "context_parallel_options": {"balance": "odd"}}, "'zigzag' or 'block'"),
     ({"context_parallel_size": 2, "context_parallel_options": {"whole": []}}, "known options are method, balance"),
 ]
@@ -52,10 +52,16 @@ def test_a_precision_that_is_not_there_is_refused_on_every_rank():
         assert "`precision='bf16-mixed'`" in str(outcome.error), outcome
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.wide)])
-def test_every_loop_gives_what_one_process_gives(size):
-    wanted = one_process(every_loop, 0)
-    for outcome in run_trainers(every_loop, size, devices=size):
+LOOPS = [
+    (2, "ring"),
+    *(pytest.param(*row, marks=pytest.mark.wide) for row in ((2, "gather"), (3, "gather"), (3, "ring"))),
+]
+
+
+@pytest.mark.parametrize(("size", "method"), LOOPS)
+def test_every_loop_gives_what_one_process_gives(size, method):
+    wanted = one_process(every_loop, 0, "gather")
+    for outcome in run_trainers(every_loop, size, method, devices=size):
         assert set(outcome.value) == set(wanted)
         for name, value in wanted.items():
             assert torch.allclose(torch.tensor(outcome.value[name]), torch.tensor(value), rtol=1e-9), name

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.context_parallel.rules.ring_attention import ring
 from lightning_megatron.context_parallel.rules.token_products import whole
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
@@ -93,6 +94,8 @@ def _attention(
 ) -> Any:
     if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2 or dropout_p:
         raise NeedsWhole
+    if torch.is_autocast_enabled(query.device.type):  # the backward attends again, outside of it
+        raise NeedsWhole
     if attn_mask is not None and is_causal:
         raise NeedsWhole  # torch says what is wrong with that
     mask = None if attn_mask is None else _own_rows(query, attn_mask)
@@ -100,7 +103,15 @@ def _attention(
     call = _Call(func, split_of(query), keys, is_causal, options)
     split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key._split == value._split
     split = split and key._dim == key.ndim - 2 and value._dim == value.ndim - 2
-    if split and not (mask is not None and mask.requires_grad):
+    trained = mask is not None and mask.requires_grad
+    alike = split and key._split == query._split and query.shape[-3:-2].numel() % key.shape[-3:-2].numel() == 0
+    ringed = alike and not trained and keys.scope.method == "ring" and query.dtype in (torch.float32, torch.float64)
+    if ringed and key.shape[:-1] == value.shape[:-1] and key.shape[:-3] == query.shape[:-3]:
+        keys.scope.attended["ring"] += 1
+        options["is_causal"] = is_causal
+        return query.like(ring(keys, query.local(), key.local(), value.local(), mask, **options))
+    keys.scope.attended["gather"] += 1
+    if split and not trained:
         return query.like(_Attend.apply(query.local(), key.local(), value.local(), mask, call))
     return query.like(call.attend(query.local(), whole(key), whole(value), mask))
 

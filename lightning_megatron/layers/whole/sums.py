@@ -49,6 +49,8 @@ def split_logsumexp(model: WholeTensor, held: Tensor) -> Tensor:
     lowest = model._split.pad(held.detach(), model._dim, block)
     if held.shape[model._dim] < block:
         lowest.narrow(model._dim, held.shape[model._dim], block - held.shape[model._dim]).fill_(-math.inf)
+    if not lowest.shape[model._dim]:  # a rank may hold nothing
+        lowest = lowest.new_full([1 if dim == model._dim else size for dim, size in enumerate(lowest.shape)], -math.inf)
     highest = raw_all_reduce(lowest.amax(model._dim, keepdim=True), model._split.group, maximum=True)
     highest = highest.masked_fill(highest.isinf(), 0.0)
     return split_sum(model, (held - highest).exp(), (model._dim,), keepdim=True).log() + highest

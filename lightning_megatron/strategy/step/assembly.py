@@ -201,8 +201,8 @@ class Assembler:
         except ValueError as error:
             size = self._mesh.layout.context
             raise ValueError(f"`context_parallel_size={size}` splits the input of repeated layers: {error}") from error
-        group, balance = self._mesh.group("context_parallel"), self._options.context["balance"]
-        region = TokenRegion(module, layers if stage is None else (), group, balance)
+        group = self._mesh.group("context_parallel")
+        region = TokenRegion(module, layers if stage is None else (), group, self._options.context)
         if stage is not None:
             stage.cursor.tokens = region
         return region

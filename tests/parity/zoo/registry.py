@@ -150,7 +150,6 @@ REFUSED_CUT = {
 }
 # Over tensor ranks these are refused, and every other module trains.
 REFUSED_SPLIT = {
-    "weight_penalty": "_parallel_size=1`",
     **dict.fromkeys(("recurrent", "stages", "asked_first", "convolutions", "hf_mamba"), "No tensor-parallel plan"),
 }
 # Over context ranks these are, and every other module trains.

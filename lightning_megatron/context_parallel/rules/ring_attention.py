@@ -1,0 +1,162 @@
+"""Attention around a ring: this rank's queries meet the keys and values of one rank at a time, so none are ever whole.
+
+::
+
+    forward    step 0: own k, v     step 1: those of rank - 1     ...     softmax merged from step to step
+    backward   the same again, from the forward's sums; dk, dv travel with k, v, and one step more, home
+
+The softmax of a row is merged as in arXiv 1805.02867, in the dtype of the scores: m is the highest score so far, l the
+sum of ``exp(s - m)`` and o that of ``exp(s - m) v``. A row that sees no key has m = -inf and l = 0, and gives zeros, as
+torch's attention does. Of every two runs of tokens, those pairs in which no query sees a key are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
+from lightning_megatron.mesh.messages.collectives import raw_rotate
+
+
+class RingCall(NamedTuple):
+    """How to attend.
+
+    Attributes:
+        split: of queries and keys.
+        is_causal: whether a query sees the tokens up to its own only.
+        scale: factor of the scores.
+    """
+
+    split: TokenSplit
+    is_causal: bool
+    scale: float
+
+    def tiles(self, mask: Tensor | None, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Pairs of runs, of this rank's queries and of ``owner``'s keys, in which a query sees a key.
+
+        Args:
+            mask: [.., rows, tokens] of this rank's rows, added to the scores; ``None`` hides nothing.
+            owner: whose keys are here.
+
+        Yields:
+            Where the queries lie among the rows, the keys among those of ``owner``, and what to add to their scores.
+        """
+        device = torch.device("cpu") if mask is None else mask.device
+        first = 0
+        for start, stop in self.split.mine:
+            rows, first, begin = slice(first, first + stop - start), first + stop - start, 0
+            for low, high in self.split.runs[owner]:
+                keys, begin = slice(begin, begin + high - low), begin + high - low
+                if self.is_causal and low >= stop:
+                    continue
+                added = None
+                if mask is not None:
+                    own = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+                    added = own[..., low:high] if mask.shape[-1] > 1 else own
+                    if bool((added == -math.inf).all()):
+                        continue
+                elif self.is_causal and high > start + 1:
+                    hidden = torch.arange(low, high, device=device) > torch.arange(start, stop, device=device)[:, None]
+                    added = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+                yield rows, keys, added
+
+
+class Ring(torch.autograd.Function):
+    """query: [.., rows, d], key: [.., rows, d], value: [.., rows, e] of this rank -> [.., rows, e].
+
+    Leading dims of key and value may be of size one where those of the query are not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: RingCall) -> Tensor:
+        highest = query.new_full((*query.shape[:-1], 1), -math.inf)
+        total, found = torch.zeros_like(highest), query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        pair = key, value
+        for step, owner in enumerate(_owners(call.split)):
+            for rows, keys, added in call.tiles(mask, owner):
+                scores = _scores(query[..., rows, :], pair[0][..., keys, :], added, call.scale)
+                before = highest[..., rows, :]
+                now = torch.maximum(before, scores.amax(-1, keepdim=True))
+                base = now.masked_fill(now == -math.inf, 0.0)
+                weights, kept = (scores - base).exp(), (before - base).exp()
+                highest[..., rows, :] = now
+                total[..., rows, :] = total[..., rows, :] * kept + weights.sum(-1, keepdim=True)
+                found[..., rows, :] = found[..., rows, :] * kept + weights @ pair[1][..., keys, :]
+            if step < call.split.group.size() - 1:
+                pair = _passed_on(pair, call.split, owner)
+        found = found / total.masked_fill(total == 0.0, 1.0)
+        ctx.save_for_backward(query, key, value, mask, found, highest + total.log())
+        ctx.call, ctx.scope = call, call.split.scope
+        return found
+
+    @staticmethod
+    @after_the_step
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, mask, found, level = ctx.saved_tensors
+        call: RingCall = ctx.call
+        level = level.masked_fill(level == -math.inf, math.inf)  # a row that sees no key has weights of zero
+        share = (grad * found).sum(-1, keepdim=True)
+        into = torch.zeros_like(query)
+        pair, back = (key, value), (torch.zeros_like(key), torch.zeros_like(value))
+        for step, owner in enumerate(_owners(call.split)):
+            for rows, keys, added in call.tiles(mask, owner):
+                q, g = query[..., rows, :], grad[..., rows, :]
+                k, v = pair[0][..., keys, :], pair[1][..., keys, :]
+                weights = (_scores(q, k, added, call.scale) - level[..., rows, :]).exp()
+                slopes = weights * (g @ v.mT - share[..., rows, :]) * call.scale
+                into[..., rows, :] += slopes @ k
+                back[0][..., keys, :] += (slopes.mT @ q).sum_to_size(k.shape)
+                back[1][..., keys, :] += (weights.mT @ g).sum_to_size(v.shape)
+            if step < call.split.group.size() - 1:
+                pair = _passed_on(pair, call.split, owner)
+            back = _passed_on(back, call.split, owner)
+        return into, *back, None, None
+
+
+def _owners(split: TokenSplit) -> Iterator[int]:
+    """Whose keys are here, step by step."""
+    rank, size = split.group.rank(), split.group.size()
+    return ((rank - step) % size for step in range(size))
+
+
+def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    scores = (query @ key.mT) * scale
+    return scores if added is None else scores + added.to(scores)
+
+
+def _passed_on(pair: tuple[Tensor, Tensor], split: TokenSplit, owner: int) -> tuple[Tensor, Tensor]:
+    """What the rank before has, in one message; this rank's pair, of ``owner``, goes to the next."""
+    rows, group = split.counts[(owner - 1) % split.group.size()], split.group
+    arrived = raw_rotate(torch.cat(pair, -1).movedim(-2, 0).contiguous(), rows, group).movedim(0, -2)
+    width = pair[0].shape[-1]
+    return arrived[..., :width], arrived[..., width:]
+
+
+def ring(split: TokenSplit, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Attention of this rank's queries to all keys, as ``F.scaled_dot_product_attention`` computes it.
+
+    Args:
+        split: of the tokens.
+        query: [.., heads, rows, d] of this rank.
+        key: [.., heads or fewer, rows, d]
+        value: [.., heads or fewer, rows, e]
+        mask: [.., rows, tokens] of this rank's rows, ``True`` where a query sees a key or a number that is added;
+            without a gradient.
+        options: ``is_causal``, ``scale`` and ``enable_gqa``.
+    """
+    scale = options.get("scale")
+    call = RingCall(split, bool(options.get("is_causal")), query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    if not options.get("enable_gqa") or key.shape[-3] == query.shape[-3]:
+        return cast(Tensor, Ring.apply(query, key, value, mask, call))
+    shared = key.shape[-3], query.shape[-3] // key.shape[-3]  # heads of keys, and queries that share each
+    if mask is not None and mask.ndim > 2:
+        mask = mask.unflatten(-3, shared) if mask.shape[-3] == query.shape[-3] else mask.unsqueeze(-3)
+    found = Ring.apply(query.unflatten(-3, shared), key.unsqueeze(-3), value.unsqueeze(-3), mask, call)
+    return cast(Tensor, found).flatten(-4, -3)

@@ -1,0 +1,83 @@
+"""Attention sends what the page on long context says, message by message and byte by byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.tools.rehearsal import rehearse
+
+BATCH, TOKENS, WIDTH, HEADS, LAYERS = 2, 24, 16, 2, 3
+NUMBER = 4  # bytes
+SIZES = [3, *(pytest.param(size, marks=pytest.mark.wide) for size in (2, 4))]
+
+
+class Layer(nn.Module):
+    """Attention alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projected, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.projected(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Words(LightningModule):
+    """A language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def messages(size: int, method: str) -> Counter[tuple[str, int]]:
+    """How often a rank sends so many bytes in a step, by operation; those of losses and gradients left out."""
+    strategy = MegatronStrategy(context_parallel_size=size, context_parallel_options={"method": method})
+    found = rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=size)
+    told = Counter[tuple[str, int]]()
+    for each in found.communication:
+        if each.phase == "step":
+            told[each.operation, each.bytes] += each.count
+    return told
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gathered_attention_sends_three_messages_per_layer(size):
+    rows = 2 * BATCH * TOKENS // size * WIDTH * NUMBER  # keys and values of one rank
+    told = messages(size, "gather")
+    gathered = {key: count for key, count in told.items() if key[0] in ("all-gather", "reduce-scatter")}
+    assert sum(count for (name, _), count in gathered.items() if name == "all-gather") == 2 * LAYERS
+    assert told["reduce-scatter", size * rows] == LAYERS
+    assert set(size_ for name, size_ in gathered if name == "all-gather") == {size * rows}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_attention_around_a_ring_passes_keys_on_and_brings_gradients_home(size):
+    rows = 2 * BATCH * TOKENS // size * WIDTH * NUMBER
+    told = messages(size, "ring")
+    assert told["send", rows] == told["receive", rows] == LAYERS * (3 * size - 2)
+    assert not any(name == "all-gather" for name, _ in told)
+
+
+def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
+    strategy = MegatronStrategy(pipeline_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(ValueError, match="`context_parallel_size=1`"):
+        rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
