@@ -35,6 +35,7 @@ from tests.strategy.door_scenarios import (
     summarized,
     uploaded,
 )
+from tests.strategy.prediction_scenarios import logged
 
 WIDE = pytest.mark.wide
 
@@ -79,6 +80,16 @@ def test_summaries_count_the_whole_module_whenever_they_are_made(sizes: tuple[in
     counts = run_trainers(summarized, None, devices=1)[0].value
     for outcome in run_trainers(summarized, sizes, devices=sizes[0] * sizes[1] * sizes[2]):
         assert outcome.value == counts
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((1, 2, 1), marks=WIDE), pytest.param((2, 1, 1), marks=WIDE)])
+def test_a_log_in_predict_step_is_refused_where_it_is(sizes: tuple[int, int, int]) -> None:
+    devices = sizes[0] * sizes[1] * sizes[2]
+    alone = run_trainers(logged, None, devices=1, check=False)[0]
+    assert alone.error is not None and "predict" in alone.error
+    for outcome in run_trainers(logged, sizes, devices=devices, check=False, grace=20, deadline=60):
+        assert outcome.error is not None and alone.error in outcome.error
+        assert 'self.log("x", 1.0)' in outcome.trace
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -3,6 +3,7 @@
 ::
 
     in a step                      the step's recorder, which averages over micro-batches and replicas
+    in predict_step                Lightning, which refuses it
     in a hook, model divided       held back until the hook is done, then put together over the ranks of one model
     anywhere else                  Lightning, made equal over replicas
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.replaced import Replacement
@@ -54,6 +56,7 @@ class LogRouting(Replacement):
     ) -> None:
         super().__init__(module, "log")
         self._module, self._engine = module, engine
+        self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self._replicas = None if mesh.layout.data > 1 else ALREADY_REDUCED
         callbacks = lightning_state.callbacks_of(trainer)
         is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
@@ -73,7 +76,7 @@ class LogRouting(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` of the module; arguments as of Lightning's."""
-        recorder = self._engine.recording.recorder
+        recorder = None if self._predicts else self._engine.recording.recorder  # nothing is logged in predictions
         if recorder is not None:
             recorder.log(*args, **kwargs)
         elif not any(logs.take(self._module, args, kwargs) for logs in (self._of_updates, self._of_hooks) if logs):
