@@ -22,7 +22,7 @@ from lightning_megatron.context_parallel.token_split import BALANCES, Scope, Tok
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
-METHODS = ("auto", "gather", "ring")
+METHODS = ("auto", "gather", "ring", "ulysses")
 _KNOWN = ("method", "balance")
 
 
@@ -41,7 +41,8 @@ def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str
     if method not in METHODS:
         raise ValueError(
             f"`context_parallel_options={{'method': {method!r}}}` is not there; use 'gather' (or 'auto', the same): "
-            "keys and values are gathered, queries stay split; or 'ring': keys and values pass from rank to rank."
+            "keys and values are gathered, queries stay split; 'ring': keys and values pass from rank to rank; or "
+            "'ulysses': ranks exchange tokens for heads."
         )
     if balance not in ("auto", *BALANCES):
         raise ValueError(
@@ -184,7 +185,11 @@ class TokenRegion:
     def report(self) -> str:
         """What was split, and which functions gathered; of this rank."""
         lines = [f"tokens split over {self._group.size()} ranks, {self._balance}"]
-        how = {"gather": "all keys and values gathered", "ring": "keys and values of one rank at a time"}
+        how = {
+            "gather": "all keys and values gathered",
+            "ring": "keys and values of one rank at a time",
+            "ulysses": "tokens exchanged for heads",
+        }
         lines += [f"  attention {count:>6} x  {how[name]}" for name, count in self.scope.attended.most_common()]
         for (shape, balance), count in self.cuts.items():
             lines.append(f"  cut {count:>6} x  {list(shape)}, causal work of a rank at most {balance:.3f} of the mean")

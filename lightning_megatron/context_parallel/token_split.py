@@ -83,7 +83,7 @@ class Scope:
     Attributes:
         running: whether a step of the user's runs; gradients asked for in it are refused.
         cut: whether tokens were split in it.
-        method: how attention meets the other ranks' keys: ``"gather"`` or ``"ring"``.
+        method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
         attended: how often it did, by method.
     """
 
@@ -125,6 +125,10 @@ class TokenSplit(SplitDim):
     def rows(self, device: torch.device) -> Tensor:
         """Index of every row of this rank: [rows]."""
         return _index_of((self.mine,), str(device))
+
+    def order(self, device: torch.device) -> Tensor:
+        """Where each token is among the rows of all ranks, one rank after another: [length]."""
+        return torch.argsort(_index_of(self.runs, str(device)))
 
     def span(self, block: int) -> tuple[int, int]:
         """Not defined: the rows of a rank are several runs."""

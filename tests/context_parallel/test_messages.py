@@ -77,6 +77,14 @@ def test_attention_around_a_ring_passes_keys_on_and_brings_gradients_home(size):
     assert not any(name == "all-gather" for name, _ in told)
 
 
+@pytest.mark.parametrize("size", [2])
+def test_attention_by_heads_exchanges_tokens_four_times_and_back(size):
+    part = BATCH * TOKENS // size * WIDTH * NUMBER
+    told = messages(size, "ulysses")
+    assert told["all-to-all", part] == 8 * LAYERS, told
+    assert not any(name == "all-gather" for name, _ in told)
+
+
 def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
     strategy = MegatronStrategy(pipeline_parallel_size=2, context_parallel_size=2)
     with pytest.raises(ValueError, match="`context_parallel_size=1`"):

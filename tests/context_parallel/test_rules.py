@@ -258,28 +258,37 @@ RINGED = {
 }
 
 
-def check_ring(group):
+def check_exchanged(group, method):
     wrong = {}
     for name, use in RINGED.items():
         for balance in ("zigzag", "block"):
             try:
-                scope = Scope("ring")
+                scope = Scope(method)
                 compare(use, group, balance, scope)
-                assert dict(scope.attended) == {"ring": 1}, dict(scope.attended)
+                assert dict(scope.attended) == {method: 1}, dict(scope.attended)
             except Exception as error:
                 wrong[name, balance] = f"{type(error).__name__}: {error}"
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
 
 
 @run_ranks(tensor=2)
-def test_attention_around_a_ring_is_that_of_the_whole_tensor(mesh):
-    check_ring(tensor_group(mesh))
+def test_attention_around_a_ring_and_by_heads_is_that_of_the_whole_tensor(mesh):
+    check_exchanged(tensor_group(mesh), "ring")
+    check_exchanged(tensor_group(mesh), "ulysses")
 
 
 @pytest.mark.wide
 @run_ranks(tensor=4)
 def test_attention_around_a_ring_of_four_is_that_of_the_whole_tensor(mesh):
-    check_ring(tensor_group(mesh))
+    check_exchanged(tensor_group(mesh), "ring")
+
+
+@pytest.mark.wide
+@run_ranks(tensor=3)
+def test_heads_that_ranks_cannot_share_are_refused(mesh):
+    shards = cut(random_tensor(BATCH, TOKENS, WIDTH), tensor_group(mesh), scope=Scope("ulysses"))
+    with pytest.raises(RuntimeError, match=r"shares 2 heads .* among `context_parallel_size=3` ranks"):
+        sdpa(shards)
 
 
 @run_ranks(tensor=2)

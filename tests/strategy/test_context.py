@@ -16,7 +16,7 @@ OPTIONS = [
     ({"context_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
     ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),
-    ({"context_parallel_size": 2, "context_parallel_options": {"method": "ulysses"}}, "use 'gather'"),
+    ({"context_parallel_size": 2, "context_parallel_options": {"method": "rings"}}, "use 'gather'"),
     ({"context_parallel_size": 2, "context_parallel_options": {"balance": "odd"}}, "'zigzag' or 'block'"),
     ({"context_parallel_size": 2, "context_parallel_options": {"whole": []}}, "known options are method, balance"),
 ]

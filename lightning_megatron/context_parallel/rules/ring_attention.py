@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
-from lightning_megatron.mesh.messages.collectives import raw_rotate
+from lightning_megatron.mesh.messages.passed_on import raw_rotate
 
 
 class RingCall(NamedTuple):

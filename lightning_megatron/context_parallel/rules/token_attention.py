@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.context_parallel.rules.head_attention import by_heads
 from lightning_megatron.context_parallel.rules.ring_attention import ring
 from lightning_megatron.context_parallel.rules.token_products import whole
 from lightning_megatron.context_parallel.rules.token_views import split_of
@@ -98,19 +99,24 @@ def _attention(
         raise NeedsWhole
     if attn_mask is not None and is_causal:
         raise NeedsWhole  # torch says what is wrong with that
-    mask = None if attn_mask is None else _own_rows(query, attn_mask)
     keys = split_of(key if isinstance(key, WholeTensor) else query)
-    call = _Call(func, split_of(query), keys, is_causal, options)
     split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key._split == value._split
     split = split and key._dim == key.ndim - 2 and value._dim == value.ndim - 2
+    alike = split and key._split == query._split and key.shape[:-1] == value.shape[:-1]
+    alike = alike and query.ndim == key.ndim > 3 and key.shape[:-3] == query.shape[:-3]
+    method = keys.scope.method if alike else "gather"
+    if method == "ulysses":
+        keys.scope.attended[method] += 1
+        rows, options["is_causal"] = (query.local(), key.local(), value.local()), is_causal
+        return query.like(by_heads(func, keys, *rows, None if attn_mask is None else whole(attn_mask), **options))
+    mask = None if attn_mask is None else _own_rows(query, attn_mask)
     trained = mask is not None and mask.requires_grad
-    alike = split and key._split == query._split and query.shape[-3:-2].numel() % key.shape[-3:-2].numel() == 0
-    ringed = alike and not trained and keys.scope.method == "ring" and query.dtype in (torch.float32, torch.float64)
-    if ringed and key.shape[:-1] == value.shape[:-1] and key.shape[:-3] == query.shape[:-3]:
-        keys.scope.attended["ring"] += 1
+    if method == "ring" and not trained and query.dtype in (torch.float32, torch.float64):
+        keys.scope.attended[method] += 1
         options["is_causal"] = is_causal
         return query.like(ring(keys, query.local(), key.local(), value.local(), mask, **options))
     keys.scope.attended["gather"] += 1
+    call = _Call(func, split_of(query), keys, is_causal, options)
     if split and not trained:
         return query.like(_Attend.apply(query.local(), key.local(), value.local(), mask, call))
     return query.like(call.attend(query.local(), whole(key), whole(value), mask))

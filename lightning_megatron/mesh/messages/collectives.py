@@ -137,21 +137,6 @@ def raw_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _moved_back(out, dim)
 
 
-def raw_rotate(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """What the rank before sends, outside autograd: [length, ..]; ``x``, contiguous, [n, ..], goes to the next rank."""
-    rank, size = group.rank(), group.size()
-    if size == 1:
-        return x
-    arrived, operations = x.new_empty((length, *x.shape[1:])), []
-    if x.numel():
-        operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
-    if arrived.numel():
-        operations.append(dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % size))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        wait_for(work, "rotate", x, group)
-    return arrived
-
-
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Started | None]:
     """Start a reduce-scatter along ``dim``, outside autograd: [.., group * n, ..] -> [.., n, ..].
 

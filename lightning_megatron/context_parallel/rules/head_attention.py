@@ -1,0 +1,110 @@
+"""Attention by heads: ranks exchange tokens for heads, attend to whole sequences, and exchange back (arXiv 2309.14509).
+
+::
+
+    rank 0   tokens 0 1, heads a b                    head a, tokens 0 1 2 3
+    rank 1   tokens 2 3, heads a b     exchange ──▶   head b, tokens 0 1 2 3     attend, exchange back
+
+Torch's attention runs as it is, so any mask, bias, window or kernel does. An exchange is undone by its inverse, which
+is its adjoint as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
+from lightning_megatron.mesh.messages.passed_on import raw_all_to_all
+
+
+def to_heads(x: Tensor, split: TokenSplit) -> Tensor:
+    """Of this rank's tokens, all heads; then of its heads, all tokens: [.., h, rows, d] -> [.., h / c, length, d]."""
+    size, counts = split.group.size(), split.counts
+    blocks = x.unflatten(-3, (size, -1)).movedim(-4, 0)  # [c, .., h / c, rows, d]
+    parts = _exchanged(blocks, max(counts), split)
+    rows = torch.cat([part.narrow(-2, 0, count) for part, count in zip(parts, counts, strict=True)], -2)
+    return rows.index_select(-2, split.order(x.device))
+
+
+def to_rows(x: Tensor, split: TokenSplit) -> Tensor:
+    """The inverse: [.., h / c, length, d] -> [.., h, rows, d]."""
+    counts = split.counts
+    by_rank = x.index_select(-2, split.order(x.device).argsort()).split(counts, -2)
+    most, mine = max(counts), counts[split.group.rank()]
+    blocks = torch.stack([_padded(part, most) for part in by_rank])
+    return torch.cat([part.narrow(-2, 0, mine) for part in _exchanged(blocks, most, split)], -3)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    missing = rows - x.shape[-2]
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _exchanged(blocks: Tensor, rows: int, split: TokenSplit) -> tuple[Tensor, ...]:
+    """Block r goes to rank r; returns the blocks that have come, by rank. blocks: [c, .., rows, d]"""
+    return raw_all_to_all(_padded(blocks, rows).contiguous(), split.group).unbind(0)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: TokenSplit) -> Tensor:
+        ctx.split, ctx.scope = split, split.scope
+        return to_heads(x, split)
+
+    @staticmethod
+    @after_the_step
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return to_rows(grad, ctx.split), None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: TokenSplit) -> Tensor:
+        ctx.split, ctx.scope = split, split.scope
+        return to_rows(x, split)
+
+    @staticmethod
+    @after_the_step
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return to_heads(grad, ctx.split), None
+
+
+def by_heads(
+    func: Callable[..., Tensor],
+    split: TokenSplit,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Attention of this rank's queries to all keys.
+
+    Args:
+        func: ``F.scaled_dot_product_attention``.
+        split: of the tokens.
+        query: [.., heads, rows, d] of this rank.
+        key: [.., heads or fewer, rows, d]
+        value: [.., heads or fewer, rows, e]
+        mask: whole: [.., tokens, tokens]
+        options: of torch's function.
+
+    Raises:
+        RuntimeError: the heads cannot be shared by the ranks.
+    """
+    heads, shared, size, rank = query.shape[-3], key.shape[-3], split.group.size(), split.group.rank()
+    if heads % size or (shared % size and size % shared):
+        raise RuntimeError(
+            f"`context_parallel_options={{'method': 'ulysses'}}` shares {heads} heads (of keys: {shared}) among "
+            f"`context_parallel_size={size}` ranks, which does not go; use 'gather' or 'ring', which cut heads nowhere."
+        )
+    if shared % size:
+        key, value = (x.repeat_interleave(size // shared, -3) for x in (key, value))
+    own = [cast(Tensor, _ToHeads.apply(x, split)) for x in (query, key, value)]
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads > 1:
+        mask = mask.narrow(-3, rank * (heads // size), heads // size)
+    return cast(Tensor, _ToRows.apply(func(*own, attn_mask=mask, **options), split))

@@ -1,0 +1,33 @@
+"""Messages of which every rank gets another one: to the next rank of a ring, and a block for each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh.messages.collectives import wait_for
+
+
+def raw_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Block r of ``x``, contiguous, [group, ..], goes to rank r; gives the blocks that came, outside autograd."""
+    if group.size() == 1:
+        return x
+    arrived = torch.empty_like(x)
+    wait_for(dist.all_to_all_single(arrived, x, group=group, async_op=True), "all_to_all", x, group)
+    return arrived
+
+
+def raw_rotate(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """What the rank before sends, outside autograd: [length, ..]; ``x``, contiguous, [n, ..], goes to the next rank."""
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        return x
+    arrived, operations = x.new_empty((length, *x.shape[1:])), []
+    if x.numel():
+        operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
+    if arrived.numel():
+        operations.append(dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % size))
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        wait_for(work, "rotate", x, group)
+    return arrived
