@@ -57,6 +57,34 @@ class Steps:
         except ValueError:
             return None
 
+    def tried(self, batch: Any) -> Any:
+        try:
+            return batch
+        except ValueError:
+            return 1
+
+    def tried_in_part(self, batch: Any) -> Any:
+        try:
+            return batch
+        except ValueError:
+            self.failures = 1
+
+    def looped(self, batch: Any) -> Any:
+        for sample in batch:
+            return sample
+
+    def endless(self, batch: Any) -> Any:
+        while True:
+            if batch:
+                return batch
+
+    def matched(self, batch: Any) -> Any:
+        match batch:
+            case int():
+                return batch
+            case _:
+                return 1
+
     def handed_on(self, batch: Any) -> Any:
         return self.caught(batch)
 
@@ -75,6 +103,11 @@ class Steps:
         ("both", False),
         ("within", False),
         ("caught", True),
+        ("tried", False),
+        ("tried_in_part", True),
+        ("looped", True),
+        ("endless", False),
+        ("matched", False),
         ("handed_on", True),
         ("round_about", False),
     ],

@@ -91,8 +91,22 @@ def is_variable(node: ast.expr) -> bool:
 
 
 def returns(body: Sequence[ast.stmt]) -> bool:
-    """Whether the code behind these statements is never reached from them."""
+    """Whether the code behind these statements is never reached from them: each way through ends in a ``return`` or
+    ``raise``. A loop over something may have nothing to loop over.
+    """
     last = body[-1] if body else None
     if isinstance(last, ast.If):
         return returns(last.body) and returns(last.orelse)
-    return returns(last.body) if isinstance(last, ast.With) else isinstance(last, (ast.Return, ast.Raise))
+    if isinstance(last, (ast.With, ast.AsyncWith)):
+        return returns(last.body)
+    if isinstance(last, ast.Try):
+        ends = (returns(last.body) or returns(last.orelse)) and all(returns(each.body) for each in last.handlers)
+        return ends or returns(last.finalbody)
+    if isinstance(last, ast.Match):
+        every = [case for case in last.cases if isinstance(case.pattern, ast.MatchAs) and not case.pattern.pattern]
+        meets_all = any(case.guard is None for case in every)
+        return meets_all and all(returns(case.body) for case in last.cases)
+    if isinstance(last, ast.While):
+        forever = isinstance(last.test, ast.Constant) and bool(last.test.value)
+        return forever and not any(isinstance(node, ast.Break) for node in ast.walk(last))
+    return isinstance(last, (ast.Return, ast.Raise))

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_megatron.pipeline.cut.flows import returns
 from lightning_megatron.pipeline.cut.syntax import definition_of
 
 
@@ -98,7 +99,7 @@ def may_return_none(owner: Any, method: Callable[..., Any]) -> bool:
         definition = definition_of(function)
         if not isinstance(definition, ast.FunctionDef):
             continue
-        if _may_end(definition.body):
+        if not returns(definition.body):
             return True
         for value in _returned(definition.body):
             if value is None or (isinstance(value, ast.Constant) and value.value is None):
@@ -129,19 +130,3 @@ def _returned(body: Sequence[ast.stmt]) -> Iterator[ast.expr | None]:
             yield from _returned(getattr(statement, field, ()))
         for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
             yield from _returned(part.body)
-
-
-def _may_end(body: Sequence[ast.stmt]) -> bool:
-    """Whether the statements can be run through without a ``return`` or ``raise``; loops and ``try`` count as if not
-    where one of them returns.
-    """
-    last = body[-1]
-    if isinstance(last, (ast.Return, ast.Raise)):
-        return False
-    if isinstance(last, ast.If):
-        return not last.orelse or _may_end(last.body) or _may_end(last.orelse)
-    if isinstance(last, (ast.With, ast.AsyncWith)):
-        return _may_end(last.body)
-    if isinstance(last, (ast.For, ast.While, ast.Try, ast.Match)):
-        return not any(True for _ in _returned([last]))
-    return True
