@@ -196,16 +196,17 @@ class Assembler:
             stage.cursor.tokens = None
         if self._mesh.layout.context == 1:
             return None
+        group = self._mesh.group("context_parallel")
+        if stage is not None:  # whose layers ask the region themselves
+            stage.cursor.tokens = region = TokenRegion(module, (), group, self._options.context)
+            return region
         try:
             layers = find_trunk(module, self._options.pipeline_layers).layers(module)
         except ValueError as error:
-            size = self._mesh.layout.context
-            raise ValueError(f"`context_parallel_size={size}` splits the input of repeated layers: {error}") from error
-        group = self._mesh.group("context_parallel")
-        region = TokenRegion(module, layers if stage is None else (), group, self._options.context)
-        if stage is not None:
-            stage.cursor.tokens = region
-        return region
+            raise ValueError(
+                f"`context_parallel_size={group.size()}` splits the input of repeated layers: {error}"
+            ) from error
+        return TokenRegion(module, layers, group, self._options.context)
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
