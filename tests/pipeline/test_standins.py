@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere import standin
+from lightning_megatron.pipeline.elsewhere.away import Away
 from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, Sentinel
 
 
@@ -51,6 +52,70 @@ def test_layers_that_differ_in_what_they_keep_return_shapes_of_their_own(
 ) -> None:
     shapes = OutputShapes()
     assert [_length(shapes, Shortening(make(stride), read)) for stride in (1, 2, 4, 1)] == [8, 4, 2, 8]
+
+
+class Reading(nn.Module):
+    """Returns a number that it reads off its data beside its output."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def forward(self, x: Tensor) -> Any:
+        return x + 1, self._read(x)
+
+
+USES: list[Callable[[Any], Any]] = [
+    lambda number: number + 1,
+    lambda number: 2.0 * number,
+    lambda number: torch.ones(2) * number,
+    lambda number: torch.tensor(number),
+    lambda number: float(number),
+    lambda number: int(number),
+    lambda number: 1 if number else 2,
+    lambda number: number > 0,
+    lambda number: number == 1,
+    lambda number: sum([1, number]),
+    lambda number: max(0, number),
+    lambda number: f"{number:.2f}",
+    lambda number: range(number),
+    lambda number: {number: 1},
+    lambda number: number.real,
+]
+
+
+@pytest.mark.parametrize("use", range(len(USES)))
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: float(x.mean()), lambda x: int(x.sum()), lambda x: bool(x.sum() > 1)],
+    ids=["float", "int", "bool"],
+)
+def test_a_number_that_another_stage_reads_off_its_data_is_refused_when_it_is_used(
+    use: int, read: Callable[[Tensor], Any]
+) -> None:
+    layer, x = Reading(read), torch.ones(2, 8, 4)
+    _, number = OutputShapes().stand_in(layer, Sentinel("layers.0", True), layer.forward, (x,), {}, False)
+    assert isinstance(number, type(read(x))) and "layers.0" in repr([number])
+    with pytest.raises(RuntimeError, match="returns a number that it reads off its data"):
+        USES[use](number)
+
+
+def test_a_number_that_follows_from_shapes_is_one() -> None:
+    layer = Reading(lambda x: x.size(1))
+    _, number = OutputShapes().stand_in(layer, Sentinel("layers.0"), layer.forward, (torch.ones(2, 8, 4),), {}, False)
+    assert number + 1 == 9
+
+
+def test_an_object_of_ones_own_is_filled_with_stand_ins() -> None:
+    @dataclass
+    class Output:
+        hidden: Tensor
+        more: dict[str, Any]
+
+    layer = Reading(lambda x: Output(x[:, :3], {"mean": x.mean(), "length": x.size(1)}))
+    _, output = OutputShapes().stand_in(layer, Sentinel("layers.0"), layer.forward, (torch.ones(2, 8, 4),), {}, False)
+    assert isinstance(output, Output) and output.hidden.shape == (2, 3, 4) and output.more["length"] == 8
+    assert type(output.hidden) is type(output.more["mean"]) is Away
 
 
 def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.elsewhere.absent import Absent
-from lightning_megatron.pipeline.elsewhere.away import plain, unmarked
+from lightning_megatron.pipeline.elsewhere.away import NUMBERS, plain, unmarked
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,35 @@ class TensorShape:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
 
+class ObjectShape:
+    """An object of the user's own with tensors in its attributes, such as a dataclass."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaves, self._spec = _describe(vars(value))
+        self._empty = copy.copy(value)
+        self._empty.__dict__.clear()
+
+    def filled(self, leaves: list[Any]) -> Any:
+        """Another such object, with ``leaves`` in the places of :attr:`leaves`."""
+        value = copy.copy(self._empty)
+        value.__dict__.update(pytree.tree_unflatten(leaves, self._spec))
+        return value
+
+
+@dataclass(frozen=True)
+class OfData:
+    """A number in the output of a forward that looks at its data, which may depend on them.
+
+    Attributes:
+        kind: its type.
+    """
+
+    kind: type
+
+
 def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    """Leaves and pytree spec of ``forward(*args, **kwargs)``, each tensor a :class:`TensorShape`.
+    """Leaves and pytree spec of ``forward(*args, **kwargs)``, each tensor a :class:`TensorShape`, and each number an
+    :class:`OfData` where the forward looks at data.
 
     Args:
         module: what ``forward`` belongs to; left as it was.
@@ -59,7 +87,16 @@ def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     finally:
         _forget_fakes(mode)
     with unmarked(), _unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
-        return _describe(forward(*_private_nest(args), **_private_nest(kwargs)))
+        leaves, spec = _describe(forward(*_private_nest(args), **_private_nest(kwargs)))
+    return _doubt(leaves), spec
+
+
+def _doubt(leaves: list[Any]) -> list[Any]:
+    """``leaves`` of a forward that looks at its data, with nothing said of numbers."""
+    for leaf in leaves:
+        if isinstance(leaf, ObjectShape):
+            leaf.leaves = _doubt(leaf.leaves)
+    return [OfData(type(leaf)) if type(leaf) in NUMBERS else leaf for leaf in leaves]
 
 
 def is_fake(value: Any) -> bool:
@@ -109,7 +146,16 @@ def _describe(output: Any) -> tuple[list[Any], Any]:
     if isinstance(output, Tensor):
         return [TensorShape(output)], None
     leaves, spec = pytree.tree_flatten(output)
-    return [TensorShape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    return [_describe_leaf(leaf) for leaf in leaves], spec
+
+
+def _describe_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorShape(leaf)
+    kept = getattr(leaf, "__dict__", None)
+    if type(kept) is dict and any(isinstance(value, Tensor) for value in pytree.tree_leaves(kept)):
+        return ObjectShape(leaf)
+    return leaf
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:

@@ -15,10 +15,10 @@ A tensor becomes away, and ceases to be, by a change of its class: user code may
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -272,3 +272,65 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+
+
+NUMBERS = (bool, int, float, complex)
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+_ASKED = (
+    *("float", "int", "index", "bool", "complex", "hash", "format", "len", "getitem", "iter", "round", "trunc"),
+    *("floor", "ceil", "abs", "neg", "pos", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
+    *(f"{side}{name}" for name in _BINARY for side in ("", "r", "i")),
+)
+
+
+class AwayNumber:
+    """Stands for a number that a layer of another stage returns beside its tensors, and that it read off its data.
+
+    ``return x, float(scores.mean())`` gives a number that no stage but the layer's own knows: what a run on fake or
+    empty input would put there is another one. This says it is of the number's type, may be handed around and left
+    unused, and raises when it is asked for.
+
+    Args:
+        kind: type of the number.
+        source: the layer that knows it.
+    """
+
+    def __init__(self, kind: type, source: Source) -> None:
+        self._kind, self._source = kind, source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for `isinstance`
+        return self._kind
+
+    def __repr__(self) -> str:
+        return f"<number of `{self._source.name}` on another pipeline stage>"
+
+    def __deepcopy__(self, memo: Any) -> AwayNumber:
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        name = self._source.name
+        raise RuntimeError(
+            f"`{name}` returns a number that it reads off its data, and the step uses this number on a pipeline stage "
+            f"that does not compute `{name}`. Make it a tensor that goes through the arguments of all layers, keep it "
+            "on the layer as an attribute, or use `pipeline_parallel_size=1`."
+        )
+
+
+def _refusing() -> Callable[..., NoReturn]:
+    def method(self: AwayNumber, *args: Any) -> NoReturn:
+        AwayNumber._refuse(self)
+
+    return method
+
+
+for _name in _ASKED:
+    setattr(AwayNumber, f"__{_name}__", _refusing())

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
-from lightning_megatron.pipeline.elsewhere.abstract import TensorShape, abstract_run
-from lightning_megatron.pipeline.elsewhere.away import Away, Source, make_real, mark
+from lightning_megatron.pipeline.elsewhere.abstract import ObjectShape, OfData, TensorShape, abstract_run
+from lightning_megatron.pipeline.elsewhere.away import Away, AwayNumber, Source, make_real, mark
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
 
 
@@ -257,6 +257,10 @@ def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
+    if isinstance(leaf, OfData):
+        return AwayNumber(leaf.kind, sentinel.source)
+    if isinstance(leaf, ObjectShape):
+        return leaf.filled([_fill(inner, first, sentinel) for inner in leaf.leaves])
     if not isinstance(leaf, TensorShape):
         return leaf
     if first is not None and _form_of(first) == (leaf.shape, leaf.dtype):
