@@ -122,24 +122,17 @@ class _WatchedMode(FakeTensorMode):
 
 
 def _put_fakes(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Give ``module`` fake tensors for its own, until :func:`_unchanged` puts these back.
+    """Give ``module`` fake tensors in the place of absent ones, until :func:`_unchanged` puts these back.
 
     Torch takes an operation on another tensor apart in Python each time; one on fake tensors alone it remembers, for
     all runs of the process.
     """
-    for child in module.modules():
-        tables: tuple[dict[str, Any], ...] = (child.__dict__, child._parameters, child._buffers)
-        for table in tables:
-            if type(table) is dict:
-                table.update({name: _fake(mode, value) for name, value in table.items() if isinstance(value, Tensor)})
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Absent):
-        return mode.from_tensor(plain(tensor))
-    zeros = tensor.plain
     with mode:
-        return torch.empty(zeros.shape, dtype=zeros.dtype, device=zeros.device, requires_grad=zeros.requires_grad)
+        for child in module.modules():
+            for name, value in child.__dict__.items():
+                if isinstance(value, Absent):
+                    zeros = value.plain
+                    child.__dict__[name] = torch.empty(zeros.shape, dtype=zeros.dtype, device=zeros.device)
 
 
 def _describe(output: Any) -> tuple[list[Any], Any]:
