@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -40,20 +41,20 @@ class Counters(Callback):
     """Counts the forwards of the layers that this rank owns, and runs a function of the user's own behind each."""
 
     def __init__(self) -> None:
-        self.forwards: dict[str, int] = {}
+        self.forwards: dict[str, itertools.count[int]] = {}  # numbers would be put back after a recomputation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stage = Stage.of(pl_module)
         assert stage is not None
         for name in stage.presence.layers_here():
-            self.forwards[name] = 0
+            self.forwards[name] = itertools.count()
             _, linear, *_ = (child for child in pl_module.get_submodule(name).modules() if is_linear(child))
             linear.register_forward_hook(lambda *args, name=name: self._count(name, args[-1]))
 
     def _count(self, name: str, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # another chunk of this stage asks for shapes
             return output
-        self.forwards[name] += 1
+        next(self.forwards[name])
         return Counted.apply(output)
 
 
@@ -113,6 +114,6 @@ def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: A
         "per_layer": sorted({count / layers[virtual] for virtual, count in queues}),
         "stage": trainer.strategy.mesh.stage,  # type: ignore[attr-defined]
         "early": sorted(early),
-        "forwards": counters.forwards,
+        "forwards": {name: next(count) for name, count in counters.forwards.items()},
         "backwards": Counted.backwards,
     }

@@ -354,6 +354,18 @@ class Followed(Rows):
         layer.mean = 0.9 * layer.mean + 0.1 * output.detach().mean((0, 1))
 
 
+class Normed(InBatch):
+    """Batch norm in the layers."""
+
+    layers_run_apart = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.append(nn.BatchNorm1d(LENGTH))
+        self.double()
+
+
 class Warming(Rows):
     """Layers count their calls in buffers that are assigned anew, and grow with them."""
 
@@ -376,7 +388,7 @@ WEIGHED: dict[str, Callable[[], Task]] = {
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
     "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,
-    "across_samples": AcrossSamples, "alike": Alike, "fifth": Fifth, "by_class": ByClass,
+    "across_samples": AcrossSamples, "alike": Alike, "fifth": Fifth, "by_class": ByClass, "normed": Normed,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "vector": (Vector, r"a loss of shape \(.*,\)"),

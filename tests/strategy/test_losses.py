@@ -309,6 +309,7 @@ EVERYDAY = [
     ("conditioned", (2, 1), {"pipeline_schedule": "zb-v"}),
     ("between", (2, 1), {}),
     ("followed", (2, 1), {}),
+    ("normed", (2, 1), {"activation_recompute": "full"}),
     ("warming", (2, 1), {"pipeline_schedule": "zb-v"}),
     ("counted", (2, 1), {"pipeline_schedule": "interleaved"}),
 ]

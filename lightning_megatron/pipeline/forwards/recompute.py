@@ -21,12 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
-from lightning_megatron.pipeline.elsewhere.effects import Snapshot
-from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.forwards.seen_state import SeenState, StateWatch
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -138,8 +136,9 @@ class RecomputedCall(Wrapper):
 
     Tensors that the forward writes into in place, as ``nn.ReLU(inplace=True)`` does, are cloned before it runs. Sharded
     modules are recomputed to the end, without early stop, so that regions they open in a forward are closed again.
-    What a forward appends to lists, or keeps with its gradient, is taken off again after the recomputation: a step that
-    sums up its layers' losses has read them before, and the next one must not find them.
+    The recomputation finds counters and buffers as the forward did, and changes none of them. What a forward appends to
+    lists, or keeps with its gradient, is taken off again: a step that sums up its layers' losses has read them before,
+    and the next one must not find them.
 
     Args:
         module: the module to recompute.
@@ -151,7 +150,7 @@ class RecomputedCall(Wrapper):
         super().__init__(module)
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
         self._writes: bool | None = None  # whether it writes into its arguments; unknown before the first call
-        self._leaves: bool | None = None  # whether it leaves anything behind; likewise
+        self._state = StateWatch(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -159,22 +158,9 @@ class RecomputedCall(Wrapper):
         run = self._run_on_copies if self._writes is not False else self.forward
         if has_caches(args, kwargs):
             run = functools.partial(self._run_on_caches, run)
-        if self._leaves is not False:
-            run = functools.partial(self._run_noting, run)
+        run = functools.partial(self._state.run, SeenState(), run)
         with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    def _run_noting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run, and find side effects on the module; in the backward, undo them."""
-        before = Snapshot(Reach(self.module, self.module, frozenset()).containers())
-        try:
-            return run(*args, **kwargs)
-        finally:
-            found = any([change.is_of_micro_batch for change in before.changed()])
-            if in_backward():
-                before.take_back()
-            elif self._leaves is None:
-                self._leaves = found
 
     def _run_on_caches(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run on key-value caches of its own, which the recomputation would append to once more."""

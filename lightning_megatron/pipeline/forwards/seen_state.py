@@ -1,0 +1,144 @@
+"""What the forward of a recomputed module has read and written besides its arguments and its output.
+
+A layer may count its calls, or follow its batches in buffers (batch norm, spectral norm). Running its forward again for
+the backward must neither count twice nor see the count of later micro-batches::
+
+    forward     calls 3 ──▶ 4      noted: calls was 3
+    ...         calls 4 ──▶ 6      by other micro-batches
+    backward    calls 3 ──▶ 4      the forward again, as it was; then 6 again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
+from lightning_megatron.pipeline.elsewhere.effects import Snapshot
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.undo import Change
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass
+class SeenState:
+    """The state that one forward has found.
+
+    Attributes:
+        changes: numbers and tensors without a gradient that it assigned anew.
+        buffers: those that forwards write into, with copies of their values before it; ``None`` where it was the first
+            that did.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    buffers: list[tuple[Place, Tensor | None]] = field(default_factory=list)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a recomputation: everything is as it was then, and afterwards as it is now.
+
+        Buffers are exchanged for copies rather than written to, because graphs may hold them.
+        """
+        now = [(change.container, change.key, change.container.read(change.key)) for change in self.changes]
+        tensors = [(owner, name, owner._buffers.get(name)) for (owner, name), _ in self.buffers]
+        for change in self.changes:
+            _write(change.container, change.key, change.old)
+        for (owner, name), before in self.buffers:
+            tensor = owner._buffers[name] if before is None else before
+            owner._buffers[name] = None if tensor is None else tensor.clone()
+        try:
+            yield
+        finally:
+            for owner, name, tensor in tensors:
+                owner._buffers[name] = tensor
+            for container, key, value in now:
+                _write(container, key, value)
+
+
+class StateWatch:
+    """Runs the forward of one module, and again as it ran, for its backward.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._leaves: bool | None = None  # whether it changes anything but buffers in place; unknown before a call
+        self._written: set[tuple[int, str]] | None = None  # buffers that it writes into; likewise
+
+    def run(self, seen: SeenState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward.
+
+        Args:
+            seen: of this call; filled by its first run, read by the others.
+            forward: of the module.
+            args: for it.
+            kwargs: for it.
+        """
+        if in_backward():
+            with seen.again():
+                return self._run_and_take_back(forward, *args, **kwargs)
+        before = self._snapshot() if self._leaves is not False else None
+        buffers = [(place, buffer, buffer._version) for place, buffer in self._buffers()]
+        kept = {_key(place): buffer.clone() for place, buffer, _ in buffers if self._may_write(place)}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._written = {_key(place) for place, buffer, at in buffers if self._wrote(place, buffer, at, kept)}
+            seen.buffers = [(place, kept.get(_key(place))) for place, *_ in buffers if _key(place) in self._written]
+            if before is not None:
+                changes = before.changed()
+                seen.changes = [change for change in changes if not change.is_of_micro_batch]
+                if self._leaves is None:
+                    self._leaves = bool(changes)
+
+    def _run_and_take_back(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run once more; what it appends to lists, or keeps with a gradient, the step has read already."""
+        if self._leaves is False:
+            return forward(*args, **kwargs)
+        before = self._snapshot()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            before.changed()
+            before.take_back()
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(Reach(self._module, self._module, frozenset()).containers())
+
+    def _buffers(self) -> Iterator[tuple[Place, Tensor]]:
+        for owner in self._module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_inference():
+                    yield (owner, name), buffer
+
+    def _may_write(self, place: Place) -> bool:
+        return self._written is None or _key(place) in self._written or isinstance(place[0], _NormBase)
+
+    def _wrote(self, place: Place, buffer: Tensor, version: int, kept: dict[tuple[int, str], Tensor]) -> bool:
+        """Whether forwards write into a buffer. Norms do so behind autograd's back, which counts no version."""
+        if buffer._version != version or isinstance(place[0], _NormBase):
+            return True
+        if self._written is not None:
+            return _key(place) in self._written
+        return not torch.equal(buffer, kept[_key(place)])
+
+
+def _key(place: Place) -> tuple[int, str]:
+    return id(place[0]), place[1]
+
+
+def _write(container: Container, key: Any, value: Any) -> None:
+    if value is not MISSING:
+        container.change("set", key, value)
+    elif container.read(key) is not MISSING:
+        container.change("drop", key, value)
