@@ -163,4 +163,33 @@ class Stack(nn.Module):
         return x
 
 
+class Conditioned(Block):
+    """Scales its output by an argument."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+class Conditions(nn.Module):
+    """Layers given a parameter, with further ones between them.
+
+    Args:
+        after: whether the parameter also acts after the layers, on all tokens.
+        mean: whether layers are given a mean over tokens instead.
+    """
+
+    def __init__(self, after: bool = False, mean: bool = False) -> None:
+        super().__init__()
+        self.embed, self.after, self.mean = nn.Embedding(50, WIDTH), after, mean
+        self.layers = nn.ModuleList([Conditioned(WIDTH, 4, CausalSelfAttention) for _ in range(2)])
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.gates = nn.ParameterList([torch.linspace(1.5, 0.5, WIDTH) for _ in range(1)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, second = self.layers
+        x = first(self.embed(ids), self.scale) * self.gates[0]
+        x = second(x, x.mean(1, keepdim=True) if self.mean else self.scale)
+        return x * self.scale if self.after else x
+
+
 LEAKY = (Autoencoder, KeepsHidden, CountsActive, ProbesHidden, TrainingNorm, CentredGradient, ScaledAttention)

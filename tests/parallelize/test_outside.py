@@ -23,6 +23,7 @@ from tests.parallelize.models_leaky import (
     WIDTH,
     Autoencoder,
     CentredGradient,
+    Conditions,
     Flattening,
     GatedByInput,
     Penalised,
@@ -96,6 +97,8 @@ REFUSED_WITH_SHARDS = {
         lambda: Stack(lambda: Block(WIDTH, 4, CausalSelfAttention), around=True),
         r"code between the layers of 'layers' does not work",
     ),
+    "condition used after the layers": (lambda: Conditions(after=True), r"'scale' acts on a part of the tokens"),
+    "mean over tokens": (lambda: Conditions(mean=True), r"code between the layers of 'layers' does not work"),
 }
 
 
@@ -104,6 +107,19 @@ def test_what_would_be_wrong_on_sequence_shards_is_refused(case):
     build, said = REFUSED_WITH_SHARDS[case]
     with pytest.raises(ValueError, match=said):
         explain(build().double(), 2, sequence_parallel=True)
+
+
+@run_ranks(tensor=2)
+def test_parameters_that_reach_sequence_shards_beside_the_hidden_state_have_whole_gradients(mesh):
+    torch.manual_seed(0)
+    module = Conditions().double()
+    whole = copy.deepcopy(module)
+    report = parallelize(module, mesh, sequence_parallel=True)
+    ids = torch.arange(24).view(2, 12)
+    for model in (module, whole):
+        model(ids).square().mean().backward()
+    reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
+    assert_same_gradients(module, report.parameters, whole)
 
 
 @pytest.mark.wide

@@ -112,7 +112,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
     leaves: dict[int, Tensor] = {}
     if inner:
         args, leaves = _with_gradients(args)
-    result, nodes = Trace(), _Nodes()
+    result, nodes = Trace(), Nodes()
 
     tagged = _tagged_names(module)
 
@@ -175,7 +175,7 @@ def _tagged_names(module: nn.Module) -> set[str]:
     return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
 
 
-def _before(result: Trace, names: dict[int, str], nodes: _Nodes, tagged: set[str]) -> Callable[..., None]:
+def _before(result: Trace, names: dict[int, str], nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names[id(module)]
         result.counts[name] = result.counts.get(name, 0) + 1
@@ -189,7 +189,7 @@ def _before(result: Trace, names: dict[int, str], nodes: _Nodes, tagged: set[str
     return hook
 
 
-def _after(result: Trace, names: dict[int, str], nodes: _Nodes, tagged: set[str]) -> Callable[..., None]:
+def _after(result: Trace, names: dict[int, str], nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = names[id(module)]
         if result.counts[name] == 1:
@@ -204,7 +204,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-class _Nodes:
+class Nodes:
     """Autograd nodes of layer outputs, and a search from layer inputs back to the nearest of them."""
 
     def __init__(self) -> None:

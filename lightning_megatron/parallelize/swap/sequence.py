@@ -34,7 +34,8 @@ from lightning_megatron.parallelize.reading.inputs import LENGTH
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models
 from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
-from lightning_megatron.parallelize.trial.tokens import check_between, check_gradients, check_layers
+from lightning_megatron.parallelize.trial.outside import partial_outside
+from lightning_megatron.parallelize.trial.tokens import check_between, check_gradients, check_layers, mixed
 
 
 @dataclass
@@ -47,12 +48,14 @@ class SequencePlan:
         dim: dim of the sequence in their hidden state.
         doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and its
             arguments to gather, or None if the projections gather it.
+        outside: parameters outside of the layers that act on sequence shards only (conditions, gates between layers).
     """
 
     module: nn.Module
     layers: list[str]
     dim: int
     doors: dict[str, Door | None] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)
 
     def carried_over(self, study: Study, module: nn.Module) -> SequencePlan:
         """Translate a plan made for a stand-in to the user's ``module``."""
@@ -64,7 +67,10 @@ class SequencePlan:
             for rename in study.renames(row)
         }
         layers = [original for name in self.layers for original in study.originals(name)]
-        return SequencePlan(module, sorted(layers, key=_number), self.dim, doors)
+        for name in sorted(self.outside):  # a list beside the layers, of which the stand-in read a part
+            if any(part.isdigit() for part in name.split(".")):
+                raise ValueError(mixed(name))
+        return SequencePlan(module, sorted(layers, key=_number), self.dim, doors, self.outside)
 
     def splits(self, region: Region) -> bool:
         """Whether the region is in the trunk, where the sequence is split."""
@@ -79,8 +85,8 @@ class SequencePlan:
         return self.doors[region.row] is not None
 
     def covers(self, name: str) -> bool:
-        """Whether a parameter belongs to a layer of the trunk."""
-        return parent(name) in Parts(self.layers)
+        """Whether a parameter acts on sequence shards: those of the layers of the trunk, and `outside`."""
+        return name in self.outside or parent(name) in Parts(self.layers)
 
     def install(self, group: dist.ProcessGroup) -> None:
         """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
@@ -136,6 +142,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     check_layers(blueprint, trace, layers, plan.doors, dim)
     check_between(trace, layers, dim)
     check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
+    plan.outside = partial_outside(blueprint, trace, layers, plan.covers)
     return plan
 
 

@@ -78,10 +78,7 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
         ValueError: the input of a layer is not the last tokens of its recorded input, for example because a residual
             connection around the layers adds the hidden state from before the split.
     """
-    root = next(
-        (name for name in trace.roots if all(lies_in(layer, name) for layer in layers)),
-        None,
-    )
+    root = root_of(trace, layers)
     if root is None or root in layers or any(trace.counts[name] > 1 for name in layers):
         return
     check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
@@ -90,9 +87,9 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
     found: list[str] = []
 
     def prepare(copied: nn.Module) -> None:
-        _answer(copied, root, answers)
+        answer(copied, root, answers)
         for name in layers[1:]:
-            hook = _noting_deviation(found, name, check.part(_hidden(trace.calls[name])))
+            hook = _noting_deviation(found, trace.calls[name], check.part(_hidden(trace.calls[name])))
             copied.get_submodule(relative(name, root)).register_forward_pre_hook(hook, with_kwargs=True)
 
     problem = ""
@@ -110,13 +107,32 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
         )
 
 
-def _noting_deviation(found: list[str], name: str, want: Tensor) -> Callable[..., None]:
+def root_of(trace: Trace, layers: list[str]) -> str | None:
+    """The module that was run and contains all of the layers, if there is one."""
+    return next((name for name in trace.roots if all(lies_in(layer, name) for layer in layers)), None)
+
+
+def _noting_deviation(found: list[str], call: Call, want: Tensor) -> Callable[..., None]:
+    """A hook that notes a layer whose hidden state is not ``want``, or whose other tensors are not those recorded."""
+
     def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         got = args[0] if args else kwargs["hidden_states"]
-        if got.shape != want.shape or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
-            found.append(name)
+        pairs = zip(tree_leaves((args, kwargs)), tree_leaves((call.args, call.kwargs)), strict=False)
+        others = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
+        others = [(a, b) for a, b in others if a is not got and b.is_floating_point()]
+        beside = any(_deviation(a, b) > TOLERANCE.get(b.dtype, 1e-4) for a, b in others)
+        if got.shape != want.shape or beside or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
+            found.append(call.name)
 
     return hook
+
+
+def mixed(name: str) -> str:
+    """What is said of a parameter whose gradient no sum over ranks makes whole."""
+    return (
+        f"`sequence_parallel=True`: {name!r} acts on a part of the tokens in one place and on all of them in "
+        "another, so that its gradient is neither whole nor a partial sum; turn sequence parallelism off."
+    )
 
 
 class _Check:
@@ -188,11 +204,11 @@ class _Check:
             replay = self._trace.replay(call.name)
             kept = _kept_by(replay)
             with torch.no_grad():
-                copied, output = replay.run(lambda x: _answer(x, call.name, answers), args=args, kwargs=kwargs)
-            now, got = _attributes(copied), _first_tensor(output)
+                copied, output = replay.run(lambda x: answer(x, call.name, answers), args=args, kwargs=kwargs)
+            now, got = _attributes(copied), first_tensor(output)
         except Exception as error:  # the module's code may fail in any way on a shorter sequence
             return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
-        want = _first_tensor(self.part(call.output))
+        want = first_tensor(self.part(call.output))
         if got.shape != want.shape:
             return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
         difference = _deviation(got, want)
@@ -256,12 +272,12 @@ def _hidden(call: Call) -> Tensor:
     return found
 
 
-def _first_tensor(value: Any) -> Tensor:
+def first_tensor(value: Any) -> Tensor:
     found: Tensor = next(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     return found
 
 
-def _answer(copied: nn.Module, root: str, answers: dict[str, Any]) -> None:
+def answer(copied: nn.Module, root: str, answers: dict[str, Any]) -> None:
     """Let modules of a copy of ``root`` return fixed outputs instead of computing them."""
     for name, answer in answers.items():
         vars(copied.get_submodule(relative(name, root)))["forward"] = _Answer(answer)
@@ -294,10 +310,7 @@ def check_gradients(
     """
     regions = list(regions)
     for name in [*_shared_with_gathered(trace, regions), *_inside_and_outside(module, covered)]:
-        raise ValueError(
-            f"`sequence_parallel=True`: {name!r} acts on a part of the tokens in one place and on all of them in "
-            "another, so that its gradient is neither whole nor a partial sum; turn sequence parallelism off."
-        )
+        raise ValueError(mixed(name))
     exposed = used_directly(module, trace)
     for name, call in trace.calls.items():
         held = any(id(p) in exposed for p in call.module.parameters(recurse=False))
