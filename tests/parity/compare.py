@@ -14,6 +14,8 @@ from tests.parity.row import Row
 from tests.parity.train import Trace, train
 from tests.parity.zoo.registry import REFUSED_CUT, REFUSED_SPLIT, REFUSED_TOKENS, ZOO
 
+FLOAT32_OF_OTHERS = 1e-6  # of weights, where attention scores or routers of Hugging Face's are float32 inside
+
 
 @remembered
 def reference(row: Row) -> Trace:
@@ -58,6 +60,8 @@ def check(row: Row) -> None:
     # Over tensor and context ranks a float32 loss is summed in another order, and its gradients with it.
     reorders = tensor * row.context > 1
     weights = max(module.weight_tolerance, module.tolerance) if reorders else module.weight_tolerance
+    if row.context > 1 and row.module.startswith("hf_"):  # products over fewer tokens turn what is rounded to float32
+        weights = max(weights, FLOAT32_OF_OTHERS)
     differences = list(compare(traces, wanted, module.tolerance, data == 1, weights))
     assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
 

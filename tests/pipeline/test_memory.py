@@ -23,11 +23,11 @@ def test_gpipe_holds_every_micro_batch_of_the_step() -> None:
         assert 7.5 < outcome.value["in_flight"] < 8.2 and outcome.value["left"] == 0, outcome.value
 
 
-def test_a_trial_of_the_loss_holds_two_micro_batches_at_once() -> None:
+def test_a_trial_of_the_loss_holds_four_micro_batches_of_one_sample_at_most() -> None:
     for rank, outcome in enumerate(run_trainers(activations, 2, 8, "1f1b", "auto", devices=2)):
-        forwards = 2 * 8 + 5 + 4 * 2  # of two steps; five micro-batches, and four times two of them, are tried
+        forwards = 2 * 8 + 5 + 4 * 2 + 4  # of two steps; five micro-batches, four times two and once four are tried
         assert outcome.value["left"] == 0, (rank, outcome.value)
-        assert outcome.value["in_flight"] * forwards / 16 < 2.2, (rank, outcome.value)
+        assert outcome.value["in_flight"] * forwards / 16 < 4.2, (rank, outcome.value)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -339,7 +339,9 @@ def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
     devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
     first, *others = run_trainers(trained, layout, name, arguments, devices=devices)
     apart = [outcome.value["apart"] for outcome in (first, *others)]
-    runs_apart = name in WHOLE and layout[0] > 1 and WHOLE[name]().layers_run_apart
+    asked = arguments.get("whole_batch_loss") is True and name != "warming"  # a counter that the loss follows
+    is_whole = name in WHOLE or asked
+    runs_apart = is_whole and layout[0] > 1 and (WHOLE | WEIGHED)[name]().layers_run_apart
     assert all(bool(counts) is runs_apart for counts in apart), apart
     assert not list(differences("", first.value | {"apart": ()}, expected, 1e-9))
     for other in others:

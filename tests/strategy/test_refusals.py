@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.pipeline.stage.cursor import StageCursor
+from lightning_megatron.pipeline.stage.order import refuse_part
 from tests.harness import run_trainers
 from tests.strategy import refusal_scenarios as refusals
 
@@ -157,8 +157,8 @@ def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> No
 
 
 def test_a_part_that_is_called_once_more_says_how_to_generate() -> None:
-    cursor = object.__new__(StageCursor)
-    cursor._next, cursor._trunk = 4, "layers"
-    said = cursor._misplaced("embed")
+    with pytest.raises(RuntimeError) as failure:
+        refuse_part("layers", "embed", 4)
+    said = str(failure.value)
     assert "`embed` was called when layer 4 of `layers` was expected" in said
     assert "text generation" in said and "`strategy.full_state_dict()`" in said and ONE_STAGE in said
