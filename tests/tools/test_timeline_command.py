@@ -85,7 +85,7 @@ def test_a_schedule_of_ones_own_is_checked_and_drawn(tmp_path: Path, monkeypatch
         (("--forward", "nan"), "`--forward nan` must be a finite time"),
         (("--p2p", "-1"), "`--p2p -1.0` must be a finite time"),
         (("--schedule", "os:getcwd"), "'getcwd' is not a function (stages, chunks, micro_batches)"),
-        (("--stages", "1000", "--micro-batches", "10000"), "10,000,000 passes, of which at most 500,000"),
+        (("--stages", "1000", "--micro-batches", "10000"), "10,000,000 passes, of which at most 200,000"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_at_once(arguments: tuple[str, ...], message: str) -> None:

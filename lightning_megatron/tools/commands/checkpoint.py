@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from lightning_megatron.tools.commands.conduct import read_json, refusing, working
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, export and import checkpoints.")
 
@@ -83,6 +87,7 @@ def _files(source: Any, name: str) -> list[str]:
 @app.command()
 def verify(path: _Path) -> None:
     """Read every file and compare size and checksum; exits 1 if anything is damaged."""
+    _check_exists(path)
     from lightning_megatron.checkpoints.files.directory import IncompleteCheckpointError, damaged_files
 
     broken = False
@@ -90,7 +95,7 @@ def verify(path: _Path) -> None:
         for name, damage in damaged_files(path):
             broken |= damage is not None
             typer.echo(f"{'ok     ' if damage is None else 'DAMAGED'} {name}{'' if damage is None else ': ' + damage}")
-    except (IncompleteCheckpointError, OSError) as error:
+    except (IncompleteCheckpointError, OSError, ImportError, ValueError) as error:
         typer.echo(f"INCOMPLETE {error}")
         raise typer.Exit(1) from None
     if broken:
@@ -115,10 +120,7 @@ def export_(
     trust: _Trust = False,
 ) -> None:
     """Write one Lightning .ckpt, Hugging Face safetensors with their config.json, or an adapter of peft."""
-    import torch
-
-    from lightning_megatron.checkpoints.files.exporting import export_adapter, export_lightning, export_safetensors
-
+    _check_exists(path)
     form = form or ("lightning" if to.suffix == ".ckpt" else "safetensors")
     if form not in ("lightning", "safetensors", "adapter"):
         raise typer.BadParameter(f"`--format {form}` must be lightning, safetensors or adapter.")
@@ -126,10 +128,19 @@ def export_(
         raise typer.BadParameter(f"`--merge-adapters` is for `--format safetensors`, not {form}.")
     if tokenizer is not None and form == "lightning":
         raise typer.BadParameter("`--tokenizer` is for folders, and `--format lightning` writes one file.")
+    if form == "lightning":
+        _refuse_for_lightning(prefix=prefix, dtype=dtype, config=config, adapter=adapter)
+    if shard_gb <= 0:
+        raise typer.BadParameter(f"`--shard-gb {shard_gb}` must be above 0.")
     vocabulary = [] if tokenizer is None else _tokenizer_files(tokenizer)
+    content = None if config is None else read_json(config, "--config")
+    import torch
+
+    from lightning_megatron.checkpoints.files.exporting import export_adapter, export_lightning, export_safetensors
+
     source = _open(path, trust)
     chosen = None if dtype is None else _dtype(getattr(torch, dtype, None), dtype)
-    try:
+    with _refusing_damage(), working(f"writing {to}"):
         if form == "lightning":
             export_lightning(source, to, optimizer=optimizer)
             typer.echo(f"wrote {to}")
@@ -137,14 +148,18 @@ def export_(
         if form == "adapter":
             names = export_adapter(source, to, adapter=adapter, dtype=chosen)
         else:
-            content = None if config is None else json.loads(config.read_text())
             options: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "merge": merge, "adapter": adapter}
             names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, **options)
         for file in vocabulary:
             shutil.copy(file, to / file.name)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     typer.echo(f"wrote {len(names)} tensors to {to}")
+
+
+def _refuse_for_lightning(**options: Any) -> None:
+    """Refuse options that change nothing in a file of Lightning's."""
+    given = [f"`--{name}`" for name, value in options.items() if value is not None]
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)} is for folders, and `--format lightning` writes one file.")
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
@@ -171,24 +186,36 @@ def import_(
     trust: _Trust = False,
 ) -> None:
     """Make a checkpoint directory that any layout loads."""
+    _check_exists(source)
     from lightning_megatron.checkpoints.files.importing import import_checkpoint
 
     opened = _open(source, trust)
     if opened.kind == "directory":
         raise typer.BadParameter(f"{source} is a checkpoint directory already.")
-    try:
+    with _refusing_damage(), working(f"writing {path}"):
         names = import_checkpoint(opened, path, prefix=prefix)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     typer.echo(f"wrote {len(names)} tensors to {path}")
 
 
 def _open(path: str, trust: bool) -> Any:
-    if "://" not in path and not Path(path).exists():  # before torch is imported, which takes seconds
-        raise typer.BadParameter(f"there is no checkpoint at {path}.")
-    from lightning_megatron.checkpoints.files.sources import open_source
+    _check_exists(path)
+    with _refusing_damage(), working(f"reading {path}"):
+        from lightning_megatron.checkpoints.files.sources import open_source
 
-    try:
         return open_source(path, trust=trust)
-    except (RuntimeError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+
+
+def _check_exists(path: str) -> None:
+    """Refuse a path that leads nowhere before torch is imported, which takes seconds."""
+    if "://" not in path and not Path(path).exists():
+        raise typer.BadParameter(f"there is no checkpoint at {path}.")
+
+
+@contextmanager
+def _refusing_damage() -> Iterator[None]:
+    """Turn errors of reading and writing checkpoints, those of damaged ones too, into refusals of the call."""
+    with refusing():
+        try:
+            yield
+        except RuntimeError as error:
+            raise typer.BadParameter(str(error)) from error

@@ -5,9 +5,13 @@ Each command is a function in its own file in ``commands/``, and is registered h
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from lightning_megatron import __version__
 from lightning_megatron.tools.commands.checkpoint import app as checkpoint
+from lightning_megatron.tools.commands.conduct import CommandGroup
 from lightning_megatron.tools.commands.explain import explain
 from lightning_megatron.tools.commands.plan import plan
 from lightning_megatron.tools.commands.predict import predict
@@ -18,14 +22,24 @@ app = typer.Typer(
     name="lightning-megatron",
     help="Study pipeline schedules and layouts before training with lightning_megatron.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=CommandGroup,
+    pretty_exceptions_enable=False,
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lightning-megatron {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _several_commands() -> None:
+def _options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
     """Study pipeline schedules and layouts before training with lightning_megatron."""
-    # Without a callback typer would drop the command's name if there were only one command.
 
 
 app.command("timeline")(timeline)

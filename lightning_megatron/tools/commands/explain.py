@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lightning_megatron.tools.commands.conduct import read_json, refusing, working
+
 
 def explain(
     hf_config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
-    tensor: Annotated[int, typer.Option(help="Tensor-parallel size, t.")] = 2,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size, t.")] = 2,
     sequence_parallel: Annotated[bool, typer.Option(help="Split activations along the sequence as well.")] = False,
     plan: Annotated[Path | None, typer.Option(help="A JSON file of pattern -> style instead of the own plan.")] = None,
     every_layer: Annotated[bool, typer.Option(help="List numbered layers one by one.")] = False,
@@ -24,13 +25,12 @@ def explain(
     """
     if not hf_config.exists():  # before torch is imported, and before the hub is asked for a model of that name
         raise typer.BadParameter(f"`--hf-config {hf_config}`: there is no such file or folder here")
-    from lightning_megatron.parallelize import explain as explain_module
+    read_json(hf_config / "config.json" if hf_config.is_dir() else hf_config, "--hf-config")
+    chosen: Any = "auto" if plan is None else read_json(plan, "--plan")
+    with refusing(), working("reading the layers of the model"):
+        from lightning_megatron.parallelize import explain as explain_module
 
-    try:
-        chosen: Any = "auto" if plan is None else json.loads(plan.read_text())
         report = explain_module(_weightless_model(hf_config), tensor, chosen, sequence_parallel)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     typer.echo(report.explain(every_layer))
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_megatron.planner.model.cluster import GIB, Cluster
-from lightning_megatron.planner.model.shape import ModelShape
-from lightning_megatron.planner.search.plot import plan_svg
-from lightning_megatron.planner.search.search import Limits, Plan
-from lightning_megatron.planner.search.search import plan as find_plan
+from lightning_megatron.tools.commands.conduct import refusing, working
+
+if TYPE_CHECKING:
+    from lightning_megatron.planner.model.shape import ModelShape
+    from lightning_megatron.planner.search.search import Plan
 
 
 def plan(
     gpus: Annotated[int, typer.Option(help="GPUs to use.")],
     global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
-    gpu: Annotated[str, typer.Option(help="GPU by name: A100-40, A100-80, H100, H200, B200, V100-32.")] = "A100-80",
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU by name: A100-40, A100-80 (the default), H100, H200, B200, V100-32.")
+    ] = None,
     cluster: Annotated[Path | None, typer.Option(help="YAML file that describes the cluster instead.")] = None,
     hf_config: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or the folder it is in.")] = None,
     layers: Annotated[int | None, typer.Option(help="Transformer layers.")] = None,
@@ -30,7 +30,7 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; all heads if left out.")] = None,
     ffn: Annotated[int | None, typer.Option(help="Inner size of the MLP; 4 x hidden if left out.")] = None,
     gated: Annotated[bool, typer.Option("--gated", help="The MLP has a gate (SwiGLU).")] = False,
-    vocab: Annotated[int, typer.Option(help="Vocabulary entries.")] = 51200,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary entries; 51200 if left out.")] = None,
     seq: Annotated[int | None, typer.Option(help="Sequence length; 2048, or the configuration's own.")] = None,
     untied: Annotated[bool, typer.Option("--untied", help="Embedding and output head are two matrices.")] = False,
     precision: Annotated[str, typer.Option(help="bf16, fp16 or fp8.")] = "bf16",
@@ -44,10 +44,16 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write throughput and memory as SVG to this file.")] = None,
 ) -> None:
     """Rank all layouts of a model on a number of GPUs, and say why the best is best."""
-    try:
-        if plot and plot.suffix.lower() != ".svg":
-            raise ValueError(f"`--plot {plot}` must end in .svg, the format that is written")
-        machine = Cluster.from_yaml(cluster) if cluster else Cluster.named(gpu)
+    from lightning_megatron.planner.model.cluster import Cluster
+    from lightning_megatron.planner.search.plot import plan_svg
+    from lightning_megatron.planner.search.search import Limits
+    from lightning_megatron.planner.search.search import plan as find_plan
+
+    with refusing():
+        _check_plot(plot)
+        if cluster and gpu:
+            raise ValueError("`--cluster` says which GPUs there are, so `--gpu` has no meaning beside it; give one")
+        machine = Cluster.from_yaml(cluster) if cluster else Cluster.named(gpu or "A100-80")
         shape = _shape(hf_config, layers, hidden, heads, kv_heads, ffn, gated, vocab, seq, untied)
         limits = Limits(
             schedules=(schedule,) if schedule else Limits().schedules,
@@ -57,28 +63,26 @@ def plan(
             micro_batch=micro_batch,
             headroom=headroom,
         )
-        with _working(f"trying layouts of {gpus} GPUs"):
+        with working(f"trying layouts of {gpus} GPUs"):
             found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
         if plot:
             plot.write_text(plan_svg(found, limits), encoding="utf-8")
-    except (ImportError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
     else:
         _print(found)
 
 
-@contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Say on a terminal that the search goes on; it can take a minute."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+def _check_plot(file: Path | None) -> None:
+    """Refuse a picture that could not be written, before the search.
 
-    with Console(stderr=True).status(f"{what} ..."):
-        yield
+    Raises:
+        ValueError: it has another format, or no folder.
+    """
+    if file and file.suffix.lower() != ".svg":
+        raise ValueError(f"`--plot {file}` must end in .svg, the format that is written")
+    if file and not file.absolute().parent.is_dir():
+        raise ValueError(f"`--plot {file}`: there is no folder {file.parent}; make it first")
 
 
 def _shape(
@@ -89,20 +93,29 @@ def _shape(
     kv_heads: int | None,
     ffn: int | None,
     gated: bool,
-    vocab: int,
+    vocab: int | None,
     seq: int | None,
     untied: bool,
 ) -> ModelShape:
     """The model's shape from its configuration file, or from flags.
 
     Raises:
-        ValueError: there is no configuration file, and a required flag is missing.
+        ValueError: there is no configuration file, and a required flag is missing; or there is one, and a flag that
+            it leaves without meaning.
     """
+    from lightning_megatron.planner.model.shape import ModelShape
+
     if config is not None:
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn, "vocab": vocab}
+        flags = {"gated": gated or None, "untied": untied or None}
+        given = [f"--{name}" for name, value in (sizes | flags).items() if value is not None]
+        if given:
+            raise ValueError(f"`--hf-config {config}` says all sizes but `--seq`; leave out {', '.join(given)}")
         return ModelShape.from_config(config, seq=seq)
     if layers is None or hidden is None or heads is None:
         raise ValueError("give --hf-config FILE, or all of --layers, --hidden and --heads")
-    return ModelShape(layers, hidden, heads, vocab, seq or 2048, kv_heads, ffn, gated, not untied)
+    vocab, seq = 51200 if vocab is None else vocab, 2048 if seq is None else seq
+    return ModelShape(layers, hidden, heads, vocab, seq, kv_heads, ffn, gated, not untied)
 
 
 def _print(found: Plan) -> None:
@@ -110,8 +123,10 @@ def _print(found: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lightning_megatron.planner.model.cluster import GIB
+
     title = (
-        f"{found.shape.parameters / 1e9:.1f}B parameters on {found.gpus} {found.cluster.gpu.name}, "
+        f"{found.shape.size} parameters on {found.gpus} {found.cluster.gpu.name}, "
         f"global batch {found.global_batch} ({found.considered} layouts, {found.too_large} too large)"
     )
     columns = ("", "layout", "schedule", "sharding", "recompute", "s/step", "tok/s/GPU", "MFU", "bubble", "GiB")

@@ -6,19 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_megatron.planner.runs.records import (
-    PredictedRow,
-    family_records,
-    family_scores,
-    predict_file,
-    record,
-    score_rows,
-)
-from lightning_megatron.planner.runs.scoring import Scored
+from lightning_megatron.tools.commands.conduct import refusing, working
+
+if TYPE_CHECKING:
+    from lightning_megatron.planner.runs.records import PredictedRow
+    from lightning_megatron.planner.runs.scoring import Scored
 
 
 def predict(
@@ -31,10 +27,10 @@ def predict(
     Measured columns are never read for a prediction. With --score they are read after it, and errors are printed per
     family.
     """
-    try:
+    from lightning_megatron.planner.runs.records import predict_file, score_rows
+
+    with refusing("--runs"), working(f"predicting the runs of {runs}"):
         predicted = predict_file(runs)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--runs") from error
     for item in predicted:
         if item.error:
             typer.echo(f"not predicted: {item.error}", err=True)
@@ -49,6 +45,8 @@ def predict(
 
 def _document(predicted: Sequence[PredictedRow], scored: Sequence[Scored | None], score: bool) -> object:
     """Content of the JSON output: a list of rows; with scores, an object with ``rows`` and ``families``."""
+    from lightning_megatron.planner.runs.records import family_records, record
+
     rows = [record(item, found) for item, found in zip(predicted, scored, strict=True)]
     return {"rows": rows, "families": family_records(scored)} if score else rows
 
@@ -57,6 +55,8 @@ def _print_tables(predicted: Sequence[PredictedRow], scored: Sequence[Scored | N
     """Print the table of runs, and with scores that of families."""
     from rich.console import Console
     from rich.table import Table
+
+    from lightning_megatron.planner.runs.records import record
 
     table = Table("run", "layout", "seconds", "TFLOP/s/GPU", "GiB", "fits", *(["measured", "error"] if score else []))
     for item, found in zip(predicted, scored, strict=True):
@@ -84,6 +84,8 @@ def _print_tables(predicted: Sequence[PredictedRow], scored: Sequence[Scored | N
 def _families(scored: Sequence[Scored | None]) -> object:
     """Table of the scores per family."""
     from rich.table import Table
+
+    from lightning_megatron.planner.runs.records import family_scores
 
     table = Table("family", "rows", "median error", "bias", "Kendall", "memory verdicts right")
     for found in family_scores(scored):

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lightning_megatron.tools.commands.conduct import refusing, working
+
 _AXES = {
     "t": "tensor_parallel_size",
     "p": "pipeline_parallel_size",
@@ -50,20 +52,25 @@ def rehearse(
 
     Prints the parameters, bytes, instructions and communication of that rank, or the error that it would have raised.
     """
-    from lightning_megatron import MegatronStrategy
-    from lightning_megatron.tools.rehearsal import rehearse as run
-
-    try:
+    with refusing():  # before Lightning is imported, which takes seconds
         arguments = strategy_arguments([layout, *(more or [])], schedule, strategy or [])
-        world = math.prod(arguments.get(_AXES[axis], 1) for axis in "tpd")
-        found = run(
-            MegatronStrategy(**arguments),
-            load(target),
-            world_size=world,
-            rank=rank,
-            devices_per_node=devices_per_node,
-            **_named(trainer or [], "--trainer"),
-        )
+        trainer_arguments = _named(trainer or [], "--trainer")
+        _check_target(target)
+    world = math.prod(arguments.get(_AXES[axis], 1) for axis in "tpd")
+    try:
+        with working(f"rehearsing rank {rank} of {world}"):
+            from lightning_megatron import MegatronStrategy
+            from lightning_megatron.tools.rehearsal import rehearse as run
+
+            build = load(target)
+            found = run(
+                MegatronStrategy(**arguments),
+                build,
+                world_size=world,
+                rank=rank,
+                devices_per_node=devices_per_node,
+                **trainer_arguments,
+            )
     except Exception as error:  # any error of the launch is a result of the rehearsal
         if show_traceback:
             traceback.print_exc()
@@ -85,7 +92,7 @@ def strategy_arguments(sizes: Sequence[str], schedule: str | None, extra: Sequen
     """
     arguments: dict[str, Any] = {}
     for size in " ".join(sizes).replace(",", " ").split():
-        matched = re.fullmatch(r"([tpdvb])(\d+)", size)
+        matched = re.fullmatch(r"([tpdvb])([1-9]\d*)", size)
         if matched is None:
             raise ValueError(f"`--layout` has {size!r}; write sizes as t8 p64 d6, with letters {', '.join(_AXES)}.")
         arguments[_AXES[matched[1]]] = int(matched[2])
@@ -112,6 +119,19 @@ def _named(pairs: Sequence[str], option: str) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             found[name] = value
     return found
+
+
+def _check_target(target: str) -> None:
+    """Refuse what names no function in a file or module that exists.
+
+    Raises:
+        ValueError: with the target.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"`{target}` must name a function, as in train.py:build.")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"`{target}`: there is no file {place}.")
 
 
 def load(target: str) -> Callable[[], Any]:

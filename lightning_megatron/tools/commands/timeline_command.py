@@ -20,9 +20,11 @@ from lightning_megatron.pipeline.schedules.check import check
 from lightning_megatron.pipeline.schedules.custom import UserSchedule
 from lightning_megatron.pipeline.schedules.dependencies import Costs
 from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
+from lightning_megatron.tools.commands.conduct import refusing, working
 
 _WIDEST = 1000  # widest text grid that is printed, in characters
-_MOST_PASSES = 500_000  # forward passes of a schedule that is simulated within seconds
+_MOST_PASSES = 200_000  # forward passes of a schedule that is simulated within ten seconds
+_MOST_STAGES = 16  # whose activations are listed one by one
 
 
 def timeline(
@@ -58,7 +60,8 @@ def timeline(
     options = {
         name: value for name, value in (("group_size", group_size), ("memory_limit", memory_limit)) if value is not None
     }
-    try:
+    with refusing(), working(f"simulating {stages} stages and {micro_batches} micro-batches"):
+        _check_folders({"--svg": svg_file, "--png": png_file, "--trace": trace_file})
         _check_numbers(
             {
                 "--forward": forward,
@@ -84,17 +87,7 @@ def timeline(
             bandwidth=1.0,
         )
         found = simulate(made, costs)
-    except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
-    try:
         written = _write(found, svg_file, png_file, trace_file)
-    except OSError as error:
-        typer.echo(f"Error: could not write {error.filename}: {error.strerror}", err=True)
-        raise typer.Exit(2) from error
-    except ImportError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     _print(found, as_json, written)
 
 
@@ -135,6 +128,18 @@ def _check_numbers(costs: Mapping[str, float], passes: int) -> None:
         )
 
 
+def _check_folders(files: Mapping[str, Path | None]) -> None:
+    """Refuse files that cannot be written before the work for them is done.
+
+    Raises:
+        ValueError: with the option and the folder.
+    """
+    for option, file in files.items():
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            why = "this is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+            raise ValueError(f"could not write `{option} {file}`: {why}; name a file in a folder that exists")
+
+
 def _schedule(name: str) -> str | UserSchedule:
     """The schedule's name, or the function that ``module:function`` names, also from the current directory.
 
@@ -147,7 +152,7 @@ def _schedule(name: str) -> str | UserSchedule:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"--schedule {name}: {error}") from error
     finally:
         sys.path.pop(0)
@@ -178,10 +183,16 @@ def _print(found: Timeline, as_json: bool, written: list[Path]) -> None:
         typer.echo(json.dumps(figures(found)))
         return
     typer.echo(title(found))
+    peaks = [str(peak) for peak in found.peak_activations]
+    shown = peaks if len(peaks) <= _MOST_STAGES else [*peaks[: _MOST_STAGES // 2], "...", *peaks[-_MOST_STAGES // 2 :]]
     typer.echo(f"bubble of the step {found.step_bubble_fraction:.1%}, peak activations per stage "
-               f"{', '.join(map(str, found.peak_activations))} chunks")  # fmt: skip
-    grid = text_grid(found)
-    widest = max(map(len, grid.splitlines()))
-    typer.echo(grid if widest <= _WIDEST else f"(the grid is {widest} characters wide: use --svg or --trace)")
+               f"{', '.join(shown)} chunks")  # fmt: skip
+    busiest = max(map(len, found.schedule.instructions))
+    if 3 * busiest > _WIDEST:  # a cell takes three characters or more
+        typer.echo(f"(the grid is over {3 * busiest} characters wide: use --svg or --trace)")
+    else:
+        grid = text_grid(found)
+        widest = max(map(len, grid.splitlines()))
+        typer.echo(grid if widest <= _WIDEST else f"(the grid is {widest} characters wide: use --svg or --trace)")
     for path in written:
         typer.echo(f"wrote {path}")

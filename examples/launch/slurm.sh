@@ -1,7 +1,7 @@
 #!/bin/bash
 # A run that goes on by itself after its time limit, a preemption or the loss of a node:
 #
-#   sbatch examples/slurm.sh
+#   sbatch examples/launch/slurm.sh
 #
 # 120 s before the limit SLURM sends SIGUSR1. Every rank ends its step, all save one checkpoint, and the job is put back
 # into the queue. When it starts again, Lightning finds that checkpoint by itself. A node that dies leaves no time for
