@@ -27,10 +27,37 @@ class Holders(NamedTuple):
     Attributes:
         stages: the stages that hold it, sorted.
         over_tensor: whether all its tensor-parallel ranks hold it, each with a partial sum of the gradient.
+        of_experts: whether it belongs to experts, which a part of the replicas holds; see :class:`ExpertGroups`.
     """
 
     stages: tuple[int, ...]
     over_tensor: bool
+    of_experts: bool = False
+
+
+class ExpertGroups(NamedTuple):
+    """The replicas of a stage, seen by experts that are shared out over some of them.
+
+    A second view of the same ranks, not an axis of the grid. Four replicas, two expert ranks::
+
+        replica      0  1  2  3
+        group       [0  1][2  3]     together they hold all experts, and send each other tokens
+        copies      [0  2][1  3]     hold the same experts, and sum their gradients
+
+    Attributes:
+        group: the ranks that share out the experts; neighbours, in a process group of their own.
+        rank: this rank's place in it.
+        copies: the ranks with the same experts; ``None`` if there is one copy.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    copies: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks share out the experts."""
+        return self.group.size()
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,7 @@ class ParallelMesh:
     rank: int
     device_mesh: DeviceMesh
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+    _experts: dict[int, ExpertGroups] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -83,6 +111,23 @@ class ParallelMesh:
         group, _ = dist.new_subgroups_by_enumeration(blocks)
         return cast("dist.ProcessGroup", group)
 
+    def expert_groups(self, size: int) -> ExpertGroups | None:
+        """The replicas of this stage with experts shared out over ``size`` of them; ``None`` for one.
+
+        Collective over the world when first asked for.
+        """
+        if size == 1:
+            return None
+        if size not in self._experts:
+            layout = self.layout
+            ranks = torch.arange(layout.world_size).view(layout.pipeline, -1, size)
+            group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, size).tolist())
+            copies = None
+            if ranks.shape[1] > 1:
+                copies, _ = dist.new_subgroups_by_enumeration(ranks.mT.reshape(-1, ranks.shape[1]).tolist())
+            self._experts[size] = ExpertGroups(group, group.rank(), copies)
+        return self._experts[size]
+
     @property
     def stage(self) -> int:
         """This rank's pipeline stage, 0 for the first."""
@@ -105,19 +150,24 @@ class ParallelMesh:
             self._groups[axis] = self.device_mesh[axis].get_group()
         return self._groups[axis]
 
-    def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
+    def holder_groups(self, holders: Iterable[Holders], experts: int = 1) -> dict[Holders, dist.ProcessGroup | None]:
         """Groups over which gradients of shared parameters are summed, besides the data-parallel group.
 
         Collective over the world: every rank must call this with the same holders.
 
         Args:
             holders: one entry per set of ranks that hold a parameter.
+            experts: replicas over which experts are shared out.
 
         Returns:
             Holders -> group, for the groups of this rank. A group spans all data and context ranks on those stages, and
-            all tensor ranks if ``over_tensor``, else only this tensor coordinate.
+            all tensor ranks if ``over_tensor``, else only this tensor coordinate. Of experts it spans the ranks with
+            the same ones; ``None`` if this is the only one.
         """
-        mine: dict[Holders, dist.ProcessGroup] = {}
+        mine: dict[Holders, dist.ProcessGroup | None] = {}
+        of_experts = self.expert_groups(experts)
+        if of_experts is not None:
+            mine[Holders((self.stage,), False, True)] = of_experts.copies
         singles = sorted({holder for holder in holders if len(holder.stages) == 1 and holder.over_tensor})
         together = [singles] if singles else []
         together += [[holder] for holder in sorted(set(holders)) if len(holder.stages) > 1]

@@ -129,6 +129,14 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.embedding_parameters + head + self.final_norm_parameters
 
     @property
+    def size(self) -> str:
+        """The number of parameters as people say it: ``"1.3B"``, ``"124.4M"``, ``"3.5K"``."""
+        for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+            if self.parameters >= 0.9995 * unit:
+                return f"{self.parameters / unit:.1f}{letter}"
+        return str(self.parameters)
+
+    @property
     def model_flops_per_token(self) -> float:
         """Forward and backward FLOPs per token; attention counts the full score matrix, not the causal half.
 

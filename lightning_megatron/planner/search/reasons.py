@@ -128,7 +128,7 @@ def _memory(best: Prediction, shape: ModelShape) -> str:
     """Sentence on memory and recomputation."""
     used, capacity = best.memory.total / GIB, best.capacity / GIB
     recompute = "layers are recomputed, or it would not fit" if best.recomputed else "nothing is recomputed"
-    size = f"{shape.parameters / 1e9:.1f}B parameters"
+    size = f"{shape.size} parameters"
     return f"{size} take {used:.0f} of {capacity:.0f} GiB on the fullest rank; {recompute}."
 
 

@@ -6,6 +6,7 @@ candidates are ranked with closed forms of the bubble; the best are then predict
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_megatron.planner.search.reasons import explain
 _REFINED = 12
 _MOST_CHUNKS = 12
 _LARGEST_MICRO_BATCH = 64
+_MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,14 @@ class Limits:
             are only tried without a pipeline.
         precision: of the matrix products.
         software: traits of the training stack.
-        tensor, pipeline, micro_batch: fixed values, or None to try all.
+        tensor: fixed tensor-parallel size, or None to try all.
+        pipeline: fixed pipeline size, likewise.
+        micro_batch: fixed micro-batch size, likewise.
         largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
         headroom: share of memory to leave free, as predictions of memory are not exact.
 
     Raises:
-        ValueError: ``headroom`` is negative, or 1 or more.
+        ValueError: ``headroom`` is negative, or 1 or more; a fixed size is below 1.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -55,6 +59,10 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom={self.headroom}` is a share of memory; it must lie in 0 to below 1")
+        for name in ("tensor", "pipeline", "micro_batch", "largest_tensor"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,8 @@ def plan(
     for name, value in (("gpus", gpus), ("global_batch", global_batch or replica_batch or 0), ("top", top)):
         if value < 1:
             raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
+    if gpus > _MOST_GPUS:
+        raise ValueError(f"`gpus={gpus}` is over {_MOST_GPUS:,}, for which no layouts are searched; correct `gpus`")
     considered = too_large = 0
     found: list[Prediction] = []
     for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
@@ -212,7 +222,8 @@ def _divisors(number: int, fixed: int | None) -> list[int]:
     """Divisors of ``number``; with a fixed value only this one, if it divides."""
     if fixed is not None:
         return [fixed] if number % fixed == 0 else []
-    return [value for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]
 
 
 def _tensor_divides(shape: ModelShape, tensor: int) -> bool:
@@ -272,7 +283,7 @@ def _nothing_found(
         )
     least = shape.parameters * 6.0 / cluster.gpu.memory
     return (
-        f"none of {considered} layouts of {shape.parameters / 1e9:.1f}B parameters fits on `gpus={gpus}` "
+        f"none of {considered} layouts of {shape.size} parameters fits on `gpus={gpus}` "
         f"{cluster.gpu.name}; weights and gradients alone need about {max(1, round(least))} GPUs, so raise `gpus`, "
         "lower the sequence length, or use GPUs with more memory"
     )

@@ -1,0 +1,247 @@
+"""Experts in a list, called one by one by the module that routes to them.
+
+People write loops over experts in many ways: with or without tokens for each, once or once per choice, dense, by masks
+or by capacity. None of them has to be understood. The router's module runs twice::
+
+    look      its forward, with experts that note what they are given and answer zeros; all traces are put back
+    send      what was noted goes to the ranks that hold the experts, and comes back computed: one exchange
+    run       its forward, with experts that answer what came back
+
+That is the same computation as long as what an expert is given does not depend on what another one has answered, and
+every expert treats its rows one by one; a trial on a copy finds out both. Gradients of what experts were given flow
+through the first forward, all others through the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.experts.sending import Owners
+from lightning_megatron.experts.twin import is_elsewhere, lead
+from lightning_megatron.pipeline.elsewhere.abstract import unchanged
+
+
+def listed_experts(module: nn.Module) -> int:
+    """How many experts a list of modules looks to have; 0 if they are not alike."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+        return 0
+    experts = list(module.children())
+    kinds = {(type(e), tuple((n, p.shape, p.dtype) for n, p in e.named_parameters())) for e in experts}
+    return len(experts) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
+
+
+def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:
+    """Whether something in ``module`` beside its experts has a value for each of them, as a router has."""
+    below = {id(parameter) for parameter in experts.parameters()}
+    return any(count in parameter.shape for parameter in module.parameters() if id(parameter) not in below)
+
+
+@dataclass
+class Noted:
+    """What the experts were given in a forward, in the order of the calls.
+
+    Attributes:
+        expert: number of the expert of each call.
+        given: the tensors.
+        answers: what they are to answer; empty while calls are noted.
+        at: number of the next call.
+        checks: whether tensors must be those that were noted, and not only of their shape.
+    """
+
+    expert: list[int] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
+    at: int = 0
+    checks: bool = False
+
+
+class Differs(RuntimeError):
+    """What experts are given is not the same in both forwards."""
+
+
+class ListedExperts:
+    """Leads the calls of a module that routes tokens to a list of experts, and those of the experts.
+
+    Args:
+        name: of the module, for messages.
+        path: of the list of experts in it.
+        widths: size of the last dim of what experts take, and of what they give.
+        owners: who has which experts.
+    """
+
+    checks = False
+    """Whether the second forward's tensors are compared with the first's, and not their shapes only."""
+
+    def __init__(self, name: str, path: str, widths: tuple[int, int], owners: Owners) -> None:
+        self.name, self._path, self._widths, self._owners = name, path, widths, owners
+        self._noted: Noted | None = None
+        self._computes = self._looks = False
+
+    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of the router's module.
+
+        Raises:
+            Differs: the second forward calls its experts otherwise than the first.
+        """
+        if is_elsewhere(module, (args, kwargs)):
+            with self._following(Noted(), looks=True):
+                return own(*args, **kwargs)
+        noted = Noted(checks=self.checks)
+        with unchanged(module, (*args, *kwargs.values())), _same_draws(args), self._following(noted, looks=True):
+            own(*args, **kwargs)
+        sizes = [given[..., 0].numel() for given in noted.given]
+        rows = self._rows(noted, args, kwargs)
+        expert = torch.tensor(noted.expert, device=rows.device, dtype=torch.long)
+        expert = expert.repeat_interleave(torch.tensor(sizes, device=rows.device, dtype=torch.long))
+        found = self._send(module, rows, expert, noted.expert)
+        parts = list(zip(noted.given, found.split(sizes), strict=True)) if sizes else []
+        noted.answers = [part.clone().view(*given.shape[:-1], self._widths[1]) for given, part in parts]
+        with self._following(noted, looks=False):
+            output = own(*args, **kwargs)
+        if noted.at != len(noted.answers):
+            raise self._differs(f"{len(noted.answers)} calls of experts, then {noted.at}")
+        return _joined(output, found)
+
+    def _send(self, module: nn.Module, rows: Tensor, expert: Tensor, called: list[int]) -> Tensor:
+        """The experts' output for rows [n, width] of experts [n], and that of those that are called without rows."""
+        first = self._owners.first
+        mine = self.experts(module)[first : first + self._owners.local]
+
+        def compute(arrived: Tensor, local: Tensor, asked: Tensor) -> Tensor:
+            return self.computed(mine, arrived, local, asked.tolist())
+
+        return self._owners.send(rows, expert, compute, called)
+
+    def experts(self, module: nn.Module) -> list[nn.Module]:
+        """The experts of the module, in order."""
+        return list(module.get_submodule(self._path).children())
+
+    def computed(self, experts: list[nn.Module], rows: Tensor, expert: Tensor, called: list[bool]) -> Tensor:
+        """What these experts make of rows, ``[n, width], [n] -> [n, other width]``; those not called do not run."""
+        found, places = [], []
+        with self._computing():
+            for number, each in enumerate(experts):
+                if called[number]:
+                    place = (expert == number).nonzero().view(-1)
+                    found.append(each(rows[place]))
+                    places.append(place)
+        if not found:
+            return rows.sum(1, keepdim=True).expand(len(rows), self._widths[1])  # no rows, but a part of the graph
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    def _rows(self, noted: Noted, args: Any, kwargs: Any) -> Tensor:
+        if noted.given:
+            return torch.cat([given.reshape(-1, given.shape[-1]) for given in noted.given])
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
+        return torch.zeros(0, self._widths[0], device=first.device, dtype=dtype)
+
+    def call(self, module: nn.Module, number: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a call of expert ``number``.
+
+        Raises:
+            RuntimeError: it is called with other than one tensor, or from elsewhere than its router's forward.
+        """
+        if self._computes:
+            return own(*args, **kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise RuntimeError(
+                f"experts of `{self.name}` are called with other than one tensor, so they cannot be shared out; use "
+                "`expert_parallel_size=1`."
+            )
+        given, noted = args[0], self._noted
+        if noted is None:
+            raise RuntimeError(
+                f"an expert of `{self.name}` was called outside of that module's forward, in which all ranks take "
+                "part; call it there, or use `expert_parallel_size=1`."
+            )
+        if self._looks:
+            noted.expert.append(number)
+            noted.given.append(given)
+            return given.new_zeros(*given.shape[:-1], self._widths[1], dtype=self._dtype_of(module, given))
+        if noted.at >= len(noted.answers) or noted.expert[noted.at] != number:
+            raise self._differs("experts are called in another order")
+        before, answer = noted.given[noted.at], noted.answers[noted.at]
+        noted.at += 1
+        if before.shape != given.shape or (noted.checks and not torch.equal(before, given)):
+            raise self._differs("an expert is given what another one has answered, or numbers drawn anew")
+        return answer
+
+    def _differs(self, how: str) -> Differs:
+        return Differs(
+            f"`{self.name}` calls its experts otherwise when it runs again ({how}), so they cannot be shared out; use "
+            "`expert_parallel_size=1`."
+        )
+
+    def _dtype_of(self, expert: nn.Module, given: Tensor) -> torch.dtype:
+        """Dtype of what experts answer, which autocast and their own code decide on."""
+        parameter = next(expert.parameters(), given)
+        kind = given.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return torch.promote_types(parameter.dtype, given.dtype)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        before, self._computes = self._computes, True
+        try:
+            yield
+        finally:
+            self._computes = before
+
+    @contextmanager
+    def _following(self, noted: Noted, *, looks: bool) -> Iterator[None]:
+        before = self._noted, self._looks
+        self._noted, self._looks = noted, looks
+        try:
+            yield
+        finally:
+            self._noted, self._looks = before
+
+
+class OneExpert:
+    """Leads the calls of one expert of a list.
+
+    Args:
+        listed: leads those of the module that calls it.
+        number: of the expert.
+    """
+
+    def __init__(self, listed: ListedExperts, number: int) -> None:
+        self._listed, self._number = listed, number
+
+    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`ListedExperts`."""
+        return self._listed.call(module, self._number, own, args, kwargs)
+
+
+def lead_list(module: nn.Module, listed: ListedExperts) -> None:
+    """Let ``listed`` answer the calls of ``module`` and of its experts."""
+    lead(module, listed)
+    for number, expert in enumerate(listed.experts(module)):
+        lead(expert, OneExpert(listed, number))
+
+
+def _same_draws(args: Any) -> AbstractContextManager[None]:
+    """Around the first forward: the second one draws the same random numbers."""
+    device = next((leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def _joined(output: Any, found: Tensor) -> Any:
+    """``output`` with the exchange in its graph, on a rank whose tokens go to no expert, too."""
+    if not found.requires_grad:
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[place] = leaf + found[:0].sum().to(leaf.dtype)
+            break
+    return pytree.tree_unflatten(leaves, spec)

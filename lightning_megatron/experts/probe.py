@@ -1,0 +1,263 @@
+"""Whether a module does with its experts what their split takes for granted, found out on a copy of it.
+
+The copy's forward runs on random tokens as it was written, and once more with its experts in parts that see the rows
+meant for them only, in another order. Outputs and gradients must agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.experts.listed import Differs, ListedExperts, lead_list
+from lightning_megatron.experts.sending import Owners
+from lightning_megatron.experts.stacked import Choice, computed, mixed, with_experts
+from lightning_megatron.pipeline.elsewhere.abstract import unchanged
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 5e-2
+
+
+def try_stacked(module: nn.Module, experts: int, parts: int) -> str:
+    """Why a module is no mixture of stacked experts; "" if it is one.
+
+    Args:
+        module: a copy, with real parameters on the CPU; it is changed.
+        experts: how many it looks to have.
+        parts: over how many ranks they are to be shared out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None:  # values are none of the question, and may be zero
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    why = "its forward does not take hidden states, indices of experts and weights"
+    for values in _guesses(module, experts, generator):
+        try:
+            choice = Choice(values)
+            whole = module(*values)
+            if not isinstance(whole, Tensor) or whole.shape[:-1] != choice.hidden.shape[:-1]:
+                why = "its forward does not return one row for each token"
+                continue
+        except Exception as error:
+            why = f"its forward does not run on hidden states, indices of experts and weights ({error})"
+            continue
+        return _compare(module, experts, parts, choice, whole)
+    return why
+
+
+def _guesses(module: nn.Module, experts: int, generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Arguments to try: hidden states of each size that the parameters have, flat or in sequences, in both orders."""
+    sizes = {n: None for p in module._parameters.values() if p is not None for n in p.shape[1:]}
+    dtype = next(p.dtype for p in module._parameters.values() if p is not None)
+    for lead in ((4 * experts,), (2, 2 * experts)):
+        index = torch.rand(*lead, experts, generator=generator).argsort(-1)[..., : min(2, experts)]
+        weights = torch.rand(index.shape, generator=generator).to(dtype) + 0.1
+        for size in sizes:
+            hidden = torch.randn(*lead, size, generator=generator).to(dtype)
+            yield [hidden, index, weights]
+            yield [hidden, weights, index]
+
+
+def _compare(module: nn.Module, experts: int, parts: int, choice: Choice, whole: Tensor) -> str:
+    trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    local = experts // parts
+
+    def send(rows: Tensor, expert: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        places = [((expert // local) == part).nonzero().view(-1) for part in range(parts)]
+        for part, place in enumerate(places):
+            found.append(
+                _part_of(module, experts, slice(part * local, (part + 1) * local), choice)(
+                    rows[place], expert[place] - part * local
+                )
+            )
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    try:
+        split = mixed(choice, experts, send)
+    except Exception as error:
+        return f"its forward does not run on a part of its experts ({error})"
+    tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
+    if split.shape != whole.shape or not _alike(whole, split, tolerance):
+        return "its output is not the weighted sum of what each expert makes of a token by itself"
+    weighed = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)).to(whole.dtype)
+    pairs = [torch.autograd.grad((each * weighed).sum(), trained, allow_unused=True) for each in (whole, split)]
+    for one, other in zip(*pairs, strict=True) if trained else ():
+        if (one is None) != (other is None) or (one is not None and not _alike(one, other, tolerance)):
+            return "the gradients of its parameters are not those of each expert by itself"
+    return ""
+
+
+class _Alone(ListedExperts):
+    """Leads a list of experts of which one process has all; they see their rows in two parts, in another order."""
+
+    checks = True
+
+    def _send(self, module: nn.Module, rows: Tensor, expert: Tensor, called: list[int]) -> Tensor:
+        experts, mixed_up = self.experts(module), torch.arange(len(rows)).flip(0)
+        asked = [number in called for number in range(len(experts))]
+        found = [self.computed(experts, rows[part], expert[part], asked) for part in mixed_up.tensor_split(2)]
+        return torch.cat(found)[mixed_up.argsort()]
+
+
+def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
+    """Why a module does not route its tokens to a list of experts, "" if it does; and the experts' widths.
+
+    Args:
+        module: a copy, with real parameters on the CPU; it is changed.
+        path: of the list in it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    why = "its forward takes no tokens"
+    sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
+    dtype = next(p.dtype for p in module.parameters())
+    for size, lead in itertools.product(sizes, ((2, 12), (24,))):
+        tokens = torch.randn(*lead, size, generator=generator).to(dtype).requires_grad_()
+        try:
+            whole, widths = _run_as_written(module, path, tokens)
+        except _Unlike as error:
+            why = str(error)
+        except Exception as error:
+            why = f"its forward does not run on {len(lead) + 1} dims of tokens by themselves ({error})"
+        else:
+            return _compare_list(module, path, tokens, whole, widths), widths
+    return why, (0, 0)
+
+
+class _Unlike(Exception):
+    """What runs, but is no mixture."""
+
+
+def _run_as_written(module: nn.Module, path: str, tokens: Tensor) -> tuple[Any, tuple[int, int]]:
+    """What a module gives for tokens, and the widths of what its experts are given and give."""
+    seen: set[tuple[int, int]] = set()
+
+    def note(expert: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(args) != 1 or kwargs or not all(isinstance(value, Tensor) for value in (*args, output)):
+            raise _Unlike("its experts do not take one tensor and give one")
+        if args[0].shape[:-1] != output.shape[:-1]:
+            raise _Unlike("its experts do not give a row for each row that they are given")
+        seen.add((args[0].shape[-1], output.shape[-1]))
+
+    experts = module.get_submodule(path).children()
+    handles = [expert.register_forward_hook(note, with_kwargs=True) for expert in experts]
+    try:
+        with torch.random.fork_rng([]), unchanged(module):
+            whole = module(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(seen) != 1:
+        raise _Unlike("its experts are not called in its forward" if not seen else "its experts differ in width")
+    return whole, seen.pop()
+
+
+def _compare_list(module: nn.Module, path: str, tokens: Tensor, whole: Any, widths: tuple[int, int]) -> str:
+    lead_list(module, _Alone("", path, widths, Owners.__new__(Owners)))
+    trained = [tokens, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    try:
+        with torch.random.fork_rng([]):
+            split = module(tokens)
+    except Differs:
+        return "what an expert is given depends on what another one has answered, or on numbers drawn anew"
+    except Exception as error:
+        return f"its forward does not run on noted calls of its experts ({error})"
+    pairs = [_leaves(each) for each in (whole, split)]
+    tolerance = _TOLERANCE.get(tokens.dtype, _COARSE)
+    if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
+        return "its output is not that of its experts on each row by itself"
+    for one, other in zip(*pairs, strict=True):
+        if one.shape != other.shape or not _alike(one, other, tolerance):
+            return "its output is not that of its experts on each row by itself"
+    sums = [sum((each * each.detach().cos()).sum() for each in leaves if each.requires_grad) for leaves in pairs]
+    found = [torch.autograd.grad(cast(Tensor, each), trained, allow_unused=True) for each in sums]
+    for one, other in zip(*found, strict=True):
+        if (one is None) != (other is None) or (one is not None and not _alike(one, other, tolerance)):
+            return "its gradients are not those of its experts on each row by itself"
+    return ""
+
+
+def mixes_samples(module: nn.Module) -> str:
+    """What a module that routes tokens makes of the whole batch, so that replicas would do otherwise; "" if nothing.
+
+    Hundreds of tokens, so that capacities are met.
+
+    Args:
+        module: a copy, with real parameters on the CPU; it is changed.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
+    dtype = next(p.dtype for p in module.parameters())
+    for size, lead in itertools.product(sizes, ((2, 192), (384,))):
+        tokens = torch.randn(*lead, size, generator=generator).to(dtype)
+        try:
+            runs = [_run_and_look(module, part) for part in (tokens, *tokens.tensor_split(2))]
+        except Exception:
+            continue
+        return _compare_halves(runs[0], runs[1], runs[2], _TOLERANCE.get(dtype, _COARSE))
+    return ""  # it does not run by itself: nothing is known
+
+
+def _run_and_look(module: nn.Module, tokens: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What a module gives for tokens, and the numbers with gradients that it keeps on itself meanwhile."""
+    with unchanged(module):
+        output = _leaves(module(tokens))
+        kept = {
+            f"{name}.{key}" if name else key: value.detach()
+            for name, child in module.named_modules()
+            for key, value in vars(child).items()
+            if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
+        }
+        return [leaf.detach() for leaf in output], kept
+
+
+def _compare_halves(whole: Any, one: Any, other: Any, tolerance: float) -> str:
+    for outputs in zip(whole[0], one[0], other[0], strict=True):
+        if outputs[0].dim() == 0:
+            if not _adds_up(*outputs, tolerance):
+                return "what it returns for the whole batch is no mean or sum over samples"
+        elif not _alike(outputs[0], torch.cat(outputs[1:]), tolerance):
+            return "what it gives for a sample depends on the others of the batch"
+    for name, value in whole[1].items():
+        if name in one[1] and name in other[1] and not _adds_up(value, one[1][name], other[1][name], tolerance):
+            return f"keeps `{name}`, which is no mean or sum over samples"
+    return ""
+
+
+def _adds_up(whole: Tensor, one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return any(_alike(whole, each, tolerance) for each in ((one + other) / 2, one + other))
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _part_of(module: nn.Module, experts: int, block: slice, choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+    """The module's forward with a block of its experts."""
+    values = {name: p[block] for name, p in module._parameters.items() if p is not None}
+
+    def own(*arguments: Any) -> Any:
+        with with_experts(module, experts, block.stop - block.start):
+            return functional_call(module, values, arguments)
+
+    return lambda rows, expert: computed(own, choice, rows, expert)
+
+
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    one, other = one.detach(), other.detach()
+    if one.shape != other.shape:
+        return False
+    return not one.numel() or bool((one - other).abs().max() <= tolerance * max(1.0, float(one.abs().max())))

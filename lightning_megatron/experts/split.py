@@ -1,0 +1,246 @@
+"""Finds the experts of a module, tries them on a copy, and leaves each rank its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_megatron.experts.listed import ListedExperts, lead_list, listed_experts, routes
+from lightning_megatron.experts.probe import mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.sending import Owners
+from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
+from lightning_megatron.experts.twin import lead
+from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.mesh.mesh import ExpertGroups
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
+from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.parallelize.reading.copy import copy_of
+
+_ABOVE = 2
+"""How many modules above a list of experts are looked at for their router."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A mixture that can be shared out.
+
+    Attributes:
+        name: of the experts.
+        count: how many there are.
+        cut: leaves each rank its own, and fills the table.
+    """
+
+    name: str
+    count: int
+    cut: Callable[[Owners, ShardTable], None]
+
+
+@dataclass
+class ExpertReport:
+    """What was split over expert ranks.
+
+    Attributes:
+        table: how this rank holds each of the experts' parameters.
+        split: name of each module of experts -> how many experts it has.
+        whole: name of what looks like experts but stays whole -> why.
+    """
+
+    table: ShardTable = field(default_factory=dict)
+    split: dict[str, int] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+    def explain(self) -> str:
+        """What was split and what was not, in words."""
+        lines = [f"`{name}`: {count} experts" for name, count in self.split.items()]
+        return "; ".join([*lines, *(f"`{name}` stays whole: {why}" for name, why in self.whole.items())])
+
+
+def split_experts(module: nn.Module, groups: ExpertGroups) -> ExpertReport:
+    """Share out the experts of ``module`` over ``groups.group``, in place. Collective over the replicas of a stage.
+
+    Args:
+        module: whole, the same on every rank except for the values of its parameters, of which those of the experts
+            become those of rank 0 of each group.
+        groups: of this rank.
+
+    Raises:
+        ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks.
+    """
+    report, size = ExpertReport(), groups.size
+    found = _Finder(module, size, report).found()
+    for mixture in found:
+        if mixture.count % size:
+            raise ValueError(_indivisible(mixture.name, mixture.count, size))
+        report.split[mixture.name] = mixture.count
+    if not found:
+        raise ValueError(_none_found(report, size))
+    for mixture in found:
+        mixture.cut(Owners(mixture.count, groups.group), report.table)
+    return report
+
+
+class _Finder:
+    """Looks for mixtures in a module.
+
+    Args:
+        module: whole.
+        size: over how many ranks they are to be shared out.
+        report: told what looks like experts, but is none.
+    """
+
+    def __init__(self, module: nn.Module, size: int, report: ExpertReport) -> None:
+        self._module, self._size, self._report = module, size, report
+        self._tried: dict[object, tuple[str, tuple[int, int]]] = {}
+        self._names: dict[int, list[str]] = {}
+        for name, child in module.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(child), []).append(name)
+
+    def found(self) -> list[Found]:
+        """All mixtures that can be shared out."""
+        candidates = [
+            self._stacked(name, child, count) if (count := stacked_experts(child)) else self._listed(name, child)
+            for name, child in self._module.named_modules()
+        ]
+        return [each for each in candidates if each is not None]
+
+    def _stacked(self, name: str, experts: nn.Module, count: int) -> Found | None:
+        why = self._unlike(experts)
+        if not why and count % self._size == 0:
+            why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, self._size), (0, 0)))
+        if not why and name:
+            block = self._module.get_submodule(parent(name))
+            if not list(self._names[id(block)])[1:] and block is not self._module:
+                self._refuse_mixing(
+                    parent(name), self._try(block, "", lambda copied: (mixes_samples(copied), (0, 0)))[0]
+                )
+        if why:
+            self._report.whole[name] = why
+            return None
+        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table))
+
+    def _listed(self, name: str, experts: nn.Module) -> Found | None:
+        count = listed_experts(experts)
+        above = name
+        for _ in range(_ABOVE if count else 0):
+            if not above:
+                return None
+            above = parent(above)
+            router = self._module.get_submodule(above)
+            if routes(router, experts, count):
+                return self._routed(name, experts, count, above, router)
+        return None
+
+    def _routed(self, name: str, experts: nn.Module, count: int, above: str, router: nn.Module) -> Found | None:
+        path = name.removeprefix(f"{above}.")
+        widths = (0, 0)
+        why = self._unlike(router) or _not_apart(router, experts)
+        if not why:
+            why, widths = self._try(router, path, lambda copied: try_listed(copied, path))
+        if why:
+            self._report.whole[name] = why
+            return None
+        self._refuse_mixing(above, self._try(router, "", lambda copied: (mixes_samples(copied), (0, 0)))[0])
+
+        def cut(owners: Owners, table: ShardTable) -> None:
+            for number, expert in enumerate(experts.children()):
+                _cut_one(expert, self._names[id(expert)][0], number, owners, table)
+            lead_list(router, ListedExperts(above, path, widths, owners))
+
+        return Found(name, count, cut)
+
+    def _try(
+        self, module: nn.Module, path: str, trial: Callable[[nn.Module], tuple[str, tuple[int, int]]]
+    ) -> tuple[str, tuple[int, int]]:
+        """The verdict of a trial, the same for modules that are alike."""
+        settings = tuple(
+            sorted((n, str(v)) for n, v in vars(module).items() if isinstance(v, int | float | str | bool))
+        )
+        key = type(module), path, settings, tuple((n, p.shape, p.dtype) for n, p in module.named_parameters())
+        if key not in self._tried:
+            copied = copy_of(module)
+            meta = any(parameter.is_meta for parameter in module.parameters())
+            self._tried[key] = trial(copied.to_empty(device="cpu") if meta else copied.cpu())
+        return self._tried[key]
+
+    def _refuse_mixing(self, name: str, why: str) -> None:
+        if why:
+            raise ValueError(
+                f"`{name}` routes tokens to experts, and {why} (a capacity for the whole batch, a balancing loss that "
+                "is a product of means, noise): over replicas that would be another computation than in one process. "
+                "Use one replica and `expert_parallel_size=1`, or a capacity for each sequence, or set what causes it "
+                "to 0."
+            )
+
+    def _unlike(self, module: nn.Module) -> str:
+        """Why a module cannot be shared out, whatever it computes."""
+        names = self._names[id(module)]
+        if len(names) > 1:
+            return f"it is used under several names ({', '.join(f'`{name}`' for name in names)})"
+        if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+            return "its parameters are of a class of their own"
+        return ""
+
+
+def _not_apart(router: nn.Module, experts: nn.Module) -> str:
+    """Why experts of a list are not modules of their own."""
+    each = [[id(parameter) for parameter in expert.parameters()] for expert in experts.children()]
+    beside = sum(1 for _ in router.parameters()) - sum(1 for _ in experts.parameters())
+    if len({number for own in each for number in own}) != sum(map(len, each)) or beside < 1:
+        return "its experts have parameters in common"
+    if any(True for _ in experts.buffers()):
+        return "its experts have buffers, which would be those of one rank's tokens"
+    return ""
+
+
+def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable) -> None:
+    block = (owners.first, owners.first + owners.local)
+    own = {
+        leaf: ParameterSharding(ShardSpec.along(parameter.shape, 0, [block]), of_experts=True)
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    _apply(module, name, own, owners, table)
+    lead(module, StackedExperts(name, owners))
+
+
+def _cut_one(expert: nn.Module, name: str, number: int, owners: Owners, table: ShardTable) -> None:
+    """Keep one expert of a list whole on the rank that holds it, and nothing of it on the others."""
+    is_here = owners.first <= number < owners.first + owners.local
+    own = {}
+    for leaf, parameter in expert.named_parameters():
+        nothing = ShardSpec(tuple(parameter.shape), (0, *parameter.shape[1:]), ())
+        own[leaf] = ParameterSharding(ShardSpec.whole(parameter.shape) if is_here else nothing, of_experts=True)
+    _apply(expert, name, own, owners, table)
+
+
+def _apply(module: nn.Module, name: str, own: dict[str, ParameterSharding], owners: Owners, table: ShardTable) -> None:
+    """Give all ranks the values of the first one, then leave each its part."""
+    for leaf in own:
+        parameter = module.get_parameter(leaf)
+        if not parameter.is_meta:
+            values = parameter.data.contiguous()
+            raw_broadcast(values, dist.get_global_rank(owners.group, 0), owners.group)
+            parameter.data = values
+    apply_specs(module, own)
+    table.update({f"{name}.{leaf}" if name else leaf: sharding for leaf, sharding in own.items()})
+
+
+def _indivisible(name: str, count: int, size: int) -> str:
+    fitting = [str(other) for other in range(1, count + 1) if count % other == 0]
+    return (
+        f"`{name}` has {count} experts, not divisible by `expert_parallel_size={size}`; use "
+        f"`expert_parallel_size={', '.join(fitting[:-1])} or {fitting[-1]}`."
+    )
+
+
+def _none_found(report: ExpertReport, size: int) -> str:
+    seen = "".join(f" `{name}` looks like experts, but {why}." for name, why in report.whole.items())
+    return (
+        f"`expert_parallel_size={size}` shares out experts, but none were found that can be.{seen} Experts are modules "
+        "with parameters `[experts, ...]` and a `forward(hidden, index, weights)`, or a list of modules that are "
+        "alike, called by one that has a router beside them; use `expert_parallel_size=1`."
+    )

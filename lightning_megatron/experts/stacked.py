@@ -1,0 +1,163 @@
+"""Experts stacked in one module: parameters ``[experts, ...]``, and the router's choice as an argument.
+
+Most mixtures of Hugging Face are of this kind, and many of people's own::
+
+    forward(hidden [T, h], index [T, k], weights [T, k]) -> [T, h]      y_t = Σ_k weights_tk · expert_index_tk(x_t)
+
+Their own forward runs on the experts of a rank, one row per token and choice with weight 1; whatever it computes
+(biases, clamps, another layout of weights, grouped products) is computed as it was written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.experts.sending import Owners
+from lightning_megatron.experts.twin import is_elsewhere
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """How many experts a module looks to have stacked in its parameters; 0 if it does not look like experts."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    several = {parameter.shape[0] for parameter in own if parameter.dim() >= 2}
+    below = any(True for child in module.children() for _ in child.parameters())
+    if below or len(several) != 1 or any(p.dim() < 2 for p in own) or all(p.dim() < 3 for p in own):
+        return 0
+    count = several.pop()
+    return count if count > 1 and len(_arguments(module)) >= 3 else 0
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """Names of the arguments of a module's forward."""
+    try:
+        return list(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return []
+
+
+class Choice:
+    """The three arguments of a call: hidden states, and which experts they go to with which weights.
+
+    Args:
+        values: the arguments, in the order of the forward.
+
+    Attributes:
+        index: ``[..., k]`` integers.
+        hidden: ``[..., h]``.
+        weights: ``[..., k]``.
+
+    Raises:
+        ValueError: they are no such three.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        whole = [place for place, value in enumerate(values) if isinstance(value, Tensor) and _is_index(value)]
+        real = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point()]
+        if len(values) != 3 or len(whole) != 1 or len(real) != 2:
+            raise ValueError("is not called with hidden states, indices of experts and weights")
+        self._places = real[0], whole[0], real[1]
+        self.hidden, self.index, self.weights = (values[place] for place in self._places)
+        if self.weights.shape != self.index.shape or self.hidden.shape[:-1] != self.index.shape[:-1]:
+            raise ValueError(
+                f"is called with hidden states {tuple(self.hidden.shape)}, indices {tuple(self.index.shape)} and "
+                f"weights {tuple(self.weights.shape)}; it takes one weight per index, and indices for every token"
+            )
+
+    def of_rows(self, rows: Tensor, expert: Tensor) -> list[Tensor]:
+        """Arguments of the same kind for rows [n, h] that go to one expert [n] each, with weight 1."""
+        lead = (1,) * (self.index.dim() - 2)
+        given = {
+            self._places[0]: rows.view(*lead, *rows.shape),
+            self._places[1]: expert.to(self.index.dtype).view(*lead, -1, 1),
+            self._places[2]: torch.ones_like(expert, dtype=self.weights.dtype).view(*lead, -1, 1),
+        }
+        return [given[place] for place in range(3)]
+
+
+def _is_index(value: Tensor) -> bool:
+    return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+
+
+class StackedExperts:
+    """Leads the calls of one module of stacked experts, of which this rank has a block.
+
+    Args:
+        name: of the module, for messages.
+        owners: who has which experts.
+    """
+
+    def __init__(self, name: str, owners: Owners) -> None:
+        self._name, self._owners = name, owners
+
+    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call: send the rows to their experts, and weigh what comes back.
+
+        Raises:
+            ValueError: it is not called with hidden states, indices and weights.
+        """
+        bound = inspect.signature(own).bind(*args, **kwargs)
+        bound.apply_defaults()
+        try:
+            choice = Choice(list(bound.arguments.values()))
+        except ValueError as error:
+            raise ValueError(
+                f"`{self._name}` looks like stacked experts but {error}; use `expert_parallel_size=1`."
+            ) from None
+        if is_elsewhere(module, choice.hidden):
+            return torch.zeros_like(choice.hidden)
+        return mixed(choice, self._owners.experts, lambda rows, ids: self._sent(module, own, choice, rows, ids))
+
+    def _sent(self, module: nn.Module, own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
+        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
+            with with_experts(module, self._owners.experts, self._owners.local):
+                return computed(own, choice, arrived, local)
+
+        return self._owners.send(rows, expert, compute)
+
+
+def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
+    """What the experts' own forward makes of rows, ``[n, h], [n] -> [n, h]``, where n is 0 too."""
+    if len(rows):
+        return own(*choice.of_rows(rows, expert)).flatten(0, -2)  # type: ignore[no-any-return]
+    one = rows.new_zeros(1, rows.shape[1]) + rows.sum()  # gradients of the parameters are zeros then, and not None
+    return own(*choice.of_rows(one, expert.new_zeros(1))).flatten(0, -2)[:0]  # type: ignore[no-any-return]
+
+
+def mixed(choice: Choice, experts: int, send: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``Σ_k weights_tk · expert_index_tk(hidden_t)``, shaped as ``hidden``.
+
+    Args:
+        choice: the arguments of the call. Indices of ``experts`` and above mean no expert, as in Hugging Face.
+        experts: how many there are.
+        send: gives the experts' output for rows [n, h] and experts [n].
+    """
+    index, k = choice.index.reshape(-1), choice.index.shape[-1]
+    hidden = choice.hidden.reshape(-1, choice.hidden.shape[-1])
+    rows = hidden.repeat_interleave(k, 0)
+    kept = (index < experts).nonzero().view(-1)
+    if len(kept) == len(index):
+        found = send(rows, index)
+    else:
+        sent = send(rows[kept], index[kept])
+        found = sent.new_zeros(len(index), sent.shape[1]).index_copy(0, kept, sent)
+    weighed = found.view(len(hidden), k, -1) * choice.weights.reshape(-1, k, 1)
+    return weighed.sum(1).to(choice.hidden.dtype).view(*choice.hidden.shape[:-1], -1)
+
+
+@contextmanager
+def with_experts(module: nn.Module, before: int, now: int) -> Iterator[None]:
+    """Let the module's own code find as many experts as its parameters have here."""
+    counts = [n for n, value in vars(module).items() if "expert" in n and type(value) is int and value == before]
+    for name in counts:
+        vars(module)[name] = now
+    try:
+        yield
+    finally:
+        for name in counts:
+            vars(module)[name] = before

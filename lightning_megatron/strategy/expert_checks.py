@@ -1,0 +1,134 @@
+"""What experts on several ranks do not go together with, refused before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.data_parallel.update.trial import Independence
+from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.mesh.mesh import ExpertGroups
+from lightning_megatron.mesh.messages import objects
+
+_WITHOUT_EXPERTS = {
+    "tensor_parallel_size": 1,
+    "context_parallel_size": 1,
+    "compile_layers": False,
+    "overlap_parameter_gather": False,
+    "layout": None,
+    "topology": None,
+}
+"""Options that do not go together with expert ranks, and the only values that do."""
+
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+
+
+def check_experts(options: Any) -> None:
+    """Refuse an expert-parallel size that is none, and options that do not go together with expert ranks.
+
+    Raises:
+        ValueError: with both options.
+    """
+    size = options.expert_parallel_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"`expert_parallel_size={size!r}` must be an integer of at least 1.")
+    for name, only in _WITHOUT_EXPERTS.items() if size > 1 else ():
+        if getattr(options, name) != only:
+            raise ValueError(
+                f"`expert_parallel_size={size}` does not go together with `{name}={getattr(options, name)!r}`; use "
+                f"`{name}={only!r}`, or `expert_parallel_size=1`."
+            )
+
+
+def check_expert_ranks(size: int, layout: Layout) -> None:
+    """Refuse an expert-parallel size that does not divide the replicas.
+
+    Raises:
+        ValueError: with sizes that do.
+    """
+    if layout.data % size:
+        fitting = [str(n) for n in range(1, layout.data + 1) if layout.data % n == 0]
+        raise ValueError(
+            f"`expert_parallel_size={size}` does not divide `data_parallel_size={layout.data}`, over which experts are "
+            f"shared out; use {' or '.join(fitting)}, or more devices."
+        )
+
+
+def check_expert_run(size: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse modules, callbacks and precisions that experts on several ranks do not know what to do with.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if size == 1:
+        return
+    precision, wrong = str(trainer.precision_plugin.precision), None
+    if precision not in _PRECISIONS:
+        wrong = f"`precision={precision!r}`: it computes in {', '.join(map(repr, _PRECISIONS))}"
+    elif not module.automatic_optimization:
+        wrong = "`automatic_optimization=False`: gradients taken inside of a step are those of a rank's own experts"
+    elif splits_itself(module):
+        wrong = "a module whose own `configure_model` has split it"
+    elif any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        wrong = "`torch.compile`: how many tokens a rank's experts get is not known when code is compiled"
+    elif any(isinstance(callback, ModelPruning) for callback in getattr(trainer, "callbacks", ())):
+        wrong = "ModelPruning: it puts masks in the place of weights, of which every rank has its own experts' only"
+    elif noisy := _jitter(module):
+        wrong = f"`{noisy}`: noise on what the router sees is drawn by each rank for its own tokens; set it to 0"
+    if wrong is not None:
+        raise MisconfigurationException(f"`expert_parallel_size={size}` does not go together with {wrong}.")
+
+
+def _jitter(module: pl.LightningModule) -> str:
+    """A setting of a Hugging Face configuration that adds noise to hidden states of routers; "" if none does."""
+    for child in module.modules():
+        for name, value in vars(getattr(child, "config", None) or object).items():
+            if name.endswith("jitter_noise") and isinstance(value, float) and value > 0:
+                return f"config.{name}={value}"
+    return ""
+
+
+def check_expert_optimizers(size: int, optimizers: Sequence[Optimizer], least: Independence) -> None:
+    """Refuse optimizers that need more than single elements of a parameter.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if size > 1 and least is not Independence.ELEMENT:
+        names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisconfigurationException(
+            f"{names} needs {least.value} (found by a trial on small matrices), but `expert_parallel_size={size}` "
+            "leaves every rank a part of the experts' parameters; use an optimizer that updates every element by "
+            "itself, such as AdamW or SGD, or `expert_parallel_size=1`."
+        )
+
+
+def check_batches(size: int | str | None, groups: ExpertGroups | None, batch: Any) -> None:
+    """Refuse batches of different sizes, which ranks would cut into different numbers of micro-batches.
+
+    Collective over the ranks that share out experts.
+
+    Args:
+        size: samples per micro-batch, or how they are found; ``None`` where batches are not cut.
+        groups: this rank's; ``None`` where experts are not shared out.
+        batch: this rank's.
+
+    Raises:
+        ValueError: with the sizes.
+    """
+    if groups is None or size is None:
+        return
+    sizes = objects.gather(batch_size_of(batch), groups.group)
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"the batches of the {groups.size} replicas that share out experts have {', '.join(map(str, sizes))} "
+            "samples, but all of them take part in every micro-batch, so they need equally many; shard the data by "
+            "`trainer.strategy.distributed_sampler_kwargs` into equal parts, or pass `DataLoader(drop_last=True)`."
+        )

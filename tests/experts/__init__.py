@@ -1,0 +1,1 @@
+"""Experts shared out over replicas."""

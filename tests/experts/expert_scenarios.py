@@ -1,0 +1,319 @@
+"""Mixtures of experts as people write them, trained in one process and with their experts shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from tests.experts import strangers
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+
+VOCABULARY, TOKENS, WIDTH, EXPERTS = 32, 6, 16, 4
+
+
+class Stacked(nn.Module):
+    """Experts in stacked parameters, visited one by one."""
+
+    def __init__(self, count: int = EXPERTS) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) * 0.2)
+        self.down = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) * 0.2)
+        self.bias = nn.Parameter(torch.randn(count, WIDTH) * 0.2)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, place = torch.where(index == expert)
+            if len(token):
+                made = F.gelu(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
+                out = out.index_add(0, token, made * weights[token, place, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """A residual layer with a router, and two experts for each token."""
+
+    def __init__(self, experts: nn.Module | None = None, count: int = EXPERTS) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, count)
+        self.experts = Stacked(count) if experts is None else experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x).flatten(0, 1)
+        weights, index = self.router(hidden).softmax(-1).topk(2)
+        return x + self.experts(hidden, index, weights / weights.sum(-1, keepdim=True)).view_as(x)
+
+
+class Words(LightningModule):
+    """A language model of four such layers."""
+
+    def __init__(self, layers: Any = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList([Mixture() for _ in range(4)] if layers is None else layers)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Starved(Words):
+    """All tokens go to the first two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.router.bias.data = torch.tensor([5.0, 4.0, -50.0, -50.0])  # type: ignore[union-attr]
+
+
+class Uneven(Words):
+    """Layers of four and of two experts, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__([Mixture(), Mixture(count=2), nn.Linear(WIDTH, WIDTH), Mixture()])
+
+
+class Watched(Words):
+    """Looks at experts in its step and in hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = sum(p.abs().sum() for name, p in self.named_parameters() if "experts" in name)
+        return self.loss(batch) + 0.01 * penalty
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.layers[0].experts.up.grad.div_(self.layers[0].experts.up.grad.norm())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.layers[1].experts.up.div_(self.layers[1].experts.up.norm(dim=0, keepdim=True))
+
+
+class Strange(Words):
+    """Layers with a list of experts.
+
+    Args:
+        name: of the kind of layer.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__([strangers.Block({**strangers.EXACT, **strangers.REFUSED}[name]) for _ in range(4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strangers.KEPT.clear()
+        loss = self.loss(batch)
+        return loss + 0.01 * torch.stack(strangers.KEPT).sum() if strangers.KEPT else loss
+
+
+_GROUPED = {"num_key_value_heads": 1, "intermediate_size": 16}
+_CHOOSES = {"num_experts": 4, "num_experts_per_tok": 2}
+_CHOOSES_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("MixtralForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL}),
+    "Qwen2Moe": (
+        "Qwen2MoeForCausalLM",
+        {**_GROUPED, **_CHOOSES, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16},
+    ),
+    "Qwen3Moe": ("Qwen3MoeForCausalLM", {**_GROUPED, **_CHOOSES, "moe_intermediate_size": 8, "head_dim": 8}),
+    "Olmoe": ("OlmoeForCausalLM", {**_GROUPED, **_CHOOSES}),
+    "GptOss": ("GptOssForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL, "head_dim": 8}),
+    "GraniteMoe": ("GraniteMoeForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL}),
+}
+"""Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration."""
+
+
+class Pretrained(LightningModule):
+    """A small Hugging Face model of two layers.
+
+    Args:
+        family: key of `FAMILIES`.
+    """
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        import transformers
+
+        name, more = FAMILIES[family]
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0, use_cache=False, **more)
+        kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.net = getattr(transformers, name)._from_config(config, **kinds)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(input_ids=batch[0]).logits.double().flatten(0, 1), batch[1].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+class OneLess(Words):
+    """Has more experts than ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__([Mixture(count=3)])
+
+
+class Summed(Stacked):
+    """An expert sees what another one does."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden, index, weights) * hidden.mean()
+
+
+class Mixed(Words):
+    """Experts that are none."""
+
+    def __init__(self) -> None:
+        super().__init__([Mixture(Summed())])
+
+
+class ByHand(Words):
+    """Steps by hand."""
+
+    automatic_optimization = False
+
+
+class Dense(Words):
+    """Has no experts."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+
+class ByNorm(torch.optim.SGD):
+    """Updates every parameter by a step of length one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
+        return loss
+
+
+class WholeUpdates(Words):
+    """Has an optimizer that looks at whole parameters."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ByNorm(self.parameters(), lr=1e-2)
+
+
+MODULES = {
+    "words": Words,
+    "starved": Starved,
+    "uneven": Uneven,
+    "watched": Watched,
+    "one_less": OneLess,
+    "mixed": Mixed,
+    "by_hand": ByHand,
+    "dense": Dense,
+    "whole_updates": WholeUpdates,
+}
+
+
+class Data(LightningDataModule):
+    """Three batches of 16, of which each replica takes a block.
+
+    Args:
+        name: says where the last replica lacks samples: ``uneven_batches``, ``uneven_validation``, ...
+    """
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.tokens = torch.randint(0, VOCABULARY, (3, 16, TOKENS + 1), generator=torch.Generator().manual_seed(7))
+
+    def _loader(self, kind: str) -> Any:
+        sizes = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        own = self.tokens.chunk(sizes["num_replicas"], 1)[sizes["rank"]]
+        if self.name == f"uneven_{kind}" and sizes["rank"] == sizes["num_replicas"] - 1:
+            own = own[:, :5] if kind == "batches" else own[:1]
+        return DataLoader(
+            TensorDataset(own[..., :-1].flatten(0, 1), own[..., 1:].flatten(0, 1)), batch_size=own.shape[1]
+        )
+
+    def train_dataloader(self) -> Any:
+        return self._loader("batches")
+
+    def val_dataloader(self) -> Any:
+        return self._loader("validation")
+
+    def predict_dataloader(self) -> Any:
+        return self._loader("predictions")
+
+
+def built(name: str) -> LightningModule:
+    """A module by name, with the same weights each time."""
+    torch.manual_seed(3)
+    if name.startswith("strange_"):
+        return Strange(name.removeprefix("strange_"))
+    if name in FAMILIES:
+        return Pretrained(name)
+    return MODULES.get(name, Words)()
+
+
+def fit(
+    info: RankInfo,
+    name: str,
+    options: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    steps: int = 3,
+    load: str = "",
+    save: str = "",
+) -> dict[str, Any]:
+    """Logged losses and the whole weights after some steps, and how much of the experts this rank holds.
+
+    Args:
+        info: of the job.
+        name: of the module.
+        options: of the strategy; ``None`` for Lightning's own.
+        trainer: further arguments of the Trainer.
+        steps: to take, those of the checkpoint among them.
+        load: a checkpoint to go on from.
+        save: where to save one.
+    """
+    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+    module, settings = built(name), {"gradient_clip_val": 0.5, "num_sanity_val_steps": 0, **(trainer or {})}
+    whole = _of_experts(module)
+    runner = make_trainer(info, strategy, max_steps=steps, **settings)
+    runner.fit(module, datamodule=Data(name), ckpt_path=load or None)
+    if name == "uneven_predictions":
+        runner.predict(module, datamodule=Data(name))
+    if save:
+        runner.save_checkpoint(save)
+    state = module.state_dict() if options is None else runner.strategy.full_state_dict()
+    return {
+        "losses": {name: float(value) for name, value in runner.callback_metrics.items()},
+        "weights": {name: value.detach().clone() for name, value in state.items()},
+        "share": _of_experts(module) / max(whole, 1),
+    }
+
+
+def _of_experts(module: LightningModule) -> int:
+    return sum(p.numel() for name, p in module.named_parameters() if "experts" in name and not p.is_meta)

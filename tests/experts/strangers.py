@@ -1,0 +1,245 @@
+"""Mixtures with experts in lists, as different people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, EXPERTS = 16, 4
+
+
+def feed_forward() -> nn.Module:
+    """An expert."""
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Loop(nn.Module):
+    """Visits experts that have tokens, and adds to their rows in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList([feed_forward() for _ in range(EXPERTS)])
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, index = self.gate(rows).softmax(-1).topk(2)
+        return weights / weights.sum(-1, keepdim=True), index
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, index = self.route(rows)
+        out, mask = torch.zeros_like(rows), F.one_hot(index, EXPERTS).permute(2, 1, 0)
+        for number in range(EXPERTS):
+            place, token = torch.where(mask[number])
+            if token.shape[0] == 0:
+                continue
+            out.index_add_(0, token, self.experts[number](rows[token]) * weights[token, place, None])
+        return out.view_as(x)
+
+
+class Starved(Loop):
+    """Sends no token to the last experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.bias.data = torch.tensor([50.0, 49.0, -50.0, -50.0])
+
+
+class Dense(Loop):
+    """Every expert sees every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return (torch.stack([expert(x) for expert in self.experts], -2) * weights[..., None]).sum(-2)
+
+
+class Masked(Loop):
+    """One sweep for each choice, written by masks; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, index = self.route(rows)
+        out = torch.zeros_like(rows)
+        for choice in range(2):
+            for number, expert in enumerate(self.experts):
+                mask = index[:, choice] == number
+                if mask.any():
+                    out[mask] = out[mask] + weights[mask, choice, None] * expert(rows[mask])
+        self.calls += 1
+        return out.view_as(x)
+
+
+class Switch(nn.Module):
+    """One expert for each token, in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.switch = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleDict({f"expert_{number}": feed_forward() for number in range(EXPERTS)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.switch(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts.values()):
+            out[index == number] = expert(x[index == number]) * weight[index == number].unsqueeze(-1)
+        return out
+
+
+class Capacity(Loop):
+    """Puts the tokens of each sequence into as many places as an expert has, and drops the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.gate(x).softmax(-1).max(-1)
+        chosen = F.one_hot(index, EXPERTS).to(x.dtype)
+        place = (chosen.cumsum(1) * chosen).sum(-1).long() - 1
+        sent = chosen[..., None] * F.one_hot(place.clamp(max=3), 4).to(x.dtype)[:, :, None]
+        sent = sent * (place < 4)[..., None, None]
+        given = torch.einsum("btec,bth->ebch", sent, x)
+        made = torch.stack([self.experts[number](given[number]) for number in range(EXPERTS)])
+        return torch.einsum("btec,ebch->bth", sent * weight[..., None, None], made)
+
+
+class Own(nn.Module):
+    """An expert with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, 20) * 0.3), nn.Parameter(torch.randn(20, WIDTH) * 0.3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x @ self.up) @ self.down * self.scale
+
+
+class Sorted(nn.Module):
+    """Sorts rows by expert, beside a shared expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.3)
+        self.experts, self.shared = nn.ModuleList([Own() for _ in range(EXPERTS)]), feed_forward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, WIDTH)
+        weights, index = (rows @ self.gate.t()).sigmoid().topk(2)
+        order = index.flatten().argsort()
+        made, start = [], 0
+        for number, count in enumerate(index.flatten().bincount(minlength=EXPERTS).tolist()):
+            if count:
+                made.append(self.experts[number](rows[order[start : start + count] // 2]))
+                start += count
+        back = torch.empty_like(torch.cat(made))
+        back[order] = torch.cat(made)
+        return ((back.view(-1, 2, WIDTH) * weights[..., None]).sum(1) + self.shared(rows)).view_as(x)
+
+
+class Bank(nn.Module):
+    """Experts that are told how to weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList([feed_forward() for _ in range(EXPERTS)])
+
+    def forward(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        terms = [each(x) * (weights * (index == n)).sum(-1, keepdim=True) for n, each in enumerate(self.members)]
+        return torch.stack(terms).sum(0)
+
+
+class Apart(nn.Module):
+    """Router and experts are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.bank = nn.Linear(WIDTH, EXPERTS), Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bank(x, *self.router(x).softmax(-1).topk(2))
+
+
+KEPT: list[Tensor] = []
+
+
+class Registry(Loop):
+    """Appends its router's loss to a list of the Python module."""
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        KEPT.append(self.gate(rows).logsumexp(-1).square().mean())
+        return super().route(rows)
+
+
+class ByToken(Loop):
+    """Goes from token to token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, index = self.route(rows)
+        made = [
+            torch.stack([weights[t, k] * self.experts[int(index[t, k])](rows[t]) for k in range(2)]).sum(0)
+            for t in range(len(rows))
+        ]
+        return torch.stack(made).view_as(x)
+
+
+class Chained(Loop):
+    """An expert sees what the one before it gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, expert in enumerate(self.experts):
+            x = x + expert(x) * self.gate(x).softmax(-1)[..., number : number + 1]
+        return x
+
+
+class Balanced(Loop):
+    """Keeps a balancing loss on itself."""
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(rows).softmax(-1)
+        self.balance = (F.one_hot(shares.argmax(-1), EXPERTS).to(rows.dtype).mean(0) * shares.mean(0)).sum()
+        return super().route(rows)
+
+
+class Dropped(Loop):
+    """An expert takes ten tokens of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weight, index = self.gate(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            taken = (index == number).nonzero().squeeze(-1)[:10]
+            out[taken] = expert(rows[taken]) * weight[taken, None]
+        return out.view_as(x)
+
+
+class Noisy(Loop):
+    """Drops out what its experts have inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(EXPERTS)]
+        self.experts = nn.ModuleList(experts)
+
+
+class Block(nn.Module):
+    """A residual layer."""
+
+    def __init__(self, mixture: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), mixture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixture(self.norm(x))
+
+
+EXACT = {
+    kind.__name__.lower(): kind
+    for kind in (Loop, Starved, Dense, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken)
+}
+REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}

@@ -1,0 +1,138 @@
+"""Experts shared out over replicas train as in one process, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronStrategy
+from tests.experts.expert_scenarios import FAMILIES, fit
+from tests.experts.strangers import EXACT
+from tests.harness import one_process, run_trainers
+
+WIDE = pytest.mark.wide
+TWO: dict[str, Any] = {"expert_parallel_size": 2}
+PIPE: dict[str, Any] = {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
+ROWS: list[Any] = [
+    ("words", 2, {**TWO, "micro_batch_size": 3}, {"accumulate_grad_batches": 1}),
+    ("starved", 2, TWO, {}),
+    ("watched", 2, {**TWO, "optimizer_sharding": False}, {}),
+    ("strange_starved", 2, TWO, {}),
+    (
+        "uneven",
+        4,
+        {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full", "pipeline_layers": "layers"},
+        {},
+    ),
+    *(
+        pytest.param(*row, marks=WIDE)
+        for row in (
+            *((f"strange_{name}", 2, TWO, {}) for name in EXACT),
+            *((f"strange_{name}", 4, PIPE, {}) for name in EXACT if name != "bytoken"),
+            ("strange_starved", 4, TWO, {"accumulate_grad_batches": 2}),
+            ("strange_sorted", 4, {"expert_parallel_size": 4, "optimizer_sharding": False}, {}),
+            ("strange_masked", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
+            *((family, 2, TWO, {}) for family in FAMILIES),
+            ("Mixtral", 4, PIPE, {}),
+            ("Qwen3Moe", 4, {**PIPE, "pipeline_schedule": "zb-h1", "activation_recompute": "full"}, {}),
+            ("words", 2, TWO, {"accumulate_grad_batches": 2}),
+            ("words", 2, {**TWO, "optimizer_sharding": False}, {"accumulate_grad_batches": 2}),
+            ("words", 2, {**TWO, "activation_recompute": "full"}, {}),
+            ("words", 4, TWO, {}),
+            ("words", 4, {"expert_parallel_size": 4}, {}),
+            ("words", 4, {**TWO, "optimizer_sharding": False}, {}),
+            ("words", 4, {**TWO, "optimizer_sharding": {"shard": 2}}, {}),
+            ("starved", 4, {"expert_parallel_size": 4}, {}),
+            ("watched", 4, TWO, {}),
+            ("uneven", 4, TWO, {}),
+            *(
+                ("words", 4, {**PIPE, "pipeline_schedule": name}, {"accumulate_grad_batches": 1 + index % 2})
+                for index, name in enumerate(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v"))
+            ),
+            ("words", 4, {**PIPE, "pipeline_schedule": "dualpipe-v", "micro_batch_size": 1}, {}),
+            ("starved", 4, {**PIPE, "optimizer_sharding": False, "activation_recompute": "full"}, {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
+def test_training_is_that_of_one_process(name, devices, options, trainer):
+    expected = one_process(fit, name, None, trainer)
+    found = [outcome.value for outcome in run_trainers(fit, name, options, trainer, devices=devices)]
+    for value in found:
+        assert value["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        if name in ("words", "starved", "watched", "strange_starved"):
+            stages = options.get("pipeline_parallel_size", 1)
+            assert value["share"] == 1 / (options["expert_parallel_size"] * stages)
+    assert set(found[0]["weights"]) == set(expected["weights"])
+    for key, value in found[0]["weights"].items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+CHAINS: list[Any] = [
+    ([(2, TWO), (2, TWO), (1, {})]),
+    pytest.param([(4, {"expert_parallel_size": 4}), (4, TWO), (2, {**TWO, "optimizer_sharding": False})], marks=WIDE),
+    pytest.param([(1, {}), (4, PIPE), (4, TWO)], marks=WIDE),
+    pytest.param([(2, {}), (4, {"expert_parallel_size": 4}), (4, {**PIPE, "pipeline_schedule": "zb-v"})], marks=WIDE),
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+@pytest.mark.parametrize("name", [pytest.param("words", marks=WIDE), "strange_starved"])
+def test_a_checkpoint_goes_on_with_its_experts_shared_out_otherwise(name, chain, tmp_path):
+    expected = one_process(fit, name, None, {}, 2 * len(chain))
+    before = ""
+    for part, (devices, options) in enumerate(chain):
+        saved = str(tmp_path / f"{part}.ckpt")
+        steps = 2 * part + 2
+        found = run_trainers(fit, name, options, {}, steps, before, saved, devices=devices)[0].value
+        before = saved
+    for key, value in found["weights"].items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+OPTIONS: list[Any] = [
+    ({"expert_parallel_size": 0}, "`expert_parallel_size=0` must be an integer"),
+    ({"expert_parallel_size": True}, "must be an integer"),
+    ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "`tensor_parallel_size=1`"),
+    ({"expert_parallel_size": 2, "context_parallel_size": 2}, "`context_parallel_size=1`"),
+    ({"expert_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), OPTIONS, ids=str)
+def test_options_that_do_not_go_together_are_refused_at_once(arguments, wanted):
+    with pytest.raises(ValueError, match="expert_parallel_size") as error:
+        MegatronStrategy(**arguments)
+    assert wanted in str(error.value)
+
+
+REFUSED: list[Any] = [
+    ("one_less", 2, TWO, {}, "has 3 experts, not divisible by `expert_parallel_size=2`"),
+    *(
+        pytest.param(*row, marks=WIDE)
+        for row in (
+            ("mixed", 2, TWO, {}, "not the weighted sum of what each expert makes of a token by itself"),
+            ("strange_chained", 2, TWO, {}, "depends on what another one has answered"),
+            ("strange_balanced", 2, TWO, {}, "keeps `balance`, which is no mean or sum over samples"),
+            ("strange_dropped", 2, TWO, {}, "depends on the others of the batch"),
+            ("strange_noisy", 2, TWO, {}, "not that of its experts on each row by itself"),
+            ("dense", 2, TWO, {}, "none were found that can be"),
+            ("by_hand", 2, TWO, {"gradient_clip_val": None}, "`automatic_optimization=False`"),
+            ("words", 2, {"expert_parallel_size": 4}, {}, "does not divide `data_parallel_size=2`"),
+            ("whole_updates", 2, TWO, {}, "use an optimizer that updates every element"),
+            ("uneven_batches", 2, {**TWO, "micro_batch_size": 2}, {}, "need equally many"),
+            ("uneven_validation", 2, TWO, {}, "limit_val_batches"),
+            ("uneven_predictions", 2, TWO, {}, "limit_predict_batches"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "options", "trainer", "wanted"), REFUSED, ids=str)
+def test_what_cannot_be_shared_out_is_refused_on_every_rank(name, devices, options, trainer, wanted):
+    for outcome in run_trainers(fit, name, options, trainer, devices=devices, check=False, grace=20.0):
+        assert wanted in str(outcome.error), outcome

@@ -1,0 +1,49 @@
+"""Rows reach the ranks that hold their experts and come back in order, in messages of the size that is documented."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from lightning_megatron.experts import sending
+from tests.harness import run_ranks
+
+TOKENS, CHOICES, WIDTH, RANKS = 8, 2, 3, 2
+
+
+@run_ranks(data=RANKS)
+def test_rows_come_back_computed_in_their_order(mesh):
+    group, moved = mesh["data_parallel"].get_group(), []
+    owners = sending.Owners(4, group)
+    rows = torch.arange(TOKENS * CHOICES * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
+    expert = torch.arange(len(rows)) % 4  # all are equally liked
+    plain = sending.raw_all_to_all_rows
+
+    def counting(x, outgoing, incoming, group):
+        moved.append((sum(outgoing) - outgoing[group.rank()]) * x.shape[1])
+        return plain(x, outgoing, incoming, group)
+
+    def compute(arrived, local, called):
+        assert called.tolist() == [False, False]
+        return arrived * (owners.first + local + 1).unsqueeze(1)
+
+    with mock.patch.object(sending, "raw_all_to_all_rows", counting):
+        found = owners.send(rows, expert, compute)
+        found.sum().backward()
+    torch.testing.assert_close(found, rows * (expert + 1).unsqueeze(1))
+    torch.testing.assert_close(rows.grad, (expert + 1.0).double().unsqueeze(1).expand_as(rows))
+    assert sum(moved) == 4 * TOKENS * CHOICES * WIDTH * (RANKS - 1) // RANKS
+
+
+@run_ranks(data=RANKS)
+def test_a_rank_without_rows_takes_part_in_both_directions(mesh):
+    group = mesh["data_parallel"].get_group()
+    owners, weight = sending.Owners(2, group), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    rows = torch.ones(4 * group.rank(), WIDTH, dtype=torch.float64, requires_grad=group.rank() == 1)
+    expert = torch.zeros(len(rows), dtype=torch.long)
+    found = owners.send(rows, expert, lambda arrived, *_: arrived * weight, called=[0] if group.rank() else [])
+    (found.sum() * 3).backward()
+    assert found.shape == rows.shape
+    assert weight.grad is not None
+    assert weight.grad.item() == (0.0 if group.rank() else 3.0 * 4 * WIDTH)
