@@ -26,27 +26,28 @@ def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 def has_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether key-value caches are among a call's arguments."""
-    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+    return any(is_cache(value) for value in (*args, *kwargs.values()))
 
 
 def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """What the key-value caches in a call's arguments hold."""
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     layers = [layer for cache in caches for layer in _layers_of(cache)]
     return [entry for layer in layers for entry in vars(layer).values() if isinstance(entry, Tensor)]
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
+    """Whether ``value`` is one of Hugging Face's caches, or a layer of one."""
     return type(value).__module__.startswith("transformers.cache_utils")
 
 
 def _layers_of(cache: Any) -> list[Any]:
-    parts = [part for part in vars(cache).values() if _is_cache(part)]  # self- and cross-attention have one each
+    parts = [part for part in vars(cache).values() if is_cache(part)]  # self- and cross-attention have one each
     return [*(vars(cache).get("layers") or ()), *(layer for part in parts for layer in _layers_of(part))]
 
 
 def _own(value: Any) -> Any:
-    if not _is_cache(value):
+    if not is_cache(value):
         return value
     return _copied(value) if any(entry.numel() for entry in in_caches((value,), {})) else None
 
@@ -55,7 +56,7 @@ def _copied(cache: Any) -> Any:
     """A copy, down to the layers' own attributes; tensors and what else there is are shared."""
     own = copy.copy(cache)
     for name, entry in vars(cache).items():
-        if _is_cache(entry):
+        if is_cache(entry):
             setattr(own, name, _copied(entry))
         elif isinstance(entry, (list, dict)):
             setattr(own, name, copy.copy(entry))

@@ -1,0 +1,279 @@
+"""Answers calls of layers and parts so that every stage gets what they give.
+
+In an ordinary step a stage ends its run behind its last layer. Code that decodes token by token needs what the model
+gives on every stage, to call it again. So here every stage runs all of the user's code on real numbers, and whoever has
+a layer or a part computes it and tells the others::
+
+    stage 0   embed ─▶ 0 1 ─▶│          │─▶ norm (heard) ─▶ head (heard) ─▶ next token
+    stage 1   (heard)  - -   │─▶ 2 3 ──▶│   norm             head          ─▶ next token
+
+Between two layers of one stage nothing is told: the others go on with a stand-in (:mod:`~..elsewhere.away`) until the
+last of them. That takes knowing what a layer gives, which its first call tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.layers.whole.base import WholeTensor
+from lightning_megatron.mesh.key_value_caches import in_caches, is_cache
+from lightning_megatron.pipeline.cut.partition import Partition
+from lightning_megatron.pipeline.elsewhere.away import Away, Source, mark, refuse_away
+from lightning_megatron.pipeline.elsewhere.effects import Snapshot
+from lightning_megatron.pipeline.elsewhere.luggage import from_bytes
+from lightning_megatron.pipeline.repeated.caches import Caches, Grown
+from lightning_megatron.pipeline.repeated.wire import Wire
+from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.side_effects import SideEffects
+
+_FLAGS = (bool, type(None), str)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Stands, in what a layer gives, for a tensor like the hidden state that it was given."""
+
+
+class _Form(NamedTuple):
+    """What a layer gives and does, as its first call has shown it.
+
+    Attributes:
+        output: with :class:`_Input` for a tensor like the hidden state.
+        grown: caches that it adds the tokens of its hidden state to.
+        talks: whether it gives more than that, or leaves something behind, so that each call has to be told.
+    """
+
+    output: Any
+    grown: tuple[Grown, ...]
+    talks: bool
+
+
+class _Note(NamedTuple):
+    """What the other stages have to know about a call besides what it gave.
+
+    Attributes:
+        grown: what it added to caches.
+        left: what it left behind, as bytes.
+        form: of the layer, where this is its first call.
+    """
+
+    grown: tuple[Grown, ...]
+    left: bytes | None
+    form: _Form | None
+
+
+class CallFollower:
+    """Stands in for a stage's cursor while code calls the model repeatedly; see :class:`~..stage.calls.Follower`.
+
+    Args:
+        module: the user's.
+        partition: who has what.
+        stage: this rank's.
+        effects: of the layers.
+        device: where tensors live.
+
+    Attributes:
+        wire: to the other stages; set before the first call.
+        inside: name of the layer or part that computes now; ``""`` for none.
+        computes_parts: never: each call is asked about.
+    """
+
+    computes_parts = False
+    wire: Wire
+
+    def __init__(
+        self, module: nn.Module, partition: Partition, stage: int, effects: SideEffects, device: torch.device
+    ) -> None:
+        self._module, self._stage, self._effects, self._device = module, stage, effects, device
+        trunk = partition.trunk
+        self._names = trunk.layer_names
+        self._units: Mapping[str, frozenset[int]] = partition.units
+        ends = zip(partition.bounds, partition.owners, strict=True)
+        self._owners = [owner for (start, stop), owner in ends for _ in range(start, stop)]
+        self._numbers = {name: at for at, name in enumerate((*trunk.layer_names, *sorted(partition.units)))}
+        self._forms: dict[Any, _Form] = {}
+        self.inside = ""
+
+    def is_inside(self, index: int) -> bool:
+        """Always: the modules of a layer that is a container are told one by one."""
+        return True
+
+    def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        return self._everywhere(call.sentinel.name, index, self._owners[index], call.runs, args, kwargs)
+
+    def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        return self.call_unit(call.sentinel.name, call.runs, args, kwargs)
+
+    def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        return self.call_unit(call.sentinel.name, call.runs, args, kwargs)
+
+    def call_unit(self, name: str, runs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a part that some stages have: the first of them computes it."""
+        return self._everywhere(name, self._numbers[name], min(self._units[name]), runs, args, kwargs)
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        name, owner = call.sentinel.name, self._owners[index]
+        x = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        if self.inside or x is None:
+            return self._everywhere(name, index, owner, call.runs, args, kwargs)
+        caches = Caches(args, kwargs, name)
+        flags = tuple((key, value) for key, value in kwargs.items() if isinstance(value, _FLAGS))
+        key = (index, len(args), flags, len(caches.found), call.module.training)
+        form = self._forms.get(key)
+        ends = index + 1 == len(self._owners) or self._owners[index + 1] != owner
+        if owner == self._stage:
+            output, left, grown = self._compute(name, index, call.runs, args, kwargs, caches)
+            first = form is None
+            form = form or _form_of(output, x, left, grown)
+            self._forms[key] = form
+            if first or form.talks:
+                self.wire.tell(index, output, _Note(grown, left, form if first else None), caches.found)
+                return output
+            if left is not None or grown != _grown(form, x) or _form_of(output, x, None, grown) != form:
+                _refuse_change(name)
+            if ends:
+                self.wire.tell(index, output, None, caches.found)
+            return output
+        if form is not None and not form.talks and not ends:
+            self._grow(caches, _grown(form, x), x)
+            return pytree.tree_map(lambda leaf: self._stand_in(leaf, x, call.sentinel.source), form.output)
+        output, note = self.wire.hear(owner, index, name, caches.found)
+        if note is None:
+            self._grow(caches, _grown(self._forms[key], x), x)
+            return output
+        self._forms[key] = note.form or self._forms[key]
+        self._follow(note, caches, x, args, kwargs)
+        return output
+
+    def _stand_in(self, leaf: Any, x: Tensor, source: Source) -> Any:
+        if not isinstance(leaf, _Input):
+            return leaf
+        return x if type(x) is Away else mark(torch.zeros_like(x), source)
+
+    def _everywhere(
+        self,
+        name: str,
+        unit: int,
+        owner: int,
+        runs: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute a call where it can be, and tell the others; inside of another, it is that stage's own affair."""
+        if self.inside:
+            if owner != self._stage and self._stage not in self._units.get(name, ()):
+                _refuse_inside(name, self.inside)
+            return runs(*args, **kwargs)
+        caches = Caches(args, kwargs, name)
+        if owner == self._stage:
+            output, left, grown = self._compute(name, unit, runs, args, kwargs, caches)
+            note = _Note(grown, left, None) if grown or left is not None else None
+            self.wire.tell(unit, output, note, caches.found)
+            return output
+        output, note = self.wire.hear(owner, unit, name, caches.found)
+        if note is not None:
+            x = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), torch.empty(1))
+            self._follow(note, caches, x, args, kwargs)
+        return output
+
+    def _compute(
+        self,
+        name: str,
+        unit: int,
+        runs: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        caches: Caches,
+    ) -> tuple[Any, bytes | None, tuple[Grown, ...]]:
+        """What a call gives here, what it left behind, and what it added to caches."""
+        refuse_away((args, kwargs, in_caches(args, kwargs)), f"an argument of `{name}`")
+        containers = self._effects.containers(unit, name, *caches.bare(args, kwargs))
+        before, lengths = Snapshot(containers), caches.lengths()
+        drawn = self._drawn()
+        self.inside = name
+        try:
+            output = runs(*args, **kwargs)
+        finally:
+            self.inside = ""
+        if not all(map(torch.equal, drawn, self._drawn())):
+            _refuse_draws(name)
+        left = self._effects.packed(list(before.effects(unit)))
+        is_leaf = lambda leaf: isinstance(leaf, Tensor) or is_cache(leaf)  # noqa: E731
+        output = _plain(output) if isinstance(output, Tensor) else pytree.tree_map(_plain, output, is_leaf=is_leaf)
+        return output, left, caches.grown(lengths)
+
+    def _drawn(self) -> list[Tensor]:
+        """States of the random generators."""
+        found = [torch.default_generator.get_state()]
+        if self._device.type == "cuda":
+            found.append(torch.cuda.get_rng_state(self._device))
+        return found
+
+    def _grow(self, caches: Caches, grown: tuple[Grown, ...], x: Tensor) -> None:
+        if grown:
+            caches.grow(grown, x.shape[0], self._device, x.dtype)
+
+    def _follow(self, note: _Note, caches: Caches, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do here what a call on another stage did besides giving something."""
+        self._grow(caches, note.grown, x)
+        if note.left is not None:
+            args, kwargs = caches.bare(args, kwargs)
+            for effect in from_bytes(note.left, self._device, self._module):
+                effect.repeat(self._module, (*args, *kwargs.values()))
+
+
+def _plain(leaf: Any) -> Any:
+    """A whole, ordinary tensor without a graph; other values as they are."""
+    if isinstance(leaf, WholeTensor):
+        leaf = leaf.full()
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def _form_of(output: Any, x: Tensor, left: bytes | None, grown: tuple[Grown, ...]) -> _Form:
+    leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    like = len(tensors) == 1 and tensors[0].shape == x.shape and tensors[0].dtype == x.dtype
+    like = like and all(isinstance(leaf, (Tensor, *_FLAGS)) for leaf in leaves)
+    tokens = x.shape[1] if x.ndim > 1 else 0
+    talks = not like or left is not None or any(note.positions != tokens for note in grown)
+    if talks:
+        return _Form(None, (), True)
+    without = [_Input() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return _Form(pytree.tree_unflatten(without, spec), tuple(note._replace(positions=0) for note in grown), False)
+
+
+def _grown(form: _Form, x: Tensor) -> tuple[Grown, ...]:
+    return tuple(note._replace(positions=x.shape[1]) for note in form.grown)
+
+
+def _refuse_change(name: str) -> None:
+    raise RuntimeError(
+        f"layer `{name}` gave something else, wrote somewhere, or added other positions to a cache than in its first "
+        "call, where pipeline stages agree on what to tell each other about it. Let it do the same in every call of a "
+        "step that calls the model repeatedly, or use `pipeline_parallel_size=1`."
+    )
+
+
+def _refuse_draws(name: str) -> None:
+    raise RuntimeError(
+        f"`{name}` draws random numbers in a step that calls the model repeatedly, which other pipeline stages do not "
+        "draw: what the step draws afterwards, such as tokens, would differ between them. Call `self.eval()` before it "
+        "(dropout), draw in the step and pass the numbers on, or use `pipeline_parallel_size=1`."
+    )
+
+
+def _refuse_inside(name: str, outer: str) -> None:
+    raise RuntimeError(
+        f"`{name}` is called inside `{outer}`, but it is on another pipeline stage. Keep it on every stage with "
+        f'`MegatronStrategy(pipeline_placement={{"{name}": "all"}})`, or use `pipeline_parallel_size=1`.'
+    )

@@ -1,0 +1,208 @@
+"""Around code that calls the model repeatedly: each call goes through all stages; see :mod:`.follower`.
+
+Inside a step the strategy asks for it, for steps that call the layers more than once. Outside of a step, in a hook or
+after a run, the call of a module that contains the layers does, where it takes no gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
+from lightning_megatron.pipeline.repeated.follower import CallFollower
+from lightning_megatron.pipeline.repeated.wire import Wire
+from lightning_megatron.pipeline.stage.calls import HookedCall
+from lightning_megatron.pipeline.stage.stage import Stage
+
+_PATIENCE_S = 180.0
+
+
+class _OwnPart:
+    """Around a part that this stage has and some other has not, while code calls the model repeatedly."""
+
+    def __init__(self, follower: CallFollower, name: str, module: nn.Module) -> None:
+        self._follower, self._name, self._module = follower, name, module
+
+    def install(self) -> None:
+        self._module.__dict__["_call_impl"] = self.enter
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("_call_impl", None)
+
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        return self._follower.call_unit(self._name, self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module)._call_impl(self._module, *args, **kwargs)
+
+
+class _ModelCall:
+    """Around a module that contains the layers: called outside of a step, it goes through all stages."""
+
+    def __init__(self, calls: ModelCalls, module: nn.Module) -> None:
+        self._model_calls, self.module = calls, module
+        module.__dict__["_call_impl"] = self.enter
+
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        calls, module = self._model_calls, self.module
+        if calls.stage.cursor.running or calls.stage.repeats or torch.is_grad_enabled() or in_backward():
+            return type(module)._call_impl(module, *args, **kwargs)
+        with calls.outside(type(module).__name__):
+            return type(module)._call_impl(module, *args, **kwargs)
+
+
+class ModelCalls:
+    """Runs code of the user's on every stage, each of whose calls of the model goes through all stages.
+
+    Args:
+        module: the user's, cut.
+        stage: this rank's part of it.
+    """
+
+    def __init__(self, module: nn.Module, stage: Stage) -> None:
+        self.stage, self._module = stage, module
+        partition, effects = stage.partition, stage.cursor.side_effects
+        self._follower = CallFollower(module, partition, stage.stage, effects, stage.device)
+        self._parts = self._own_parts()
+        self._place = ""
+        self._met = 0
+        self._stages = len(set(partition.owners))
+        self._holders: list[_ModelCall] = []
+        names = partition.trunk.name.split(".")
+        for depth in range(len(names) + 1):
+            holder = module.get_submodule(".".join(names[:depth]))
+            if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and "_call_impl" not in holder.__dict__:
+                self._holders.append(_ModelCall(self, holder))
+
+    @staticmethod
+    def of(module: nn.Module, stage: Stage) -> ModelCalls:
+        """Those of a module; made in the first run after it was cut."""
+        marks = Marks.of(module.get_submodule(stage.partition.trunk.name))
+        return marks.get(ModelCalls) or marks.put(ModelCalls(module, stage))
+
+    def connect(self, mesh: ParallelMesh) -> None:
+        """Go through the pipeline of this rank in ``mesh``."""
+        self._follower.wire = Wire(mesh.group("pipeline_parallel"), mesh.pipeline_ranks, mesh.stage, self.stage.device)
+        self._place = "model_calls/" + "_".join(map(str, mesh.pipeline_ranks))
+
+    def step_begins(self) -> None:
+        """Leave the model's own calls alone, which ordinary steps make in every micro-batch."""
+        for holder in self._holders:
+            if "_call_impl" in holder.module.__dict__:
+                del holder.module.__dict__["_call_impl"]
+
+    def step_ends(self) -> None:
+        """Meet the calls outside of steps."""
+        for holder in self._holders:
+            holder.module.__dict__["_call_impl"] = holder.enter
+
+    def _own_parts(self) -> list[_OwnPart]:
+        """Parts that are here, but not on every stage, and that nobody follows in ordinary steps."""
+        followed = {id(call.module) for call in self.stage.calls}
+        found: dict[int, _OwnPart] = {}
+        for name, stages in self.stage.partition.units.items():
+            owner, _, leaf = name.rpartition(".")
+            unit = self._module.get_submodule(owner)._modules.get(leaf)
+            partly = self.stage.stage in stages and len(stages) < len(set(self.stage.partition.owners))
+            if unit is not None and partly and id(unit) not in followed:
+                found.setdefault(id(unit), _OwnPart(self._follower, name, unit))
+        return list(found.values())
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around code that every stage of the pipeline runs.
+
+        Raises:
+            RuntimeError: the tokens of a sequence are split over ranks.
+        """
+        stage, wire = self.stage, self._follower.wire
+        if stage.cursor.tokens is not None:
+            raise RuntimeError(
+                "a model that is called repeatedly in a step, or outside of one, is given a token at a time, which "
+                "context ranks cannot split; use `context_parallel_size=1`, or `pipeline_parallel_size=1`."
+            )
+        followed: list[tuple[HookedCall, Any]] = [(call, call.cursor) for call in stage.calls]
+        fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
+        torch.backends.mha.set_fastpath_enabled(False)
+        wire.begin()
+        for call, _ in followed:
+            call.cursor = self._follower
+        for part in self._parts:
+            part.install()
+        stage.repeats = True
+        try:
+            yield
+            wire.finish()
+            if STATE.written:
+                refuse_away_metrics(self._module)
+        finally:
+            stage.repeats = False
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            for part in self._parts:
+                part.remove()
+            for call, cursor in followed:
+                call.cursor = cursor
+            forget_written()
+
+    @contextmanager
+    def outside(self, name: str) -> Iterator[None]:
+        """Around a call outside of a step, which starts when all stages are there.
+
+        Args:
+            name: of what is called.
+        """
+        self._meet(name)
+        with self.running():
+            yield
+
+    def _meet(self, name: str) -> None:
+        """Wait for the other stages, as long as there is a store to meet in: it ends with the process of global rank 0.
+
+        Raises:
+            RuntimeError: some do not come.
+        """
+        try:
+            self._wait_for_others(name)
+        except dist.DistNetworkError:
+            return
+
+    def _wait_for_others(self, name: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._met += 1
+        keys = {stage: f"{self._place}/{self._met}/{stage}" for stage in range(self._stages)}
+        store.set(keys[self.stage.stage], "")
+        begun = time.monotonic()
+        while missing := [stage for stage, key in keys.items() if not store.check([key])]:
+            if time.monotonic() - begun > _PATIENCE_S:
+                raise RuntimeError(
+                    f"`{name}` was called outside of a step, and pipeline stage {missing[0]} did not call it within "
+                    f"{_PATIENCE_S:.0f} seconds. Each stage has some of the layers, so all ranks have to call the "
+                    "model: take conditions such as `trainer.is_global_zero` off the call, and put them around what "
+                    "is done with the result."
+                )
+            time.sleep(0.0005)
+        if self._met > 2:
+            store.delete_key(f"{self._place}/{self._met - 2}/{self.stage.stage}")
+
+    def refuse_log(self) -> bool:
+        """Whether a call of ``self.log`` comes from a layer of a model that is called repeatedly.
+
+        Raises:
+            RuntimeError: it does; only its own stage knows of it.
+        """
+        if self.stage.repeats and self._follower.inside:
+            raise RuntimeError(
+                f"`{self._follower.inside}` calls `self.log` in a step that calls the model repeatedly; only its own "
+                "pipeline stage would know. Return the value, or keep it on the layer, and log it in the step."
+            )
+        return False

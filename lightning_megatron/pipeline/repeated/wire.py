@@ -1,0 +1,199 @@
+"""Messages by which one stage tells all others of its pipeline what a layer or part gave.
+
+Every stage takes part in every message, in one order, since all of them run the same code. So a message says which call
+it answers and how many came before; where that is not the call that a stage is waiting in, the ranks have gone
+different ways (code that looks at the rank, for instance), and the run is refused instead of waiting for ever::
+
+    header   kind, unit, turn, dtype, shape      a single tensor: its numbers follow
+             kind, unit, turn, bytes             a nest: its description follows, then each tensor
+             kind, -, -                          this stage's code has ended
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.mesh.key_value_caches import is_cache
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_for
+from lightning_megatron.mesh.pickling import HeldGroup
+
+_HEADER = 14
+_SHAPE = 5  # where it begins
+_TENSOR, _NEST, _END = 1, 2, 3
+_TAG = (1 << 20) + 7
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a nest."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands for a cache that the call was given."""
+
+    place: int
+
+
+class Wire:
+    """What one rank's stage says to all stages of its pipeline, and hears from them.
+
+    Args:
+        group: the pipeline's process group.
+        ranks: by stage, its global rank.
+        stage: this rank's.
+        device: where tensors live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], stage: int, device: torch.device) -> None:
+        self._group, self._ranks, self._stage, self._device = HeldGroup(group), ranks, stage, device
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Start counting."""
+        self._turn = 0
+
+    def tell(self, unit: int, value: Any, note: Any, caches: list[Any]) -> None:
+        """Tell all other stages what a layer or part gave.
+
+        Args:
+            unit: its number.
+            value: a tensor or a nest.
+            note: what else there is to know about the call; pickled.
+            caches: that the call was given; where they are in ``value`` again, the others find their own.
+        """
+        self._turn += 1
+        plain = type(value) is Tensor and note is None and value.ndim <= _HEADER - _SHAPE
+        if plain:
+            self._send_header(_TENSOR, unit, self._turn, _DTYPES.index(value.dtype), value.ndim, *value.shape)
+            self._send(value)
+            return
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_cache)
+        slots = [_described(leaf, caches) for leaf in leaves]
+        blob = objects.encode((pytree.tree_unflatten(slots, spec), note))
+        self._send_header(_NEST, unit, self._turn, blob.numel())
+        self._send(blob.to(self._device))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._send(leaf)
+
+    def hear(self, stage: int, unit: int, name: str, caches: list[Any]) -> tuple[Any, Any]:
+        """What a layer or part of another stage gave, and the note.
+
+        Args:
+            stage: the one that has it.
+            unit: its number.
+            name: the same in words.
+            caches: as in :meth:`tell`, here.
+
+        Raises:
+            RuntimeError: that stage's code calls something else, or has ended.
+        """
+        self._turn += 1
+        kind, told, turn, first, *rest = self._header(stage)
+        if kind == _END or (told, turn) != (unit, self._turn):
+            _refuse(name, stage, ended=kind == _END)
+        if kind == _TENSOR:
+            return self._receive(stage, tuple(rest[1 : 1 + rest[0]]), _DTYPES[first]), None
+        blob = self._receive(stage, (first,), torch.uint8)
+        nest, note = objects.decode(blob)
+        is_leaf = lambda leaf: isinstance(leaf, (_Slot, _Given))  # noqa: E731
+        slots, spec = pytree.tree_flatten(nest, is_leaf=is_leaf)
+        return pytree.tree_unflatten(list(self._filled(stage, slots, caches)), spec), note
+
+    def _filled(self, stage: int, slots: list[Any], caches: list[Any]) -> Iterator[Any]:
+        for slot in slots:
+            if isinstance(slot, _Slot):
+                yield self._receive(stage, slot.shape, slot.dtype)
+            else:
+                yield caches[slot.place] if isinstance(slot, _Given) else slot
+
+    def finish(self) -> None:
+        """Tell the others that this stage's code has ended, and hear it of them.
+
+        Raises:
+            RuntimeError: one goes on calling the model.
+        """
+        for stage in range(len(self._ranks)):
+            if stage == self._stage:
+                self._send_header(_END, -1, -1, 0)
+            elif self._header(stage)[0] != _END:
+                _refuse("", stage, ended=False)
+
+    def _send_header(self, *entries: int) -> None:
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header[: len(entries)] = torch.tensor(entries, dtype=torch.int64)
+        self._send(header.to(self._device))
+
+    def _header(self, stage: int) -> list[int]:
+        entries: list[int] = self._receive(stage, (_HEADER,), torch.int64).tolist()
+        return entries
+
+    def _send(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._pass(_as_numbers(tensor.detach().contiguous()), self._stage)
+
+    def _receive(self, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        if math.prod(shape):
+            self._pass(_as_numbers(tensor), stage)
+        return tensor
+
+    def _pass(self, data: Tensor, stage: int) -> None:
+        group = cast("dist.ProcessGroup", self._group.group)
+        with torch.no_grad():
+            wait_for(
+                start_broadcast(data, dist.get_group_rank(group, self._ranks[stage]), group, _TAG),
+                "broadcast",
+                data,
+                group,
+            )
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """The same memory in a type that every backend sends."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _described(leaf: Any, caches: list[Any]) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Slot(tuple(leaf.shape), leaf.dtype)
+    if is_cache(leaf):
+        return _Given(next((at for at, cache in enumerate(caches) if cache is leaf), 0)) if caches else None
+    return leaf
+
+
+def _refuse(name: str, stage: int, *, ended: bool) -> NoReturn:
+    if not name:
+        what = f"pipeline stage {stage} goes on calling the model where the code of this rank has ended"
+    elif ended:
+        what = (
+            f"`{name}` was called here, but the code of pipeline stage {stage}, which has it, ended without calling it"
+        )
+    else:
+        what = f"`{name}` was called here, but pipeline stage {stage}, which has it, calls something else"
+    raise RuntimeError(
+        f"{what}. All ranks have to call a model that is spread over pipeline stages alike: take conditions such as "
+        "`trainer.is_global_zero` off the call of `generate` (or of the model), and put them around what is done with "
+        "the result."
+    )

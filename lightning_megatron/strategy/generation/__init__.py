@@ -1,0 +1,1 @@
+"""Steps of evaluation that call the model again and again, as text generation does"""

@@ -1,0 +1,139 @@
+"""Which steps of evaluation call the model repeatedly, and how they run under a pipeline.
+
+An ordinary step ends on each stage behind its last layer. One that calls the layers again needs what the model gives on
+every stage, so all of its calls become passes through all stages (:mod:`lightning_megatron.pipeline.repeated`). That a
+step is of this kind is read off its code (a call of ``.generate``), or seen when it calls the layers a second time:
+then what it has done so far is taken back, and it is started over::
+
+    last stage     forward, forward: again! ──▶ told with the outcome ─▶ start over: passes
+    other stages   forward                      hear it               ─▶ start over: passes
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.elsewhere.away import refuse_away
+from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.loss.traces import Traces
+
+_GENERATES = re.compile(r"\.generate\(")
+_CALLS = re.compile(r"\bself\.(\w+)\(")
+
+
+class StartOver:
+    """The outcome of a step that turned out to call the layers again."""
+
+
+class Attempt:
+    """A step that may have to be started over: its batch, and what the module is like before it.
+
+    Args:
+        module: the user's.
+        batch: of the step.
+    """
+
+    def __init__(self, module: pl.LightningModule, batch: Any) -> None:
+        self._traces = Traces(module)
+        self._batch = map_tensors(batch, torch.clone)
+
+    def take_back(self) -> Any:
+        """Leave the module as it was; returns the batch as it was."""
+        with torch._C.DisableTorchFunction():
+            self._traces.put_back()
+        return self._batch
+
+
+class Repeats:
+    """The steps of a module that call it repeatedly.
+
+    Args:
+        module: the user's, cut.
+        stage: this rank's part of it.
+        mesh: the grid.
+
+    Attributes:
+        model_calls: goes through all stages with each call of the model.
+    """
+
+    def __init__(self, module: pl.LightningModule, stage: Stage, mesh: ParallelMesh) -> None:
+        self._module, self._stage = module, stage
+        self.model_calls = ModelCalls.of(module, stage)
+        self.model_calls.connect(mesh)
+        self._last = mesh.rank == mesh.loss_rank
+        self._known: dict[str, bool] = {}
+
+    def includes(self, name: str) -> bool:
+        """Whether the step of this name is known to call the model repeatedly; equal on all ranks."""
+        if name not in self._known:
+            self._known[name] = generates(type(self._module), name)
+        return self._known[name]
+
+    def attempt(self, name: str, batch: Any) -> Attempt | None:
+        """What is needed to start a step over; ``None`` where that is known not to happen."""
+        return None if self.includes(name) else Attempt(self._module, batch)
+
+    def note(self, name: str) -> None:
+        """Say that the step of this name has called the layers again."""
+        self._known[name] = True
+        rank_zero_info(
+            f"`{name}` calls the model repeatedly. It was started over, and runs on every pipeline stage from now on: "
+            "each call goes through all stages, and every stage gets what the model gives."
+        )
+
+    def run(self, step: PipelineStep, undone: Callable[[], Any]) -> None:
+        """Run a step, each of whose calls of the model goes through all stages; fills its outputs.
+
+        Args:
+            step: of evaluation.
+            undone: a context that takes back what is written to the module, for the stages that hear of it from the one
+                that computes the loss.
+        """
+        with self.model_calls.running(), nullcontext() if self._last else undone():
+            for index, part in enumerate(step.micro_batches):
+                output = step.call(part, index)
+                if self._last:
+                    refuse_away(output, f"what `{step.name}` returned")
+                step.outputs[index] = output
+
+    def take_log(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of ``self.log`` belongs to another stage; see :class:`LogRecorder`."""
+        return self.model_calls.refuse_log() or self._stage.cursor.side_effects.take_log(args, kwargs)
+
+
+def generates(kind: type, name: str) -> bool:
+    """Whether a method, or one of the same class that it calls, calls a method ``generate`` of anything."""
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        method = todo.pop()
+        function = getattr(kind, method, None)
+        if method in seen or not callable(function):
+            continue
+        seen.add(method)
+        if (getattr(function, "__module__", "") or "").split(".")[0] in ("lightning", "torch"):
+            continue
+        source = _source_of(function)
+        if _GENERATES.search(source):
+            return True
+        todo += _CALLS.findall(source)
+    return False
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""

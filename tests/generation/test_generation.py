@@ -1,0 +1,126 @@
+"""Generated tokens equal those of one process, whatever the layout; what cannot be is refused on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.strategy.generation.repeats import generates
+from tests.generation.refusals import REFUSALS, refused
+from tests.generation.scenarios import MODES, Sizes, Talks, generated, replica_of, scheduled
+from tests.generation.strangers import STRANGERS, Greedy, strange
+from tests.harness import one_process, run_trainers
+
+FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "opt", "gpt_neox"),
+    *("bloom", "gptj", "stablelm", "olmo2", "starcoder2", "falcon"),
+)
+LAYOUTS: tuple[Sizes, ...] = ((1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))
+wide = pytest.mark.wide
+
+
+def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str) -> None:
+    pipeline, data, tensor = sizes
+    ranks = run_trainers(generated, family, sizes, modes, where, devices=pipeline * data * tensor)
+    for rank, outcome in enumerate(ranks):
+        expected = one_process(generated, family, None, modes, where, replica_of(rank, sizes))
+        if where in ("validate", "test"):
+            tokens, (values,) = outcome.value
+            assert tokens == expected[0], (rank, tokens, expected[0])
+            if data == 1:
+                assert values == pytest.approx(expected[1][0], rel=1e-9)
+            continue
+        assert outcome.value == expected, (rank, outcome.value, expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
+def test_predictions_in_every_mode_are_those_of_one_process(sizes: Sizes) -> None:
+    check_tokens("llama", sizes, tuple(MODES), "predict")
+
+
+def test_tokens_in_steps_a_callback_and_after_fit_are_those_of_one_process() -> None:
+    check_tokens("gpt2", (2, 1, 1), ("greedy",), "fit")
+
+
+@wide
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_a_family_are_those_of_one_process(family: str, sizes: Sizes) -> None:
+    modes = ("greedy", "recomputed", "sampled", "beams")
+    check_tokens(family, sizes, (*modes, "static") if family in ("llama", "gemma3") else modes, "predict")
+
+
+@wide
+@pytest.mark.parametrize("where", ["validate", "test", "fit"])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1)], ids=str)
+def test_tokens_anywhere_are_those_of_one_process(sizes: Sizes, where: str) -> None:
+    if where == "fit" and sizes[1] > 1:
+        pytest.skip("replicas train on batches of their own")
+    check_tokens("qwen2", sizes, ("greedy",), where)
+
+
+@wide
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2},
+        {"pipeline_schedule": "zb-v"},
+        {"evaluation_micro_batch_size": 1},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_schedule(options: dict[str, Any]) -> None:
+    for outcome in run_trainers(scheduled, {"pipeline_parallel_size": 2, **options}, devices=2):
+        assert outcome.value == one_process(scheduled, None)
+
+
+def check_stranger(name: str, sizes: Sizes) -> None:
+    pipeline, data, tensor = sizes
+    for rank, outcome in enumerate(run_trainers(strange, name, sizes, devices=pipeline * data * tensor)):
+        expected = one_process(strange, name, None, replica_of(rank, sizes))
+        assert_equal(outcome.value, expected)
+
+
+def assert_equal(given: Any, expected: Any) -> None:
+    ours, theirs = pytree.tree_leaves(given), pytree.tree_leaves(expected)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        else:
+            assert one == pytest.approx(other, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["functional", "measures"])
+def test_a_strangers_loop_gives_what_it_gives_in_one_process(name: str) -> None:
+    check_stranger(name, (2, 1, 1))
+
+
+@wide
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", sorted(STRANGERS))
+def test_strangers_loops_give_what_they_give_in_one_process(name: str, sizes: Sizes) -> None:
+    if STRANGERS[name][1] != "predict" and sizes[1] > 1:
+        pytest.skip("metrics over replicas are those of all their batches")
+    check_stranger(name, sizes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["guarded", *(pytest.param(name, marks=wide) for name in sorted(REFUSALS) if name != "guarded")],
+)
+def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
+    _, words = REFUSALS[name]
+    for outcome in run_trainers(refused, name, devices=2, check=False, grace=20):
+        assert "killed" not in (outcome.error or ""), f"rank {outcome.rank} hung"
+        assert words in f"{outcome.value}\n{outcome.error}\n{outcome.output}", outcome
+
+
+def test_a_step_generates_if_it_or_a_method_that_it_calls_says_so() -> None:
+    assert generates(Talks, "predict_step") and generates(Talks, "validation_step")
+    assert not generates(Talks, "training_step") and not generates(Greedy, "predict_step")
+    assert not generates(Greedy, "validation_step")  # Lightning's own
