@@ -16,6 +16,7 @@ FLOORS = {
     "models": 3,
     "checkpoints": 3,
     "context_parallel": 3,
+    "experts": 4,
     "parallelize": 3,
     "pipeline": 3,
     "planner": 4,

@@ -48,6 +48,7 @@ class GradientOptions:
         reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
         inspect: whether to note which gradients are not finite before they are summed.
         overlap_gather: whether updated weights travel while the next step begins.
+        experts: replicas over which experts are shared out.
     """
 
     sharding: OptimizerSharding = True
@@ -56,6 +57,7 @@ class GradientOptions:
     reduce_dtype: torch.dtype | None = None
     inspect: bool = False
     overlap_gather: bool = False
+    experts: int = 1
 
 
 class ModelGradients:
@@ -96,6 +98,7 @@ class ModelGradients:
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
         self.local: LocalGradients | None = None
+        self._experts = mesh.expert_groups(options.experts)
         self._several = several and not splits_itself(module)
         self.shows_whole: Callable[[], AbstractContextManager[None]] = nullcontext
         self.shows_parts: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -166,7 +169,7 @@ class ModelGradients:
         parameters = dict(self._module.named_parameters())
         replicas = self.replicas
         kinds = {
-            holder: Sharing.of_group(group, sharded=replicas.shards > 1, holders=holder)
+            holder: Sharing.of_group(group, sharded=replicas.shards > 1 and group is not None, holders=holder)
             for holder, group in groups.items()
         }
         shared = {name: kinds[holder] for name in parameters if (holder := self.holders_of(name)) in kinds}
@@ -277,6 +280,11 @@ class ModelGradients:
         piece = bucket.pieces.get(index)
         return None if piece is None else piece.update.grad
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether a backward has come to ``parameter`` on any rank that holds it, once gradients have been summed."""
+        bucket, index = self._place(parameter)
+        return parameter.grad is not None if bucket is None else bucket.touched[index]
+
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """2-norm of the gradients of ``parameters`` over the whole model, each element counted once."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -289,6 +297,7 @@ class ModelGradients:
         if scattered:
             return global_norm(counted, [self._mesh.group("world")], self._device)
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
+        groups += [self._experts.group] if self._experts is not None else []
         groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
         if not groups:  # whole gradients are here: the bits of torch's own norm, and so of plain Lightning
             return torch.nn.utils.get_total_norm(counted)
@@ -296,6 +305,10 @@ class ModelGradients:
 
     def _counts(self, name: str | None, parameter: nn.Parameter, scattered: bool) -> bool:
         """Whether this rank counts what it holds of a parameter; over the world each element must count once."""
+        if name is not None and self.holders_of(name).of_experts:  # of copies there is a sum, or each has a shard of it
+            return True
+        if not scattered and self._experts is not None and self._experts.rank != 0:
+            return False
         bucket, _ = self._place(parameter)
         sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
         if scattered and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
@@ -314,7 +327,9 @@ class ModelGradients:
         for parameter in members:
             name, (bucket, index) = names[id(parameter)], self._place(parameter)
             if bucket is None or bucket.weights is None:
-                places.append(StatePlace(name, parameter, self._tensor.spec_of(name, parameter.shape)))
+                spec = self._tensor.spec_of(name, parameter.shape)
+                if spec.boxes:  # else another rank has it, and knows how often it was updated
+                    places.append(StatePlace(name, parameter, spec))
             elif index in bucket.pieces:
                 piece = bucket.pieces[index]
                 key = key_of(parameter, piece, self._wholes)

@@ -17,22 +17,24 @@ from lightning_megatron.mesh.parts.boxes import ShardSpec
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one rank of the tensor group holds a parameter.
+    """How one rank of the tensor group, or of an expert group, holds a parameter.
 
     Attributes:
         spec: the part of the logical parameter that this rank holds.
         sums_gradient: whether autograd's gradient is a partial sum, which must be summed over the tensor group once
             before it is used (norms and row-parallel biases under sequence parallelism, norms on local heads,
             replicated key/value heads).
+        of_experts: whether the parts lie on the ranks of an expert group, of which one may hold all of a parameter.
     """
 
     spec: ShardSpec
     sums_gradient: bool = False
+    of_experts: bool = False
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank of the tensor group holds the whole parameter."""
-        return self.spec.is_whole
+        """Whether every rank of the group holds the whole parameter."""
+        return self.spec.is_whole and not self.of_experts
 
     def describe(self) -> str:
         """A short phrase for tables: ``split``, ``replicated`` or ``replicated, gradient summed``."""

@@ -190,19 +190,8 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
     _check_mixtures(trainer, module, layout)
-    if layout.pipeline > 1:
-        _check_pipeline(module, layout.pipeline)
     if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
-
-
-def _check_pipeline(module: pl.LightningModule, stages: int) -> None:
-    advice = "use `pipeline_parallel_size=1`."
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"manual optimization runs its own backward, which `pipeline_parallel_size={stages}` cannot schedule; set "
-            f"`self.automatic_optimization = True`, or {advice}"
-        )
 
 
 def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
@@ -255,11 +244,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
     """
     if stages == 1:
         return
-    if len(optimizers) > 1:
-        raise MisconfigurationException(
-            f"{len(optimizers)} optimizers need manual optimization, which `pipeline_parallel_size={stages}` cannot "
-            "schedule; return one optimizer with several parameter groups, or use `pipeline_parallel_size=1`."
-        )
+    updated: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if updated.setdefault(id(parameter), number) != number:
+                raise MisconfigurationException(
+                    f"optimizers {updated[id(parameter)]} and {number} both hold a parameter of shape "
+                    f"{tuple(parameter.shape)}; with `pipeline_parallel_size={stages}` give each parameter to one "
+                    "optimizer, or use `pipeline_parallel_size=1`."
+                )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(

@@ -25,6 +25,7 @@ from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.context import check_context
+from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
@@ -49,6 +50,7 @@ class Options:
         context_parallel_size: ranks that share the tokens of each sequence.
         context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
+        expert_parallel_size: replicas that share out the experts of mixtures, and send each other the tokens for them.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
@@ -115,6 +117,7 @@ class Options:
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
     context_parallel_options: Mapping[str, Any] | None = None
+    expert_parallel_size: int = 1
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
     micro_batch_size: int | str = "auto"
@@ -173,6 +176,7 @@ class Options:
         checks.check_gradient_options(self.gradient_reduce_dtype, self.nonfinite)
         checks.check_overlap(self.overlap_parameter_gather, self.optimizer_sharding, self.compile_layers)
         check_context(self)
+        check_experts(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -232,6 +236,7 @@ class Options:
             compile_layers=self.compile_layers,
             tensor_plan=self.tensor_parallel_plan,
             context=check_context_options(self.context_parallel_size, self.context_parallel_options),
+            experts=self.expert_parallel_size,
             stage_speeds=stage_speeds,
         )
 
@@ -259,6 +264,7 @@ class Options:
                 reduce_dtype=self.gradient_reduce_dtype,
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
+                experts=self.expert_parallel_size,
             ),
         )
 

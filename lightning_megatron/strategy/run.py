@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -32,6 +33,7 @@ from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
 from lightning_megatron.strategy.context import check_context_run
+from lightning_megatron.strategy.expert_checks import check_batches, check_expert_ranks, check_expert_run
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -46,6 +48,7 @@ from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointI
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize, whole_view
+from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates
 
@@ -96,6 +99,7 @@ class Run:
         if earlier is not None:
             self.saving.optimizer_names = earlier.saving.optimizer_names
         mesh, gradients = processes.mesh, self.engine.model_gradients
+        self._experts = mesh.expert_groups(options.expert_parallel_size)
         self._replicas, self._everyone = _NOTHING, _NOTHING  # whom torch's calls without a group mean
         if mesh.layout.data < mesh.layout.world_size and not self.engine.splits_itself:
             self._replicas = default_group(mesh.group("data_parallel"))
@@ -122,7 +126,8 @@ class Run:
         if not self._fits:
             begin_averages(trainer, self.saving.weights, processes.device, fits=False)
         self._clipping: HandClipping | None = None
-        if mesh.layout.pipeline * mesh.layout.tensor > 1 and not self.engine.splits_itself:
+        several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_parallel_size > 1
+        if several and not self.engine.splits_itself:
             self._clipping = HandClipping(
                 self.module, gradients.presence, Stage.of(self.module), gradients.norm, self._whole_hooks
             )
@@ -176,6 +181,7 @@ class Run:
     def training_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
         batch = args[0] if args else next(iter(kwargs.values()))
+        self._check_batch(batch, self._options.micro_batch_size)
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step("training_step", call)
@@ -203,14 +209,21 @@ class Run:
             self._replay(self.module, outcome.logs)
             self._trainer.should_stop |= outcome.stop
 
+    def _check_batch(self, batch: Any, size: int | str) -> None:
+        if self._experts is not None:
+            cut = size != "auto" or (self._processes.mesh.layout.pipeline > 1 and self._trainer.training)
+            with self._processes.naming_failures():
+                check_batches(size if cut else None, self._experts, batch)
+
     def evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The user's step of evaluation or prediction called ``name``, through all stages."""
         batch = args[0] if args else next(iter(kwargs.values()))
+        self._check_batch(batch, self._options.evaluation_micro_batch_size)
         call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step(name, call)
         call = self._with_split_tokens(call)
-        if name != "predict_step":  # whose replicas may have different numbers of batches
+        if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
             self.engine.model_gradients.finish_gather()
@@ -227,16 +240,22 @@ class Run:
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         """Publish the gradients of a scheduled step, or run autograd for a plain one."""
         precision = self._precision
-        loss = precision.pre_backward(loss, self.module)
+        if self.engine.has_stages:
+            check_backward(args, kwargs)
+        with self.engine.between_passes():
+            loss = precision.pre_backward(loss, self.module)
         autograd = functools.partial(self._autograd, optimizer, args, kwargs)
         with self._processes.naming_failures(), self._everyone:
             self._step.backward(loss, autograd, self._window)
+            if self.engine.has_stages and self._reduces:
+                self.engine.note_gradients()
             self._check_gradients()
             outcome = self._step.finish()
             if outcome is not None:  # of a plain step, whose logs travelled between the replicas meanwhile
                 with lightning_state.in_hook(self.module, "training_step"), precision.train_step_context():
                     self._take(outcome)
-        return precision.post_backward(loss, self.module)
+        with self.engine.between_passes():
+            return precision.post_backward(loss, self.module)
 
     def _autograd(self, optimizer: Optimizer | None, args: Any, kwargs: Mapping[str, Any], loss: Tensor) -> None:
         with self._replicas:
@@ -264,9 +283,10 @@ class Run:
             self._reduces = True
 
     @contextmanager
-    def updating(self) -> Generator[None, None, None]:
-        """Around a step of an optimizer, which gets its parameters back if it fails."""
-        with self._everyone, self._logs.updating():
+    def updating(self, closure: Callable[[], Any]) -> Generator[None, None, None]:
+        """Around a step of an optimizer, which gets its parameters back if it fails; ``closure`` is what it calls."""
+        outside = self.engine.between_passes() if closure is do_nothing_closure else _NOTHING
+        with self._everyone, self._logs.updating(), outside:
             try:
                 yield
                 self.engine.settle()
@@ -334,13 +354,15 @@ def start_run(
         MisconfigurationException: a module or callback that this strategy cannot train with.
         ValueError: the module cannot be divided so; the message says what to change.
     """
+    check_expert_ranks(options.expert_parallel_size, processes.mesh.layout)
+    check_expert_run(options.expert_parallel_size, trainer, module)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
         lightning_state.insert_failure_callback(trainer, processes.report)
-        insert_loop_ends(trainer, processes.end_loop)
+        insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_parallel_size > 1)
     if options.profiles_layers:
         insert_profile(trainer)
     if options.log_gradient_norm:

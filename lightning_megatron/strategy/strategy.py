@@ -90,7 +90,7 @@ class MegatronStrategy(ParallelStrategy):
         parallel_devices: list[torch.device] | None = None, cluster_environment: ClusterEnvironment | None = None,
         initial_weights: Any | None = None, checkpoint_io: CheckpointIO | None = None, layout: str | None = None,
         precision_plugin: Precision | None = None, layout_options: Mapping[str, Any] | None = None,
-        topology: given.Topology | given.TopologyPlacement | None = None,
+        topology: given.Topology | given.TopologyPlacement | None = None, expert_parallel_size: int = 1,
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)
@@ -309,7 +309,7 @@ class MegatronStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Step; an optimizer whose step fails gets its parameters back. What hooks log meanwhile is put together."""
-        with self.run.updating():
+        with self.run.updating(closure):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_end(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
 from tests.parity.zoo.blocks import HIDDEN
-from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.data import LENGTH, VOCABULARY
 from tests.parity.zoo.tasks import TokenTask
 
 
@@ -130,3 +131,44 @@ def pair_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -
 def writing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments are written into."""
     return handed_on(info, layout, {**arguments, "net": "writing"})
+
+
+class ChoosingLayer(nn.Module):
+    """Chooses by its data, and by ``most``, which a hook sets, how many positions and tensors it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(HIDDEN, HIDDEN), LENGTH
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float, list[Tensor]]:
+        x = x + torch.tanh(self.linear(x))
+        odd = int(x.detach().abs().sum() * 1000) % 2
+        return x[:, : self.most - odd], float(x.detach().mean()), [x.square().mean()] * (1 + odd)
+
+
+class Choosing(TokenTask):
+    """Between its layers it reads lengths and numbers that another stage has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList([ChoosingLayer() for _ in range(4)])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.most = LENGTH - index - batch_idx % 2
+
+    def loss(self, batch: Any) -> Tensor:
+        x, total = self.embed(batch[0]), torch.tensor(0.0)
+        for layer in self.layers:
+            x, number, further = layer(x)
+            total = total + number + x.size(1) / 10 + len(further) / 7 + 0.1 * torch.stack(further).sum()
+        return F.cross_entropy(self.head(x.mean(1)), batch[1][:, 0]) * (1 + total)
+
+
+def choosing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The loss of the last of four batches."""
+    torch.manual_seed(5)
+    trainer = trainer_for(info, layout, arguments, max_steps=4, limit_val_batches=0)
+    trainer.fit(Choosing())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -10,8 +10,8 @@ import pytest
 from lightning_megatron.pipeline.run.links import USUAL_LINKS
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.harness import run_trainers
-from tests.parity.scenario import compare_scenario
-from tests.pipeline.boundary_scenarios import dict_run, pair_run, writing_run
+from tests.parity.scenario import Layout, compare_scenario
+from tests.pipeline.boundary_scenarios import choosing_run, dict_run, pair_run, writing_run
 from tests.pipeline.transfer_scenarios import bytes_sent, held, shapes_sent
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v")
@@ -56,6 +56,21 @@ def test_layers_may_write_into_what_they_are_given(schedule: str, tensor: int, r
 
 
 @pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ((2, 1), {"pipeline_schedule": "zb-v"}),
+        *(
+            pytest.param((stages, 1), {"pipeline_schedule": schedule, "micro_batch_size": size}, marks=pytest.mark.wide)
+            for stages, schedule in ((2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "gpipe"))
+            for size in (2, 8)
+        ),
+    ],
+)
+def test_layers_may_choose_shapes_and_numbers_by_their_data(layout: Layout, arguments: dict[str, Any]) -> None:
+    compare_scenario(choosing_run, layout, variable_shapes=True, **arguments)
+
+
+@pytest.mark.parametrize(
     ("schedule", "through_memory"),
     [
         ("gpipe", True),
@@ -68,8 +83,8 @@ def test_receives_and_outputs_held_do_not_grow_with_the_micro_batches(schedule: 
     few, many = (run_trainers(held, schedule, count, through_memory, devices=3) for count in (6, 18))
     chunks = make_schedule(schedule, 3, 18).chunks
     for one, other in zip(few, many, strict=True):
-        assert other.value == one.value, "three times the micro-batches, and nothing more is held"
-        assert other.value["left"] == 0
+        assert other.value["left"] == one.value["left"] == 0
+        assert other.value["shapes"] == one.value["shapes"]
         assert other.value["posted"] <= 2 * chunks + 1, other.value
         assert other.value["outputs"] <= USUAL_LINKS.under_way * 2 * chunks, other.value
 

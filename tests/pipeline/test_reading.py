@@ -141,7 +141,9 @@ def test_copies_are_found_with_their_sources() -> None:
         Copy("still"),
         Copy("target_norm"),
     ]
-    left = copies.without_trained(module, {id(parameter) for parameter in module.parameters()})
+    found = copies.in_question(module, {id(parameter) for parameter in module.parameters()})
+    assert {id(p) for p in found} == {id(p) for p in [*module.average.parameters(), *module.target_norm.parameters()]}
+    left = copies.without_trained(module, {id(module.target_norm.weight)})
     assert [copy.name for copy in left.sources] == ["average", "old_head", "still"]
 
 

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
 
@@ -85,6 +86,27 @@ class Averaged(TokenTask):
         self.update(self)
 
 
+class Claimed(Averaged):
+    """Gives the optimizer the average too, which never gets a gradient, and trains a part that is named like one."""
+
+    def __init__(self) -> None:
+        super().__init__(zipped, frozen=False)
+        self.target_head = copy.deepcopy(self.net.head)
+
+    def loss(self, batch: Any) -> Tensor:
+        codes = torch.nn.functional.one_hot(batch[1] % HIDDEN, HIDDEN).to(self.target_head.weight.dtype)
+        return super().loss(batch) + self.target_head(codes).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for parameter in self.target_head.parameters():
+            parameter.clamp_(max=0.1)
+
+
 class Library(Averaged):
     """Averages with torch's own class, which wraps the copy and does not freeze it."""
 
@@ -135,6 +157,7 @@ KINDS: dict[str, Callable[[], LightningModule]] = {
     "data_in_place": lambda: Averaged(data_in_place, frozen=False),
     "state_dicts": lambda: Averaged(state_dicts),
     "layer_by_layer": lambda: Averaged(layer_by_layer),
+    "claimed": Claimed,
     "library": Library,
     "buffers": Buffers,
     "callback": lambda: Averaged(_nothing),

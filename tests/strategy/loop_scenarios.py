@@ -87,6 +87,46 @@ class OwnDescent(OwnBackward):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Scheduled(Manual):
+    """Accumulates over two batches, clips by torch's own function, reads its loss, and steps a schedule by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        self.log("train_loss", loss := self.loss(batch), sync_dist=True)
+        self.manual_backward(loss)
+        if batch_idx % 2 == 1 and loss.item() > 0:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[union-attr]
+        return {"loss": loss, "rate": optimizer.param_groups[0]["lr"]}  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class TwoParts(Manual):
+    """Two optimizers of one loss, of which one steps every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        often, seldom = self.optimizers()  # type: ignore[misc, attr-defined]
+        if batch_idx == 2:
+            return None
+        self.manual_backward(loss := self.loss(batch))
+        often.step()
+        often.zero_grad()
+        if batch_idx % 2:
+            seldom.step()
+            seldom.zero_grad()
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for name, p in self.net.named_parameters() if not name.startswith("layers")]
+        return [torch.optim.SGD(self.net.layers.parameters(), lr=0.1), torch.optim.AdamW(rest, lr=1e-2)]
+
+
 class LeftOut(TokenTask):
     """Leaves batches out: one by its number, others by their loss."""
 
@@ -102,6 +142,51 @@ class LeftOut(TokenTask):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class TwoForwards(Manual):
+    """Calls the layers for two losses, and then their backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch) + self.loss(batch))
+
+
+class TwoBackwards(Manual):
+    """Gives two losses of one forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2, retain_graph=True)
+        self.manual_backward(loss / 2)
+
+
+class PenaltyBefore(Manual):
+    """Takes a gradient with respect to what goes into the layers, and also around them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = first = self.net.token_embedding(batch[0]) + self.net.positions
+        for layer in self.net.layers:
+            x = layer(x)
+        loss = (x + first).square().mean()
+        (gradient,) = torch.autograd.grad(loss, first, retain_graph=True)
+        self.manual_backward(loss * gradient.norm())
+
+
+class PicturesFirst(Manual):
+    """Calls the model once to look at what it gives, and again for the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = self.net(batch[0])
+        self.manual_backward(self.loss(batch))
+
+
+class ReadsParts(Manual):
+    """Decides by a number that only one stage has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if loss > 0:
+            self.manual_backward(loss)
 
 
 class NeverZero(TokenTask):
@@ -153,6 +238,25 @@ class Adversaries(Manual):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.net, self.critic)]
+
+
+class CriticFirst(Adversaries):
+    """The critic's turn comes first, and the generator steps where nothing has reached it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        ours, theirs = self.optimizers()  # type: ignore[misc, attr-defined]
+        real = F.one_hot(batch[1][:, 0] % HIDDEN, HIDDEN).to(self.net.positions.dtype)
+        other = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(self.features(batch).detach())).mean()
+        self.manual_backward(other)
+        theirs.step()
+        theirs.zero_grad()
+        ours.step()
+        loss = F.softplus(-self.critic(self.features(batch))).mean()
+        self.manual_backward(loss)
+        ours.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        self.log_dict({"generator": loss, "critic": other}, sync_dist=True)
 
 
 class Closures(TokenTask):
@@ -326,7 +430,15 @@ MODULES: dict[str, Any] = {
     "manual": Manual,
     "own_backward": OwnBackward,
     "own_descent": OwnDescent,
+    "scheduled": Scheduled,
+    "two_parts": TwoParts,
     "left_out": LeftOut,
+    "two_forwards": TwoForwards,
+    "two_backwards": TwoBackwards,
+    "penalty_before": PenaltyBefore,
+    "pictures_first": PicturesFirst,
+    "reads_parts": ReadsParts,
+    "critic_first": CriticFirst,
     "never_zero": NeverZero,
     "adversaries": Adversaries,
     "closures": Closures,

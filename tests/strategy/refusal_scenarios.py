@@ -20,35 +20,6 @@ from tests.parity.zoo.language import LearnedPositions
 from tests.parity.zoo.tasks import TokenTask
 
 
-class Manual(TokenTask):
-    """Drives its optimizer by hand."""
-
-    def __init__(self) -> None:
-        super().__init__(LearnedPositions())
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-class TwoOptimizers(Manual):
-    """Two optimizers, by hand, as Lightning demands."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        halves = [self.net.layers.parameters(), self.net.final_norm.parameters()]
-        return [torch.optim.SGD(half, lr=0.1) for half in halves]
-
-
 class Twice(TokenTask):
     """Calls the trunk two times."""
 
@@ -213,8 +184,6 @@ def _mixture(**options: Any) -> PretrainedTask:
 MODULES: dict[str, Callable[[], Any]] = {
     "balanced": lambda: _mixture(output_router_logits=True),
     "grouped": lambda: _mixture(_experts_implementation="grouped_mm"),
-    "manual": Manual,
-    "two_optimizers": TwoOptimizers,
     "twice": lambda: Twice(LearnedPositions()),
     "never": lambda: Never(LearnedPositions()),
     "trunkless": lambda: TokenTask(Trunkless()),

@@ -59,6 +59,52 @@ def test_a_loop_of_ones_own_is_that_of_one_process(name: str, data: int, tensor:
 
 
 @pytest.mark.parametrize(
+    ("name", "layout", "arguments"),
+    [
+        ("adversaries", (2, 1), {}),
+        ("scheduled", (2, 1), {"pipeline_schedule": "zb-v"}),
+        pytest.param("manual", (2, 1), {}, marks=WIDE),
+        pytest.param("manual", (4, 1), {}, marks=WIDE),
+        pytest.param("manual", (2, 2), {"activation_recompute": "full"}, marks=WIDE),
+        pytest.param("manual", (2, 1), {"tensor_parallel_size": 2}, marks=WIDE),
+        pytest.param("adversaries", (2, 1), {"tensor_parallel_size": 2}, marks=WIDE),
+        pytest.param("adversaries", (2, 2), {}, marks=WIDE),
+        pytest.param("adversaries", (4, 1), {}, marks=WIDE),
+        pytest.param("adversaries", (2, 1), {"pipeline_schedule": "zb-v"}, marks=WIDE),
+        pytest.param("adversaries", (2, 1), {"virtual_pipeline_parallel_size": 2}, marks=WIDE),
+        pytest.param("critic_first", (2, 1), {}, marks=WIDE),
+        pytest.param("critic_first", (2, 1), {"pipeline_schedule": "zb-v"}, marks=WIDE),
+        pytest.param("scheduled", (2, 2), {"virtual_pipeline_parallel_size": 2}, marks=WIDE),
+        pytest.param("two_parts", (2, 2), {}, marks=WIDE),
+        pytest.param("two_parts", (2, 1), {"activation_recompute": "full"}, marks=WIDE),
+    ],
+)
+def test_manual_optimization_goes_through_the_stages(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    if arguments.get("virtual_pipeline_parallel_size"):
+        arguments = {**arguments, "pipeline_schedule": "interleaved"}
+    _compare(name, layout, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("own_backward", "the step runs a backward of its own (`.backward()`)"),
+        pytest.param("two_forwards", "was called again before the `self.manual_backward(loss)`", marks=WIDE),
+        ("penalty_before", "from before the layers, but the layers between are on other pipeline stages"),
+        pytest.param("pictures_first", "was called again before the `self.manual_backward(loss)`", marks=WIDE),
+        pytest.param("two_backwards", "depends on what the step computed before the", marks=WIDE),
+        pytest.param("reads_parts", "the step reads, in Python, a number that depends on", marks=WIDE),
+        pytest.param("uphill_by_hand", "goes over all parameters between two of its backwards", marks=WIDE),
+        pytest.param("closures_by_hand", "LBFGS takes inner products over all parameters", marks=WIDE),
+    ],
+)
+def test_what_a_pipeline_cannot_do_by_hand_is_refused_on_every_rank(name: str, wanted: str) -> None:
+    for outcome in run_trainers(loops.fit, (2, 1), {}, name, {}, devices=2, check=False, grace=20.0):
+        assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
+        assert wanted in f"{outcome.error}\n{outcome.output}", outcome.error
+
+
+@pytest.mark.parametrize(
     ("layout", "both", "arguments"),
     [
         ((2, 1), {}, {}),

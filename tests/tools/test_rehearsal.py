@@ -164,7 +164,7 @@ def test_the_command_prints_a_report_or_the_error_of_the_launch(tmp_path: Path) 
     assert failed.exit_code == 1 and "not divisible by the tensor-parallel size 3" in failed.output
     assert CliRunner().invoke(app, ["rehearse", f"{script}:nothing"]).exit_code == 1
     wrong = CliRunner().invoke(app, ["rehearse", f"{script}:build", "--layout", "x2"])
-    assert wrong.exit_code == 1 and "write sizes as t8 p64 d6" in wrong.output
+    assert wrong.exit_code == 2 and "write sizes as t8 p64 d6" in wrong.output
 
 
 @pytest.mark.wide

@@ -1,4 +1,4 @@
-"""Local tensors of a tensor-parallel rank, and the logical tensors they are parts of.
+"""Local tensors of a tensor-parallel or expert rank, and the logical tensors they are parts of.
 
 Checkpoints, exported states and summaries speak of logical tensors: unsplit, unpadded. This module translates, by
 the table that sharding left behind.
@@ -29,12 +29,12 @@ class TensorState:
 
     Args:
         table: parameter name -> how this rank holds it; empty without tensor parallelism.
-        group: the tensor group, or ``None`` without tensor parallelism.
+        group: the tensor group, or the expert group; ``None`` where nothing is split.
     """
 
     def __init__(self, table: ShardTable | None = None, group: Any = None) -> None:
         self.table: ShardTable = table or {}
-        self._group = group
+        self.group = group
         self._split = {name: entry.spec for name, entry in self.table.items() if not entry.replicated}
         self._everyone: list[dict[str, ShardSpec]] = [self._split]
         self.rank = 0
@@ -69,7 +69,8 @@ class TensorState:
             piece = (
                 own if rank == self.rank else torch.empty(specs[name].local_shape, dtype=own.dtype, device=own.device)
             )
-            raw_broadcast(piece, dist.get_global_rank(self._group, rank), self._group)
+            if piece.numel():
+                raw_broadcast(piece, dist.get_global_rank(self.group, rank), self.group)
             pieces.append(piece)
         return assemble([specs[name] for specs in self._everyone], [piece.cpu() for piece in pieces])
 
@@ -104,7 +105,7 @@ class TensorState:
         Raises:
             RuntimeError: with the names of this rank and of another.
         """
-        for rank, other in enumerate(objects.gather(names, self._group)):
+        for rank, other in enumerate(objects.gather(names, self.group)):
             if other != names:
                 raise RuntimeError(
                     f"an optimizer that needs whole matrices updates {names} here and {other} on tensor-parallel rank "

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
 from lightning_megatron.layers.whole.base import one_at_a_time, read_only
-from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, ParameterParts
+from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, GatheredForEach, ParameterParts
 from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
 from lightning_megatron.layers.whole.step_kinds import (
@@ -80,14 +80,17 @@ class StepView:
     Args:
         group: the tensor group.
         rounds: the same ranks in a group of its own, for steps in which they may run different code.
+        own_losses: whether every rank of the group has a loss of its own, instead of all the same.
 
     Attributes:
         runs: whether code of a step runs now.
         kind: class of parameters while it does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rounds: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(
+        self, group: dist.ProcessGroup, rounds: dist.ProcessGroup | None = None, *, own_losses: bool = False
+    ) -> None:
+        self._group, self._gathered = group, GatheredForEach if own_losses else Gathered
         self._rounds, self._may_serve = Rounds(rounds or group, self._part, _PATIENCE_S), rounds is not None
         self._serves, self._thread = False, 0
         self._entries: dict[int, _Entry] = {}
@@ -101,7 +104,8 @@ class StepView:
     def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
         """Show one more parameter whole; see `_Entry` for ``parts``."""
         if id(parameter) not in self._entries and type(parameter) is nn.Parameter:
-            entry = _Entry(len(self._parameters), parts, None if parts is None else parts.block_dim())
+            dim = parts.block_dim() if parts is not None and self._gathered is Gathered else None
+            entry = _Entry(len(self._parameters), parts, dim)
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
 
@@ -293,7 +297,9 @@ class StepView:
         refuse_other_threads(self._thread, entry.parts)
         if entry.dim is not None and not self._serves:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
-        whole = cast(Tensor, Gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient)))
+        whole = cast(
+            Tensor, self._gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient))
+        )
         return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 
 
@@ -91,6 +91,15 @@ class Gathered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return ctx.parts.cut(grad), None, None
+
+
+class GatheredForEach(Gathered):
+    """The same where every rank of the group has a loss of its own: the sum of their gradients is cut."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.parts.cut(raw_all_reduce(grad, ctx.parts.group)), None, None
 
 
 class Cut(torch.autograd.Function):

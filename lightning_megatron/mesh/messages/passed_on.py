@@ -18,6 +18,24 @@ def raw_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return arrived
 
 
+def raw_all_to_all_rows(x: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of ``x``, [sum(outgoing), ..], to the ranks of ``group``; gives those that came, outside autograd.
+
+    Args:
+        x: rows for rank 0, then those for rank 1, ...
+        outgoing: how many go to each rank.
+        incoming: how many come from each rank: what that rank has as ``outgoing`` for this one.
+        group: the ranks.
+
+    Returns:
+        [sum(incoming), ..], in the order of the ranks that they came from.
+    """
+    arrived = x.new_empty((sum(incoming), *x.shape[1:]))
+    work = dist.all_to_all_single(arrived, x.contiguous(), incoming, outgoing, group=group, async_op=True)
+    wait_for(work, "all_to_all", x, group)
+    return arrived
+
+
 def raw_rotate(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """What the rank before sends, outside autograd: [length, ..]; ``x``, contiguous, [n, ..], goes to the next rank."""
     rank, size = group.rank(), group.size()

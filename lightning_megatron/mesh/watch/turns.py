@@ -129,7 +129,8 @@ class Turns:
 
 
 def _told(kind: str, end: End, other: str) -> str:
-    limit = {TRAINING: "limit_train_batches", "validation": "limit_val_batches"}.get(kind, "limit_test_batches")
+    short = {TRAINING: "train", "validation": "val"}.get(kind, kind)
+    limit = f"limit_{short}_batches"
     batches = "batch" if end.count == 1 else "batches"
     return (
         f"the ranks have different numbers of batches in {kind}: rank {end.rank}'s loader ended after {end.count} "

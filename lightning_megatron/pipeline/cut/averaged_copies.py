@@ -1,8 +1,9 @@
 """Copies of trained parts that hooks update: averaged weights (EMA), mean teachers, momentum encoders, target networks.
 
-No step trains a copy; a hook iterates over a copy and its source in parallel and mixes the source into the copy. Under
-a pipeline each stage has only its own layers of the source. Every stage therefore keeps the whole copy, but outside of
-a step it lists only the parameters of the copy whose source it has::
+No step trains a copy, which never gets a gradient even where an optimizer has it; a hook iterates over a copy and its
+source in parallel and mixes the source into the copy. Under a pipeline each stage has only its own layers of the
+source. Every stage therefore keeps the whole copy, but outside of a step it lists only the parameters of the copy whose
+source it has::
 
     source   layers.0  layers.1 │ layers.2  layers.3        stage 0 updates copies of 0 and 1, stage 1 those of 2 and 3
     copy     layers.0  layers.1   layers.2  layers.3        both keep all four; changes are broadcast
@@ -81,14 +82,24 @@ class Copies:
         return next((found for copy in self.sources if (found := copy.source_of(name)) is not None), None)
 
     def without_trained(self, module: nn.Module, trained: Set[int]) -> Copies:
-        """The copies without those that an optimizer updates: a part may be named like a copy and not be one.
+        """The copies without those that are trained: a part may be named like a copy and not be one.
 
         Args:
             module: the whole module, cut or not.
-            trained: ids of the parameters that an optimizer updates.
+            trained: ids of the parameters that have got a gradient and that an optimizer updates.
         """
-        kept = [copy for copy in self.sources if not _has_trained(module.get_submodule(copy.name), trained)]
+        kept = [copy for copy in self.sources if not _holds(module.get_submodule(copy.name), trained)]
         return replace(self, sources=tuple(kept))
+
+    def in_question(self, module: nn.Module, updated: Set[int]) -> list[nn.Parameter]:
+        """Parameters of copies that an optimizer has too, as by ``SGD(self.parameters())``, and may train.
+
+        Args:
+            module: the whole module, cut or not.
+            updated: ids of the parameters that an optimizer has.
+        """
+        named = (nn.Module.named_parameters(module.get_submodule(copy.name)) for copy in self.sources)
+        return [p for listed in named for _, p in listed if p.requires_grad and id(p) in updated]
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Name -> parameter or buffer, for all tensors of copies."""
@@ -124,9 +135,8 @@ def _pair(module: nn.Module, name: str, candidates: list[str]) -> Copy:
     return Copy(name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source)))
 
 
-def _has_trained(module: nn.Module, trained: Set[int]) -> bool:
-    named = nn.Module.named_parameters(module)
-    return not isinstance(module, AveragedModel) and any(p.requires_grad and id(p) in trained for _, p in named)
+def _holds(module: nn.Module, trained: Set[int]) -> bool:
+    return any(id(parameter) in trained for _, parameter in nn.Module.named_parameters(module))
 
 
 def _walk(module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[str]]) -> Iterator[tuple[str, list[str]]]:

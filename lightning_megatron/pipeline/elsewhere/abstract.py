@@ -79,14 +79,14 @@ def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     """
     mode = _WatchedMode(allow_non_fake_inputs=True)
     try:
-        with unmarked(), _unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
+        with unmarked(), unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
             _put_fakes(mode, module)
             return _describe(forward(*_as_fake(mode, args), **_as_fake(mode, kwargs)))
     except Exception:
         log.debug("the shapes of %s depend on data: run once on zeros", type(module).__name__, exc_info=True)
     finally:
         _forget_fakes(mode)
-    with unmarked(), _unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
+    with unmarked(), unchanged(module), torch.no_grad(), torch.random.fork_rng(enabled=True):
         leaves, spec = _describe(forward(*_private_nest(args), **_private_nest(kwargs)))
     return _doubt(leaves), spec
 
@@ -122,7 +122,7 @@ class _WatchedMode(FakeTensorMode):
 
 
 def _put_fakes(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Give ``module`` fake tensors in the place of absent ones, until :func:`_unchanged` puts these back.
+    """Give ``module`` fake tensors in the place of absent ones, until :func:`unchanged` puts these back.
 
     Torch takes an operation on another tensor apart in Python each time; one on fake tensors alone it remembers, for
     all runs of the process.
@@ -170,14 +170,15 @@ def _private(leaf: Any) -> Any:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[None]:
     """Put back the attributes of ``module`` and of all that is in it, and what else its code and its hooks can write
-    to: lists, dictionaries, globals.
+    to: lists, dictionaries, globals, and such among the arguments of a call.
     """
     before = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
     tables = [(table, dict(table)) for _, attributes in before for table in attributes.values() if type(table) is dict]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    contents = [(container, container.contents()) for container in Reach(module, module, frozenset()).containers()]
+    reached = Reach(module, module, frozenset()).containers(arguments)
+    contents = [(container, container.contents()) for container in reached]
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.pipeline.elsewhere.away import NUMBERS
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, NoSuchHook, resolve
 from lightning_megatron.pipeline.elsewhere.undo import Change
 
@@ -162,15 +163,15 @@ def lasts(effects: Iterable[Effect] | None) -> bool:
 
 
 def returned_beside(layer: int, output: Any) -> Iterator[Effect]:
-    """Small tensors that a layer returned besides its first, such as a balancing loss, for code on later stages that
-    collects them.
+    """Small tensors and numbers that a layer returned besides its first tensor, such as a balancing loss, for code on
+    later stages that collects them.
 
     Args:
         layer: the layer's place in the trunk.
         output: what it returned.
     """
     for place, leaf in enumerate(pytree.tree_leaves(output)):
-        if place and isinstance(leaf, Tensor) and leaf.numel() <= LARGEST:
+        if (place and isinstance(leaf, Tensor) and leaf.numel() <= LARGEST) or type(leaf) in NUMBERS:
             yield Effect(layer, (), "return", place, leaf)
 
 

@@ -35,7 +35,8 @@ def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[T
     if func in _BACKWARDS:
         raise RuntimeError(
             "the step runs a backward of its own (`.backward()`), but under a pipeline the schedule runs it, over all "
-            "stages. Return the loss, or use `pipeline_parallel_size=1`."
+            "stages. Return the loss (with manual optimization, call `self.manual_backward(loss)`), or use "
+            "`pipeline_parallel_size=1`."
         )
     if func is not torch.autograd.grad or not received:
         return

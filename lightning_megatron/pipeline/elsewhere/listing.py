@@ -28,7 +28,7 @@ class GuardedNames:
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(self._module).named_parameters(self._module, *args, **kwargs)
         self._viewer.note_read()
-        if self._viewer.phase() is Phase.STEP:
+        if self._viewer.phase(lists=True) is Phase.STEP:
             raise RuntimeError(
                 f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
                 "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
@@ -55,7 +55,7 @@ class CopyNames:
 
     def _is_listed(self, name: str, prefix: str) -> bool:
         viewer, own = self._viewer, name.removeprefix(prefix).removeprefix(".")
-        return viewer.presence.sight(f"{self._name}.{own}", viewer.phase()) is not Sight.UNLISTED
+        return viewer.presence.sight(f"{self._name}.{own}", viewer.phase(lists=True)) is not Sight.UNLISTED
 
 
 def install_listings(module: nn.Module, viewer: Viewer) -> None:

@@ -210,7 +210,7 @@ class Presence:
             RuntimeError: the parameter was registered after the module was cut.
         """
         entry = self._entry(name)
-        return Holders(tuple(sorted(entry.stages)), entry.sharding.sums_gradient)
+        return Holders(tuple(sorted(entry.stages)), entry.sharding.sums_gradient, entry.sharding.of_experts)
 
     def is_counted_here(self, name: str, *, over_stages: bool, over_tensor: bool) -> bool:
         """Whether this rank counts what it holds of parameter ``name`` in a sum over the ranks of a model: a slice
@@ -243,8 +243,8 @@ class Viewer(Protocol):
 
     presence: Presence
 
-    def phase(self) -> Phase:
-        """What runs now."""
+    def phase(self, *, lists: bool = False) -> Phase:
+        """What runs now; for a listing of parameters, a step behind its own backward counts as a hook."""
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters of a module that has parts elsewhere."""

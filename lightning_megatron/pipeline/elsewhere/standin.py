@@ -51,6 +51,12 @@ class Sentinel:
             self._sources[key] = source
         return self._sources[key].expand(shape)
 
+    def stand_in(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, first: Tensor | None) -> Tensor:
+        """A tensor that stands for one of this shape: ``first``, where it is a stand-in like that."""
+        if first is not None and shape_and_dtype(first) == (shape, dtype):
+            return first
+        return mark(self.zeros(shape, dtype, device).clone(), self.source)  # type: ignore[no-any-return]
+
     def _refuse(self, grad: Tensor) -> None:
         raise RuntimeError(
             f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
@@ -180,6 +186,11 @@ class OutputShapes:
             self._looks[id(module)] = (module, hash((type(module), repr(module), repr(kept))))
         return self._looks[id(module)][1]
 
+    def forget(self, module: nn.Module) -> None:
+        """Run the forward of ``module`` again when it is called next: it has changed, or may have."""
+        self._looks.pop(id(module), None)
+        self._plain = {key: known for key, known in self._plain.items() if key[0] != id(module)}
+
     def stand_in(
         self, module: nn.Module, sentinel: Sentinel, forward: Callable[..., Any], args: Any, kwargs: Any, reuse: bool
     ) -> Any:
@@ -189,7 +200,7 @@ class OutputShapes:
         caller vouches that a sentinel already stands behind it.
         """
         leaves, spec = self._output_of(module, forward, args, kwargs)
-        first = _first_tensor(args, kwargs) if reuse else None
+        first = first_tensor(args, kwargs) if reuse else None
         if spec is None:
             return _fill(leaves[0], first, sentinel)
         filled = [_fill(leaf, first, sentinel) for leaf in leaves]
@@ -197,7 +208,7 @@ class OutputShapes:
 
     def keeps(self, module: nn.Module, x: Any) -> bool:
         """Whether ``module`` is known to return one tensor like its only argument."""
-        form = _form_of(x)
+        form = shape_and_dtype(x)
         known = self._plain.get((id(module), module.training, *form)) if form is not None else None
         if known is None or known[1] is not None:
             return False
@@ -207,7 +218,7 @@ class OutputShapes:
     def _output_of(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[list[Any], Any]:
-        form = _form_of(args[0]) if len(args) == 1 and not kwargs else None
+        form = shape_and_dtype(args[0]) if len(args) == 1 and not kwargs else None
         plain = None if form is None else (id(module), module.training, *form)
         if plain is not None and plain in self._plain:
             return self._plain[plain]  # type: ignore[no-any-return]
@@ -237,7 +248,7 @@ def _constant(value: Any, depth: int = 0) -> Any:
     return name
 
 
-def _form_of(x: Any) -> tuple[torch.Size, torch.dtype] | None:
+def shape_and_dtype(x: Any) -> tuple[torch.Size, torch.dtype] | None:
     """Shape and dtype of an ordinary tensor, or of a stand-in, which keeps them where asking it has its price."""
     if type(x) is Tensor:
         return x.shape, x.dtype
@@ -250,7 +261,8 @@ def _form_of(x: Any) -> tuple[torch.Size, torch.dtype] | None:
     return form
 
 
-def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+def first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    """The first tensor that a call is handed."""
     if args and (type(args[0]) is Tensor or type(args[0]) is Away):
         return args[0]  # type: ignore[no-any-return]
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
@@ -263,6 +275,4 @@ def _fill(leaf: Any, first: Tensor | None, sentinel: Sentinel) -> Any:
         return leaf.filled([_fill(inner, first, sentinel) for inner in leaf.leaves])
     if not isinstance(leaf, TensorShape):
         return leaf
-    if first is not None and _form_of(first) == (leaf.shape, leaf.dtype):
-        return first
-    return mark(sentinel.zeros(leaf.shape, leaf.dtype, leaf.device).clone(), sentinel.source)
+    return sentinel.stand_in(leaf.shape, leaf.dtype, leaf.device, first)

@@ -165,7 +165,7 @@ class Around:
     def leave(self, micro_batch: int, run: StageRun) -> None:
         """Keep what the last layer has given in a micro-batch."""
         detached = [tensor.detach() for tensor in run.sent.tensors]
-        self._left[micro_batch] = Boundary(run.sent.leaves, detached)
+        self._left[micro_batch] = Boundary(run.sent.leaves, detached, forms=run.sent.forms)
 
     @property
     def is_complete(self) -> bool:

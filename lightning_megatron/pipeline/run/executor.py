@@ -9,9 +9,10 @@ as the only stage of its pipeline: its program is F0 B0 F1 B1 ... without transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
 from lightning_megatron.mesh.watch import waits
-from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
 from lightning_megatron.pipeline.run.around import Around
 from lightning_megatron.pipeline.run.clock import StepClock
@@ -29,10 +29,11 @@ from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, trained_loss_of
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
-from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, StageRun
+from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf, StageRun
 
 Place = tuple[int, int]
-Program = list[tuple[Callable[[Slot], None], Slot]]
+Entry = tuple[Callable[[Slot], None], Slot]
+Program = list[Entry]
 
 
 class PipelineExecutor:
@@ -60,12 +61,12 @@ class PipelineExecutor:
         clock: StepClock | None = None,
     ) -> None:
         self._stage = stage
-        self._links = links
+        self.links = links
         self._finality = finality
         self._variable_shapes = variable_shapes
         self._clock = clock
-        self._sent_leaves: dict[Any, tuple[Leaf, ...]] = {}
-        self._received_leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self._sent: dict[Any, Announcement] = {}
+        self._received: dict[Any, Announcement] = {}
         self._varying: set[Any] = set()  # keys of boundaries that tell, each time, what layers have left behind
         self._trained = (-1.0, -1.0)
         self._split: frozenset[Place] = frozenset()
@@ -84,29 +85,41 @@ class PipelineExecutor:
         if (arriving, leaving) == self._trained:
             return
         if arriving != self._trained[0]:
-            self._received_leaves.clear()
+            self._received.clear()
         if leaving != self._trained[1]:
-            self._sent_leaves.clear()
+            self._sent.clear()
         self._trained = (arriving, leaving)
 
     def run(self, step: PipelineStep) -> None:
         """Run ``step``; returns when this rank's instructions are done and its sends have left."""
-        self._split, program = self._program(step.schedule, announces=step.whole is None)
+        program = self.begin(step)
         if step.goes_on is not None:  # of one micro-batch, all forwards may run before all backwards
-            program = sorted(program, key=lambda entry: _is_of_backward(entry[1]))
-        self._begin(step)
+            program = sorted(program, key=lambda entry: entry[1].is_of_backward)
         with ExitStack() as stack:
-            stack.callback(self._forget)
-            if self._split:
-                stack.callback(self._weight_gradients().switch, False)
-            stack.enter_context(waits.within(self._told))
+            stack.callback(self.end)
+            stack.enter_context(waits.within(self.told))
             if self._clock is not None and step.training:
-                self._clock.run(step.schedule, self._followed(program))
+                self._clock.run(step.schedule, self.followed(program))
             else:
-                for act, slot in self._followed(program):
+                for act, slot in self.followed(program):
                     act(slot)
             self._slot = None
-            self._links.finish()
+            self.links.finish()
+
+    def begin(self, step: PipelineStep) -> Program:
+        """Prepare for ``step``; what this rank has to do in it. :meth:`run` does it; who does it himself ends with
+        :meth:`end`.
+        """
+        self._split, program = self._program(step.schedule, announces=step.whole is None)
+        self._begin(step)
+        return program
+
+    def end(self) -> None:
+        """Drop everything that belongs to one step."""
+        self._begin(PipelineStep(self._step.schedule, self._step.call, (), self._step.name))
+        self._slot = None
+        if self._split:
+            self._weight_gradients().switch(False)
 
     def _begin(self, step: PipelineStep) -> None:
         self._step = step
@@ -119,15 +132,11 @@ class PipelineExecutor:
         self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
-        self._effects: dict[Place, tuple[Effect, ...]] = {}
+        self._heard: dict[Place, Announcement] = {}
         self._around: Around | None = None
         if step.whole is not None:
             stage: Any = self._stage
             self._around = Around(stage, step.whole, step.micro_batches, step.name, training=step.training)
-
-    def _forget(self) -> None:
-        """Drop everything that belongs to one step."""
-        self._begin(PipelineStep(self._step.schedule, self._step.call, (), self._step.name))
 
     def _weight_gradients(self) -> WeightGradients:
         if self._weights is None:
@@ -152,7 +161,7 @@ class PipelineExecutor:
         actions: dict[Action, Callable[[Slot], None]] = {
             action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
         }
-        early = self._links.posts_ahead and not self._variable_shapes
+        early = self.links.posts_ahead and not self._variable_shapes
         steps = schedule.instructions[self._stage.stage]
         split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
@@ -165,15 +174,15 @@ class PipelineExecutor:
             announced = bool(final) and slot.action.name.startswith("BACKWARD")
             note = replace(slot, action=Action.FINAL)
             if announced:
-                program.append((_Announcement(self, final), note))
+                program.append((partial(self.announce, final), note))
             program.append((actions[slot.action], slot))
             if announced:
-                program.append((_Announcement(self, False), note))
+                program.append((partial(self.announce, False), note))
         self._programs[id(schedule)] = (split, program, schedule)
         return split, program
 
-    def announce(self, final: Final) -> None:
-        """Say which gradients that arrive from now on are the last of the step."""
+    def announce(self, final: Final, slot: Slot | None = None) -> None:
+        """Say, where gradients collect, which of those that arrive from now on are the last of the step."""
         if self._step.gradients is not None:
             self._step.gradients.set_final(final)
 
@@ -183,16 +192,21 @@ class PipelineExecutor:
             self._weight_gradients().switch(place in self._split)
 
     def _forward(self, slot: Slot) -> None:
-        step, place = self._step, slot.place
-        self._switch_linears(place)
-        received = self._inputs.pop(place, None) or Boundary()
-        batch, training = step.micro_batches[slot.micro_batch], step.training
-        if self._around is not None:
-            run = self._run_layers(self._around, slot, batch, received)
-            if slot.virtual == self._last:
-                return
-        else:
-            run = self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name)
+        step, received = self._step, self.received(slot)
+        batch = step.micro_batches[slot.micro_batch]
+        if self._around is None:
+            self.keep(slot, self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name))
+        elif (run := self._run_layers(self._around, slot, batch, received)) is not None:
+            self.keep(slot, run)
+
+    def received(self, slot: Slot) -> Boundary:
+        """What the forward of ``slot``, which is about to run, goes on from."""
+        self._switch_linears(slot.place)
+        return self._inputs.pop(slot.place, None) or Boundary()
+
+    def keep(self, slot: Slot, run: StageRun) -> None:
+        """Keep what a forward has left for its backward, and for the piece that follows."""
+        step, place, training = self._step, slot.place, self._step.training
         if slot.virtual == self._last:
             if training:
                 self.runs[place] = run
@@ -205,16 +219,16 @@ class PipelineExecutor:
             self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
         if slot.onward is not None:
             if not training:
-                self._sent_leaves[self._key(slot, slot.virtual + 1)] = run.sent.leaves
+                self._sent[self._key(slot, slot.virtual + 1)] = Announcement(run.sent.leaves)
             self._inputs[slot.onward] = self._as_input(run.sent, self._stage.may_write(slot.virtual + 1, step.name))
             run.sent = Boundary(run.sent.leaves)
 
-    def _run_layers(self, around: Around, slot: Slot, batch: Any, received: Boundary) -> StageRun:
+    def _run_layers(self, around: Around, slot: Slot, batch: Any, received: Boundary) -> StageRun | None:
         """Forward of a micro-batch where only layers run in micro-batches; keeps, or joins, what the last one gives."""
         step, place, last = self._step, slot.place, slot.virtual == self._last
-        known = self._sent_leaves.get((*self._key(slot, slot.virtual + 1)[:-1], False))
-        at = slot.virtual, slot.micro_batch
-        run = around.run(at, step.call, batch, received, ends=last, leaves=known)
+        known = self._sent.get((*self._key(slot, slot.virtual + 1)[:-1], False))
+        at, leaves = (slot.virtual, slot.micro_batch), None if known is None else known.leaves
+        run = around.run(at, step.call, batch, received, ends=last, leaves=leaves)
         if last:
             around.leave(slot.micro_batch, run)
             if step.training:
@@ -223,7 +237,7 @@ class PipelineExecutor:
                 run.sent = Boundary(run.sent.leaves)
             elif around.is_complete:
                 around.try_behind(step.outputs)
-        return run
+        return None if last else run
 
     def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
         """What the next piece, on this very rank, receives: numbers of its own, if it may write into them, because this
@@ -232,7 +246,7 @@ class PipelineExecutor:
         tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
         if self._step.training:
             tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
-        return Boundary(sent.leaves, tensors, effects=sent.effects)
+        return Boundary(sent.leaves, tensors, effects=sent.effects, forms=sent.forms)
 
     def _backward(self, slot: Slot) -> None:
         place, around = slot.place, self._around
@@ -252,11 +266,22 @@ class PipelineExecutor:
             if roots:
                 torch.autograd.backward(roots, grads)
         self._stage.end()
+        self._hand_back(slot, run)
+
+    def leave_out(self, slot: Slot) -> None:
+        """Instead of a backward: nothing depends on what this forward gave."""
+        run = self.runs.pop(slot.place)
+        self._roots.pop(slot.place, None)
+        self._output_grads.pop(slot.place, None)
+        self._hand_back(slot, run)
+
+    def _hand_back(self, slot: Slot, run: StageRun) -> None:
+        """Keep the gradients of what a forward received for the piece before."""
         if slot.virtual == 0:
-            if around is not None:
-                around.take(slot.micro_batch, run.received)
+            if self._around is not None:
+                self._around.take(slot.micro_batch, run.received)
             return
-        found = run.received.gradients()
+        place, found = slot.place, run.received.gradients()
         if slot.onward is not None:
             self._output_grads[slot.onward] = found
         else:
@@ -288,29 +313,26 @@ class PipelineExecutor:
         leaves = run.sent.leaves
         if not training:
             leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
+        told = Announcement(leaves, run.sent.effects, run.sent.forms)
         key = self._key(slot, slot.virtual + 1)
-        varies = self._variable_shapes or run.sent.effects is not None
-        known = None if varies else self._sent_leaves.get(key)
+        known = None if self._variable_shapes or told.effects is not None else self._sent.get(key)
         if known is None:
-            self._links.send_object(slot.peer, (leaves, run.sent.effects), slot.tag)
-            self._sent_leaves[key] = leaves
-        elif known != leaves:
-            raise RuntimeError(
-                f"micro-batches of one shape led to different activations between layers: {_shapes(known)} before, "
-                f"{_shapes(leaves)} now. The step cuts or pads by the batch's content; pass "
-                "`MegatronStrategy(variable_shapes=True)`."
-            )
-        self._links.send(slot.peer, run.sent.tensors, slot.tag, scatter=True)
+            self.links.send_object(slot.peer, told, slot.tag)
+            self._sent[key] = told
+        else:
+            known.check(told)
+        self.links.send(slot.peer, run.sent.tensors, slot.tag, scatter=True)
         run.sent = Boundary(run.sent.leaves)  # the transfer keeps them alive until it is done; backward has its roots
 
     def _send_backward(self, slot: Slot) -> None:
         grads, scatter = self._input_grads.pop(slot.place)
-        self._links.send(slot.peer, grads, slot.tag, scatter=scatter)
+        self.links.send(slot.peer, grads, slot.tag, scatter=scatter)
 
     def _post_forward_early(self, slot: Slot) -> None:
-        known = None if (key := self._key(slot, slot.virtual)) in self._varying else self._received_leaves.get(key)
+        known = None if (key := self._key(slot, slot.virtual)) in self._varying else self._received.get(key)
         if known is not None:
-            self._post(slot, 0, known, scatter=True)
+            self._heard[slot.place] = known
+            self._post(slot, 0, known.leaves, scatter=True)
 
     def _post_backward_early(self, slot: Slot) -> None:
         if slot.place in self.runs:
@@ -321,16 +343,18 @@ class PipelineExecutor:
         if (0, slot.place) in self._arriving:
             return
         key = self._key(slot, slot.virtual)
-        if self._variable_shapes or key not in self._received_leaves or key in self._varying:
-            self._received_leaves[key], effects = self.announced(slot)
-            if effects is not None:
+        if self._variable_shapes or key not in self._received or key in self._varying:
+            told = self._heard[slot.place] = self.announced(slot)
+            if told.effects is not None:
                 self._varying.add(key)
-                self._effects[slot.place] = effects
-        self._post(slot, 0, self._received_leaves[key], scatter=True)
+            self._received[key] = told._replace(effects=None)
+        else:
+            told = self._heard[slot.place] = self._received[key]
+        self._post(slot, 0, told.leaves, scatter=True)
 
-    def announced(self, slot: Slot) -> tuple[tuple[Leaf, ...], tuple[Effect, ...] | None]:
-        """What the stage before says: the tensors that it will send, and what its layers left behind. Waits for it."""
-        told: tuple[tuple[Leaf, ...], tuple[Effect, ...] | None] = self._links.receive_object(slot.peer, slot.tag)
+    def announced(self, slot: Slot) -> Announcement:
+        """What the stage before says of what it will send. Waits for it."""
+        told: Announcement = self.links.receive_object(slot.peer, slot.tag)
         return told
 
     def _post_backward(self, slot: Slot) -> None:
@@ -342,7 +366,7 @@ class PipelineExecutor:
     def _post(self, slot: Slot, direction: int, leaves: Sequence[Leaf], *, scatter: bool) -> None:
         """Post a receive; the hidden state, which comes first, may come in parts, other values come whole."""
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        transfer = self._links.receive(slot.peer, shapes, slot.tag, scatter=scatter)
+        transfer = self.links.receive(slot.peer, shapes, slot.tag, scatter=scatter)
         self._arriving[direction, slot.place] = (transfer, leaves)
 
     def _wait_forward(self, slot: Slot) -> None:
@@ -350,50 +374,25 @@ class PipelineExecutor:
         tensors = transfer.wait()
         for tensor, leaf in zip(tensors, leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
-        self._inputs[slot.place] = Boundary(tuple(leaves), tensors, effects=self._effects.pop(slot.place, None))
+        told = self._heard.pop(slot.place)
+        self._inputs[slot.place] = Boundary(tuple(leaves), tensors, effects=told.effects, forms=told.forms)
 
-    def _followed(self, program: Program) -> Iterator[tuple[Callable[[Slot], None], Slot]]:
+    def followed(self, program: Iterable[Entry]) -> Iterator[Entry]:
         """The program, noting where in it this rank is; without backwards, where the step does not go on to them."""
         asks = self._step.goes_on
         for act, slot in program:
-            if asks is not None and _is_of_backward(slot):
+            if asks is not None and slot.is_of_backward:
                 if not asks():
                     return
                 asks = None
             self._slot = slot
             yield act, slot
 
-    def _told(self) -> waits.Waiting | None:
+    def told(self) -> waits.Waiting | None:
         """The instruction at work, in words."""
         slot = self._slot
-        if slot is None or slot.action is Action.FINAL:
-            return None
-        words = slot.action.name.lower().split("_")
-        what = {"wait": "arrival of the", "post": "receive of the", "send": "send of the"}.get(
-            words[0], "computation of the"
-        )
-        direction = "forward" if "forward" in words else "backward"
-        return waits.Waiting(f"{what} {direction} pass of micro-batch {slot.micro_batch}, virtual stage {slot.virtual}")
+        return None if slot is None or slot.action is Action.FINAL else waits.Waiting(slot.in_words())
 
     def _wait_backward(self, slot: Slot) -> None:
         transfer, _ = self._arriving.pop((1, slot.place))
         self._output_grads[slot.place] = transfer.wait()
-
-
-class _Announcement:
-    """Tells where gradients collect, before a backward, which of them are the last of the step."""
-
-    def __init__(self, executor: PipelineExecutor, final: Final) -> None:
-        self._executor = executor
-        self._final = final
-
-    def __call__(self, slot: Slot) -> None:
-        self._executor.announce(self._final)
-
-
-def _is_of_backward(slot: Slot) -> bool:
-    return "FORWARD" not in slot.action.name
-
-
-def _shapes(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in leaves]

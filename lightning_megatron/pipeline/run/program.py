@@ -74,6 +74,20 @@ class Slot:
     onward: tuple[int, int] | None
     position: int
 
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether it has to do with gradients."""
+        return "FORWARD" not in self.action.name
+
+    def in_words(self) -> str:
+        """What a rank does here, for messages."""
+        words = self.action.name.lower().split("_")
+        what = {"wait": "arrival of the", "post": "receive of the", "send": "send of the"}.get(
+            words[0], "computation of the"
+        )
+        direction = "forward" if "forward" in words else "backward"
+        return f"{what} {direction} pass of micro-batch {self.micro_batch}, virtual stage {self.virtual}"
+
 
 def compile_stage(schedule: Schedule, stage: int, *, post_early: bool) -> list[Slot]:
     """The program of one stage.

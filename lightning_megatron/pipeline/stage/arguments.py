@@ -43,6 +43,20 @@ def same_nests(old: Any, new: Any) -> Any:
     return old if unchanged else new
 
 
+def made_by_layers(before: dict[int, Tensor], handed: tuple[Any, ...], output: Any) -> dict[int, Tensor]:
+    """What layers made that takes no gradient, such as counts, by id, for as long as it is handed on.
+
+    Args:
+        before: what layers before made of this kind.
+        handed: what the present one got.
+        output: what it gave.
+    """
+    kept = {id(leaf) for leaf in pytree.tree_leaves(handed)} if before else set()
+    outputs = () if type(output) is Tensor else pytree.tree_leaves(output)
+    new = {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
+    return {key: leaf for key, leaf in before.items() if key in kept} | new
+
+
 def other_tensors(leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
     """All tensors but the hidden state: at the first layer, for the micro-batches of a whole batch."""
     return tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in main)

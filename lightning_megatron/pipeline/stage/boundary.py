@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.pipeline.elsewhere.effects import Effect
+from lightning_megatron.pipeline.stage.forms import Forms
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Boundary:
         tensors: the hidden state first, then further arguments, then numbers of ``effects``.
         grads: gradients of tensors that are no leaves of autograd, by place.
         effects: what layers have left behind besides their outputs; ``None`` where they leave nothing.
+        forms: what calls have returned so far, without the numbers; ``None`` where nobody has told.
         span: where the tensors are of a whole batch, to be cut when it is seen how: the samples of this micro-batch.
         dims: place -> dimension along which its tensor was cut; none where all samples share it.
     """
@@ -78,6 +80,7 @@ class Boundary:
     tensors: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     effects: tuple[Effect, ...] | None = None
+    forms: Forms | None = None
     span: Span | None = None
     dims: dict[int, int] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
@@ -119,6 +122,12 @@ class Boundary:
         """Whether somebody wrote into a tensor that arrived."""
         return any(self.tensors[place]._version != version for place, version in self._versions.items())
 
+    @property
+    def reached(self) -> bool:
+        """Whether a backward has come to any of the tensors."""
+        wanted = [(place, tensor) for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
+        return any((tensor.grad if tensor.is_leaf else self.grads.get(at)) is not None for at, tensor in wanted)
+
     def gradients(self) -> list[Tensor]:
         """The gradient of every tensor that wants one; zeros where nothing depended on it."""
         return [self._gradient(at, tensor) for at, tensor in enumerate(self.tensors) if tensor.requires_grad]
@@ -126,6 +135,32 @@ class Boundary:
     def _gradient(self, place: int, tensor: Tensor) -> Tensor:
         grad = tensor.grad if tensor.is_leaf else self.grads.get(place)
         return grad if grad is not None else torch.zeros_like(tensor)
+
+
+class Announcement(NamedTuple):
+    """What a stage says of the tensors that it is about to send."""
+
+    leaves: tuple[Leaf, ...]
+    effects: tuple[Effect, ...] | None = None
+    forms: Forms | None = None
+
+    def check(self, later: Announcement) -> None:
+        """Complain if it is not true of a later micro-batch of the same shapes.
+
+        Raises:
+            RuntimeError: naming what differs.
+        """
+        if self.leaves != later.leaves:
+            before, now = ([leaf.shape for leaf in told.leaves] for told in (self, later))
+            what = f"activations between layers: {before} before, {now} now"
+        elif self.forms is not None and later.forms is not None and self.forms.differ(later.forms):
+            what = "outputs of layers, which the code between them may read on another stage"
+        else:
+            return
+        raise RuntimeError(
+            f"micro-batches of one shape led to different {what}. The step or a layer cuts or pads by the batch's "
+            "content; pass `MegatronStrategy(variable_shapes=True)`."
+        )
 
 
 @dataclass

@@ -52,6 +52,22 @@ class Follower(Protocol):
         """Answer a call of an owned part that runs before the layers."""
 
 
+class AnswersLayers(Protocol):
+    """Answers the calls of layers in the place of a cursor.
+
+    Attributes:
+        is_between: whether the step is behind a backward, and has not called the layers again.
+    """
+
+    is_between: bool
+
+    def note_read(self) -> None:
+        """Take note that user code has gone over all parameters that this stage holds."""
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of trunk layer ``index``."""
+
+
 _BEFORE: dict[int, Any] = torch_module._global_forward_pre_hooks
 _AFTER: dict[int, Any] = torch_module._global_forward_hooks
 _BEFORE_BACKWARD: dict[int, Any] = torch_module._global_backward_pre_hooks
@@ -64,10 +80,12 @@ class HookedCall(Wrapper):
     """Around a module, outside of its hooks where user code has registered some; asks what to do with each call.
 
     Attributes:
+        cursor: is asked.
         runs: computes the call that is being asked about: the module's forward, with hooks if it came past them.
     """
 
     slot = ForwardSlot.PIPELINE
+    cursor: Follower
     runs: Callable[..., Any]
     _in_hooks = False
 

@@ -25,13 +25,15 @@ from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
-from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, become
+from lightning_megatron.pipeline.elsewhere.standin import become
 from lightning_megatron.pipeline.stage import order, trunk_output
-from lightning_megatron.pipeline.stage.arguments import flatten, other_tensors, same_nests
+from lightning_megatron.pipeline.stage.arguments import flatten, made_by_layers, other_tensors, same_nests
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
-from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.calls import AnswersLayers, FirstCall, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.final_state import trains
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.pipeline.stage.split_tokens import SplitsTokens, become_split, boundary_of
+from lightning_megatron.pipeline.stage.stand_ins import StandIns, note
 
 
 class StageDone(BaseException):
@@ -54,12 +56,14 @@ class StageCursor:
         self.watch_plan = WatchPlan()
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
-        self.shapes = OutputShapes()
+        self.stand_ins = StandIns(side_effects.device)
         self.tokens: SplitsTokens | None = None
         self.running = False
+        self.passes: AnswersLayers | None = None  # asked about layers instead, while a step runs its own backwards
+        self.tells_always = False  # with each boundary, what calls have returned, and not only for new shapes
         self.computes_parts = True  # those before the layers are called as in one process, and nobody needs to know
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
-        self._next = 0
+        self._next = self.first = 0
 
     def isolate_parts(self, parts: list[nn.Module]) -> None:
         """Let ``parts``, those outside the trunk, draw from streams of their own where they run before it."""
@@ -82,6 +86,7 @@ class StageCursor:
         watch: Provenance | None = None,
         *,
         trunk_only: bool = False,
+        called: int = 0,
     ) -> None:
         """Prepare for one run of the layers ``bounds`` on ``received``.
 
@@ -92,20 +97,22 @@ class StageCursor:
             where: name of the step.
             watch: follows the step's values, in the first run of its kind.
             trunk_only: end behind the last layer.
+            called: how many layers have been called before.
         """
         self.first, self.stop = bounds
         self._starts, self._trunk_only = self.first == 0 and received.span is None, trunk_only
-        self.where, self.training = where, where == "training_step"
+        self.where, self.training = where, trains(where)
         self._watch = watch
         self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
-        self.computes_parts = self._starts and not self.side_effects.looks
+        self.stand_ins.begin(received, watch)
+        self.computes_parts = self._starts and not self.side_effects.looks and not self.tells_always
         self.micro_batch = micro_batch
         self.received = received
         self.sent = Boundary()
         self._aliases: dict[int, tuple[Any, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self._filled: dict[int, Tensor] = {}
-        self._next = 0
+        self._next = called
         self.running, self.parameters_read = True, False
         self._seeds = self._streams.enter_micro_batch(micro_batch, range(1 + self.first, 2 + self.stop))
 
@@ -154,6 +161,8 @@ class StageCursor:
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
+        if self.passes is not None and not in_backward():
+            return self.passes.call_layer(index, call, args, kwargs)
         if self.running and 0 < index < self.first - 1 and self._passes_on(index, call, args, kwargs):
             self._next += 1
             if self.received.effects is not None:
@@ -161,60 +170,66 @@ class StageCursor:
             return args[0]
         if in_backward():
             return self._recompute(index, call, args, kwargs)
+        return self.follow(index, call, args, kwargs)
+
+    def follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer the call of a layer in its turn."""
         if self._watch is None:
             return self._follow(index, call, args, kwargs)
         with self._watch.paused():
             return self._follow(index, call, args, kwargs)
 
     def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a skipped layer, neither the first nor the last of them, may hand on its input, a stand-in, as its
-        output: the usual case of a late stage, and so decided before all else.
-        """
+        """Whether a skipped layer, neither first nor last, may hand on its input: the usual case, so at once."""
         plain = index == self._next and self._watch is None and not kwargs and len(args) == 1 and not in_backward()
-        return plain and self.shapes.keeps(call.module, args[0])
+        return plain and self.stand_ins.keeps(index, call, args[0])
 
     def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.running or index != self._next:
-            order.refuse_layer(self._trunk, index, self._next, running=self.running)
+            order.refuse_layer(self._trunk, index, self._next, self.where if self.running else "")
         self._next += 1
         if index < self.first:
             output = self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
-            return output if index < self._layers - 1 else self._joined(call, output)
+            if index == self._layers - 1 and isinstance(self.received, trunk_output.Joined):
+                return self._joined(call, output, self.received)
+            return output
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
         self._streams.enter_known(self._seeds[1 + index])
-        output = self._compute(call, args, kwargs)
+        output = note(self.stand_ins.noted.layers, index, self._compute(call, args, kwargs))
         if type(output) is not Tensor or self._made:
-            self._note_made(args, kwargs, output)
+            self._made = made_by_layers(self._made, (args, kwargs), output)
         if index == self._layers - 1:
             if self._trunk_only:
                 luggage = self.side_effects.pack()
                 leaves = luggage is not None and lasts(luggage.effects)
                 self.sent = trunk_output.taken(output, call.sentinel.name, leaves=leaves)
+                self.sent.forms = self.stand_ins.all_forms()
                 raise StageDone
             self._streams.enter_known(self._seeds[1 + self._layers])
             if self.received.effects is not None:
                 self.side_effects.finish_trunk()
         return output
 
-    def _joined(self, call: LayerCall, output: Any) -> Any:
+    def _joined(self, call: LayerCall, output: Any, received: trunk_output.Joined) -> Any:
         """What the last layer gives for a whole batch, where all layers have run on its micro-batches."""
         self._streams.enter_known(self._seeds[1 + self._layers])
-        assert isinstance(self.received, trunk_output.Joined)
-        return trunk_output.given(output, self.received, call.sentinel.name)
+        return trunk_output.given(output, received, call.sentinel.name)
 
     def is_inside(self, index: int) -> bool:
-        """Whether layer ``index``, a container of modules that are called one by one, has been entered already."""
+        """See :class:`~.calls.Follower`."""
         return self.running and self._next == index + 1
 
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A further call inside a layer that is a container."""
+        place = self.stand_ins.number(index)
+        if index < self.first:
+            return self._skip(index, call, args, kwargs, place)
         if self._watch is None:
-            return self._skip(index, call, args, kwargs) if index < self.first else call.runs(*args, **kwargs)
+            return note(self.stand_ins.noted.layers, place, call.runs(*args, **kwargs))
         with self._watch.paused():
-            skips = index < self.first
-            return self._skip(index, call, args, kwargs) if skips else self._compute(call, args, kwargs)
+            return note(self.stand_ins.noted.layers, place, self._compute(call, args, kwargs))
 
     def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tokens is None:
@@ -236,40 +251,33 @@ class StageCursor:
         self._watch.note_made(output)
         return output
 
-    def _skip(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of a layer before this stage's. The last one gives a tensor of its own, which will become the
-        input.
-        """
-        reuse = 0 < index < self.first - 1
+    def _skip(self, index: int, call: LayerCall, args: Any, kwargs: Any, inside: tuple[int, int] | None = None) -> Any:
+        """Output of a layer before this stage's, or of a call inside it; the last one's will become the input."""
         args, kwargs = with_own_caches(args, kwargs)
-        return self._stand_in(call, args, kwargs, reuse)
-
-    def _stand_in(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool = False) -> Any:
-        if self._watch is None:
-            return self.shapes.stand_in(call.module, call.sentinel, call.runs, args, kwargs, reuse=reuse)
-        with self._watch.paused():
-            return self.shapes.stand_in(call.module, call.sentinel, call.runs, args, kwargs, reuse=reuse)
+        return self.stand_ins.of_layer(inside or index, call, args, kwargs, reuse=0 < index < self.first - 1)
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
-        late = self._next > min(self.first, self._layers - 1)
+        late = self._next > min(self.first, self._layers - (self.passes is None))  # passes go on behind all layers
         if self.running and not in_backward() and (self.first == 0 or late):
-            order.refuse_part(self._trunk, call.sentinel.name, self._next)
+            where = self.where if self._next == self._layers else ""
+            order.refuse_part(self._trunk, call.sentinel.name, self._next, where, again=bool(where and self.passes))
         return self._stand_in_for_part(call, args, kwargs)
 
     def _stand_in_for_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self._stand_in(call, args, kwargs)
-        if self.running and self.received.effects is not None:
-            output = self.side_effects.repeat(call.index, args, kwargs, output)
-        return output
+        output = self.stand_ins.of_part(call, args, kwargs)
+        repeats = self.running and self.received.effects is not None
+        return self.side_effects.repeat(call.index, args, kwargs, output) if repeats else output
 
     def call_first_part(self, call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part that runs before the layers, on the stage that owns it."""
-        if not self.running or self._starts or in_backward():
-            if self.running and self.side_effects.looks and not in_backward():
-                return self.side_effects.around(call.index, call.runs, args, kwargs)
+        if self.running and not self._starts and not in_backward():
+            return self._stand_in_for_part(call, args, kwargs)
+        if not self.running or self.computes_parts or in_backward():
             return call.runs(*args, **kwargs)
-        return self._stand_in_for_part(call, args, kwargs)
+        looks = self.side_effects.looks
+        output = self.side_effects.around(call.index, call.runs, args, kwargs) if looks else call.runs(*args, **kwargs)
+        return note(self.stand_ins.noted.parts, self.stand_ins.number(call.index), output)
 
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = self._fill(flatten(args, kwargs))
@@ -285,14 +293,8 @@ class StageCursor:
             tensors += luggage.tensors
             places += [-1] * len(luggage.tensors)
         self.sent = boundary_of(tensors, places, None if luggage is None else luggage.effects, self.tokens)
+        self.sent.forms = self.stand_ins.all_forms()
         raise StageDone
-
-    def _note_made(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Remember what layers made that takes no gradient, such as counts, for as long as it is handed on."""
-        handed = {id(leaf) for leaf in flatten(args, kwargs)} if self._made else set()
-        self._made = {key: leaf for key, leaf in self._made.items() if key in handed}
-        outputs = () if type(output) is Tensor else pytree.tree_leaves(output)
-        self._made |= {id(leaf): leaf for leaf in outputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
 
     def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
         """Arguments besides the hidden state that the next stage cannot compute: found by watching, then remembered.
@@ -302,16 +304,13 @@ class StageCursor:
         given = {i for i, leaf in tensors if id(leaf) in self._made or id(leaf) in self._aliases}
         known = self._side_indices.get((self.stop, self.where), ())
         if self._watch is not None:
-            self._refuse_stand_ins(leaves)
+            foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
+            refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
             known = tuple(i for i, leaf in tensors if self._watch.travels(leaf) or id(leaf) in self._aliases)
         if torch.is_grad_enabled():
             known = tuple(i for i, leaf in tensors if leaf.requires_grad or i in known)
             self._side_indices[self.stop, self.where] = known
         return tuple(i for i, _ in tensors if i in known or i in given)
-
-    def _refuse_stand_ins(self, leaves: list[Any]) -> None:
-        foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
-        refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
 
     def _fill(self, leaves: list[Any]) -> list[Any]:
         """Arguments of a layer, with what the first layer got in the place of ``None``."""

@@ -25,6 +25,12 @@ from lightning_megatron.pipeline.elsewhere.undo import Change, may_read
 TRIAL = "training_step (tried)"
 """Name of a step whose writes are put back on every stage after each micro-batch: nothing is left in the end."""
 
+
+def trains(where: str) -> bool:
+    """Whether a step, or a pass, of this name is one of training."""
+    return where.startswith("training_step") and where != TRIAL
+
+
 _Entry = tuple[Address, Any]
 _NOWHERE = object()
 

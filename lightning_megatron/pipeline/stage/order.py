@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+EVALUATION = frozenset(("validation_step", "test_step", "predict_step"))
 
-def refuse_layer(trunk: str, index: int, expected: int, *, running: bool) -> NoReturn:
-    """Complain about a call of layer ``index`` where no step runs, or where layer ``expected`` comes next."""
-    if not running:
+
+class CalledAgain(BaseException):
+    """A step of evaluation calls the layers a second time; no ``Exception``, so that user code does not catch it."""
+
+
+def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
+    """Complain about a call of layer ``index`` where no step runs, or where layer ``expected`` comes next.
+
+    Args:
+        trunk: name of the layers.
+        index: the layer that is called.
+        expected: the one that comes next.
+        where: name of the step; ``""`` for none.
+
+    Raises:
+        CalledAgain: a step of evaluation calls it again, which may be started over.
+        RuntimeError: all else.
+    """
+    if where in EVALUATION and index < expected:
+        raise CalledAgain
+    if not where:
         raise RuntimeError(
             f"the layers of `{trunk}` were called outside of a training, validation, test or predict step. They are "
-            "spread over the pipeline stages and run only inside a step; use `pipeline_parallel_size=1` for this."
+            "spread over the pipeline stages. Outside of a step call a module that contains them all (the model, not "
+            "its parts), on every rank, under `torch.no_grad()`; or use `pipeline_parallel_size=1`."
         )
     if index < expected:
         last = expected - 1
@@ -19,7 +39,8 @@ def refuse_layer(trunk: str, index: int, expected: int, *, running: bool) -> NoR
         what = f"layer {index} of `{trunk}` was called, but layer {expected} comes next: a layer was left out"
     raise RuntimeError(
         f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second forward, "
-        "no generation, no layer dropping) or use `pipeline_parallel_size=1`."
+        "no layer dropping; generate text in `on_train_batch_start` or in a step of validation, test or prediction) or "
+        "use `pipeline_parallel_size=1`."
     )
 
 
@@ -33,15 +54,35 @@ def refuse_end(trunk: str, called: int, layers: int) -> NoReturn:
     )
 
 
-def refuse_part(trunk: str, part: str, expected: int) -> NoReturn:
-    """Complain about a call of a part that is not on this stage, where layer ``expected`` comes next."""
+def refuse_again(what: str) -> NoReturn:
+    """Complain about manual optimization that calls the layers, or what is before them, again before a backward."""
+    raise RuntimeError(
+        f"{what} was called again before the `self.manual_backward(loss)` of its first call. Under a pipeline the "
+        "layers run once for each `self.manual_backward`: use what the first call gave, let one call see both batches "
+        "(`torch.cat`), call `self.manual_backward` for each loss before the layers run again, or use "
+        "`pipeline_parallel_size=1`."
+    )
+
+
+def refuse_part(trunk: str, part: str, expected: int, where: str = "", *, again: bool = False) -> NoReturn:
+    """Complain about a call of a part that is not on this stage, where layer ``expected`` comes next.
+
+    Raises:
+        CalledAgain: the step ``where``, one of evaluation, has called all layers, and begins anew.
+        RuntimeError: all else; ``again`` in manual optimization, behind all layers.
+    """
+    if where in EVALUATION:
+        raise CalledAgain
+    if again:
+        refuse_again(f"`{part}`")
     option = f'pipeline_placement={{"{part}": "all"}}'
     keep = f"keep it on every stage with `MegatronStrategy({option})`"
     if expected == 0:
         raise RuntimeError(f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}.")
     raise RuntimeError(
         f"`{part}` was called when layer {expected} of `{trunk}` was expected, and it is not on this stage. If the "
-        "step leaves layers out, or runs the model again (text generation: take the weights by "
-        "`strategy.full_state_dict()`), it cannot run under a pipeline (use `pipeline_parallel_size=1`); "
+        "step leaves layers out, or a training step runs the model again (generate text in `on_train_batch_start`, or "
+        "in a step of validation, test or prediction), it cannot run under a pipeline (use "
+        "`pipeline_parallel_size=1`); "
         f"if `{part}` belongs there, {keep}."
     )

@@ -44,12 +44,13 @@ class SideEffects:
         device: where this rank computes.
 
     Attributes:
+        device: where this rank computes.
         tracks: whether what the layers of the present run leave behind is noted.
         looks: whether they are looked at before and after their calls at all.
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str], layers: int, device: torch.device) -> None:
-        self._root, self._names, self._last, self._device = root, names, layers, device
+        self._root, self._names, self._last, self.device = root, names, layers, device
         self._modules = {id(module): name for name, module in root.named_modules() if name}
         self._others = frozenset(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
         uses = Counter(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
@@ -194,7 +195,7 @@ class SideEffects:
         if self._by_layer is None:
             self._by_layer = {}
             flat = [t for leaf, t in zip(self._received.leaves, self._received.tensors, strict=True) if leaf.index < 0]
-            for effect in unpack(self._received.effects or (), flat, self._device, self._root):
+            for effect in unpack(self._received.effects or (), flat, self.device, self._root):
                 self._by_layer.setdefault(effect.layer, []).append(effect)
         return self._by_layer
 
@@ -266,7 +267,7 @@ class SideEffects:
 
     def repeat_step(self, data: bytes) -> None:
         """Do here what :meth:`take_step` told."""
-        for effect in from_bytes(data, self._device, self._root):
+        for effect in from_bytes(data, self.device, self._root):
             mine = effect.layer in self._ran and self._is_exclusive(effect)
             if not mine or self.final.is_due(effect):
                 effect.repeat_later(self._root)
@@ -331,6 +332,22 @@ class SideEffects:
                 return found
             self._known[index] = found
         return self._known[index]
+
+    def containers(self, place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
+        """What a call of a layer or part can write to; of a part that runs behind the layers, nothing is known.
+
+        Args:
+            place: its number, or any other one.
+            name: its name.
+            args: of the call.
+            kwargs: the same, by name.
+        """
+        place = place if place < self._last else next((at for at, unit in enumerate(self._names) if unit == name), -1)
+        return [] if place < 0 else self._containers(place, args, kwargs)
+
+    def packed(self, effects: Sequence[Effect]) -> bytes | None:
+        """What was left behind, for other ranks; ``None`` for nothing."""
+        return to_bytes(effects, self._names, self._modules) if effects else None
 
     def _is_own(self, index: int, container: Container) -> bool:
         """Whether the step's own code, outside of the layers, does not write to it as well."""

@@ -24,6 +24,7 @@ from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
+from lightning_megatron.pipeline.stage.order import CalledAgain
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.pipeline.stage.trunk_output import Joined
 
@@ -48,6 +49,9 @@ class Stage:
     Attributes:
         presence: what of the module is on this rank; told anew which copies no optimizer updates in each run.
         cursor: follows the user's step through the layers.
+        calls: of its layers, and of parts that other stages have.
+        repeats: whether code runs whose calls of the model go through all stages.
+        called_again: whether the latest step of evaluation called the layers a second time.
         device: where this rank computes.
     """
 
@@ -66,6 +70,8 @@ class Stage:
         trunk = partition.trunk
         self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
+        self.calls: list[LayerCall | PartCall] = []
+        self.repeats = self.called_again = False
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams, effects)
         Marks.of(module.get_submodule(trunk.name)).put(self)
         self._wrap_layers()
@@ -80,31 +86,40 @@ class Stage:
         found = (Marks.of(child).get(Stage) for child in module.modules())
         return next((stage for stage in found if stage is not None), None)
 
-    def phase(self) -> Phase:
-        """What user code runs now: its step, or anything else."""
-        return Phase.STEP if self.cursor.running else Phase.HOOK
+    def phase(self, *, lists: bool = False) -> Phase:
+        """What user code runs now: its step, or anything else; behind a backward of its own, it may list parameters
+        as in a hook.
+        """
+        between = lists and self.cursor.passes is not None and self.cursor.passes.is_between
+        return Phase.STEP if self.repeats or (self.cursor.running and not between) else Phase.HOOK
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters that this stage holds of a module."""
         self.cursor.parameters_read = True
+        if self.cursor.passes is not None:
+            self.cursor.passes.note_read()
 
     def note_trained(self, trained: Set[int]) -> None:
-        """Say which parameters, by id, optimizers update: they are no copies, whatever they are called."""
-        copies = self.partition.copies.without_trained(self.module, trained)
+        """Say which parameters, by id, are trained: they are no copies, whatever they are called."""
+        copies = self.presence.copies.without_trained(self.module, trained)
         self.presence = replace(self.presence, copies=copies)
 
     def _wrap_layers(self) -> None:
         for index, name in enumerate(self.partition.trunk.layer_names):
             layer = self.module.get_submodule(name)
             for path, called in called_modules(layer, name):
-                (LayerCall if called is layer else InnerCall)(self.cursor, index, path, called).install()
+                self._follow((LayerCall if called is layer else InnerCall)(self.cursor, index, path, called))
+
+    def _follow(self, call: LayerCall | PartCall) -> None:
+        call.install()
+        self.calls.append(call)
 
     def _wrap_parts(self, sentinels: Mapping[str, Sentinel]) -> None:
         """Let the parts of other stages, but for the layers, answer with zeros."""
         for name in self.partition.units:
             unit = _submodule(self.module, name) if name in sentinels else None
             if unit is not None:
-                PartCall(self.cursor, self._numbers.get(name, -1), unit, sentinels[name]).install()
+                self._follow(PartCall(self.cursor, self._numbers.get(name, -1), unit, sentinels[name]))
 
     def _follow_first_units(self) -> None:
         """What runs before the layers tells later stages what it leaves behind, and runs in the first piece only."""
@@ -113,7 +128,7 @@ class Stage:
         for name in sorted(self.partition.before):
             unit = _submodule(self.module, name)
             if unit is not None:
-                FirstCall(self.cursor, self._numbers[name], unit, Sentinel(name)).install()
+                self._follow(FirstCall(self.cursor, self._numbers[name], unit, Sentinel(name)))
 
     def _new_watch(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""
@@ -192,6 +207,9 @@ class Stage:
                 if watch is not None and self.cursor.sends and not self.cursor.training:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
+        except CalledAgain:
+            self.called_again = True
+            return StageRun(micro_batch, received, Boundary())
         except StageDone:
             sent = self.cursor.sent
             if not self.cursor.training:  # a trial runs with gradients on, which nobody asks for

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, Span
+from lightning_megatron.pipeline.stage.forms import Form, shapes_of
 
 
 def refuse_left_behind() -> NoReturn:
@@ -91,6 +92,22 @@ class Joined(Boundary):
         self.tensors.append(tensor.requires_grad_(wants))
         return self.arrive(place)
 
+    def agrees(self, layer: Any, form: Form | None) -> bool:
+        """Whether a layer's output for the whole batch is, but for the number of samples, like what it has given for
+        the micro-batches.
+
+        Args:
+            layer: its number, or the name of a call inside of it.
+            form: of what stands for its output.
+        """
+        if form is None:
+            return True
+        for span, part in zip(self.spans, self.parts, strict=True):
+            told = None if part.forms is None else part.forms.layers.get(layer)
+            if told is not None and not _are_alike(span, shapes_of(form), shapes_of(told)):
+                return False
+        return True
+
     def parts_of_gradients(self) -> Iterator[list[Tensor]]:
         """The gradients of what each micro-batch gave."""
         dims = [self.dims[place] for place, leaf in enumerate(self.leaves) if leaf.requires_grad]
@@ -102,6 +119,15 @@ class Joined(Boundary):
             ]
             pairs = zip(found, rows, strict=True)
             yield [grad.narrow(dim, start, stop - start).contiguous() for (grad, dim), (start, stop) in pairs]
+
+
+def _are_alike(span: Span, whole: list[tuple[int, ...]], part: list[tuple[int, ...]]) -> bool:
+    try:
+        for one, other in zip(whole, part, strict=True):
+            span.dim_of(one, other)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def given(output: Any, joined: Joined, layer: str) -> Any:

@@ -23,10 +23,11 @@ class LoopEnds(Callback):
 
     Args:
         end_loop: takes the kind of loop, and the number of its batches where this rank knows it better.
+        predicts: whether ranks exchange something in predictions, too.
     """
 
-    def __init__(self, end_loop: Callable[..., None]) -> None:
-        self._end_loop = end_loop
+    def __init__(self, end_loop: Callable[..., None], *, predicts: bool = False) -> None:
+        self._end_loop, self._predicts = end_loop, predicts
         self._ended = -1
 
     def __reduce__(self) -> Any:
@@ -51,6 +52,11 @@ class LoopEnds(Callback):
         """All test batches are done."""
         self._end_loop("test")
 
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All batches of predictions are done."""
+        if self._predicts:
+            self._end_loop("predict")
+
     def _end_training(self, trainer: pl.Trainer) -> None:
         if self._ended != trainer.current_epoch:
             self._ended = trainer.current_epoch
@@ -61,9 +67,9 @@ def end_nothing(*args: Any) -> None:
     """Stands for what waits for other ranks, in copies of a Trainer that were made while a run went on."""
 
 
-def insert_loop_ends(trainer: pl.Trainer, end_loop: Callable[..., None]) -> None:
+def insert_loop_ends(trainer: pl.Trainer, end_loop: Callable[..., None], *, predicts: bool) -> None:
     """Put the callback in front, for one run."""
-    callbacks_of(trainer).insert(0, LoopEnds(end_loop))
+    callbacks_of(trainer).insert(0, LoopEnds(end_loop, predicts=predicts))
 
 
 def remove_loop_ends(trainer: pl.Trainer) -> None:

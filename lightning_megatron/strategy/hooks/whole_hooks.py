@@ -68,11 +68,12 @@ class WholeHooks:
     def __init__(
         self, module: pl.LightningModule, trainer: pl.Trainer, tensor: TensorState, mesh: ParallelMesh, precision: Any
     ) -> None:
-        group, replicas = mesh.group("tensor_parallel"), mesh.layout.data
+        group, replicas = tensor.group, mesh.layout.data
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
         self.view = WholeView(group, reason if tensor.sums_gradients or replicas > 1 else None)
         self._served = {step for step in _STEPS if may_run_on_one_rank(module, step)}
-        self.steps = StepView(group, _the_same_ranks(group) if self._served else None)
+        of_experts = any(sharding.of_experts for sharding in tensor.table.values())
+        self.steps = StepView(group, _the_same_ranks(group) if self._served else None, own_losses=of_experts)
         self._wrapped: list[tuple[Any, str]] = []
         for name, parameter in type(module).named_parameters(module):
             specs = tensor.slices_of(name)

@@ -7,7 +7,8 @@ changed on one of them the others get the new value; what changed on several mus
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -36,17 +37,37 @@ class CopyExchange:
         self._device = device
         self._exist = bool(stage.partition.copies)
         self._trained = False
+        self._in_question: list[nn.Parameter] = []
         self._notes = self._measure(self._tensors())
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Say that all stages hold equal copies now, and leave out what an optimizer updates: the same on all stages.
+        """Say that all stages hold equal copies now, and which parameters an optimizer has. Copies among them may be
+        trained, which their gradients will tell; one that never gets any is updated by hooks alone.
 
         Args:
             parameters: those that an optimizer updates.
         """
         if self._exist:
-            self._stage.note_trained({id(parameter) for parameter in parameters})
+            stage, updated = self._stage, {id(parameter) for parameter in parameters}
+            stage.presence = replace(stage.presence, copies=stage.partition.copies)
+            self._in_question = stage.presence.copies.in_question(stage.module, updated)
             self._notes = self._measure(self._tensors())
+
+    def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+        """After a backward whose gradients have been summed over the stages: leave out copies that have got any.
+
+        Args:
+            has_gradient: whether a parameter has got one; equal on all stages.
+        """
+        trained = {id(parameter) for parameter in self._in_question if has_gradient(parameter)}
+        if not trained:
+            return
+        before = list(self._tensors())
+        self._stage.note_trained(trained)
+        after = self._tensors()
+        self._notes = self._notes[[place for place, name in enumerate(before) if name in after]]
+        left = {id(tensor) for tensor in after.values()}
+        self._in_question = [parameter for parameter in self._in_question if id(parameter) in left]
 
     def begin_training(self) -> None:
         """Make the copies equal before a training step, after which hooks may write into them again."""

@@ -59,6 +59,7 @@ class LogRouting(Replacement):
         self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self._replicas = None if mesh.layout.data > 1 else ALREADY_REDUCED
         callbacks = lightning_state.callbacks_of(trainer)
+        self._by_hand = mesh.layout.pipeline > 1 and not module.automatic_optimization  # hooks run within a step
         is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
         self._metrics: MetricRouter | None = None
         if is_divided or cuts_batches or mesh.layout.context > 1:
@@ -77,7 +78,8 @@ class LogRouting(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` of the module; arguments as of Lightning's."""
         recorder = None if self._predicts else self._engine.recording.recorder  # nothing is logged in predictions
-        if recorder is not None:
+        in_hook = self._by_hand and (lightning_state.hook_of(self._module) or "").startswith("on_")
+        if recorder is not None and not in_hook:
             recorder.log(*args, **kwargs)
         elif not any(logs.take(self._module, args, kwargs) for logs in (self._of_updates, self._of_hooks) if logs):
             log_everywhere(self._module, self._replicas, args, kwargs)

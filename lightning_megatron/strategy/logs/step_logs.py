@@ -68,6 +68,11 @@ class StepLogs:
     rows: Tensor
 
 
+def no_logs(device: torch.device) -> StepLogs:
+    """Those of a step that logged nothing."""
+    return StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=device))
+
+
 @dataclass
 class _Recorded:
     key: LogKey

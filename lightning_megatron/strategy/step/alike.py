@@ -84,7 +84,8 @@ def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str,
     Args:
         module: this rank's part of the module.
         mesh: the grid.
-        shared: parameter name -> group of all ranks that hold it, for parameters on several stages.
+        shared: parameter name -> group of all ranks that hold it, for parameters on several stages and of experts;
+            ``None`` where it is this one alone.
     """
     parameters = dict(module.named_parameters())
     if mesh.layout.data > 1:
@@ -94,7 +95,8 @@ def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str,
         broadcast_tensors([*own, *buffers], source, mesh.group("data_parallel"))
     by_group: dict[int, tuple[Any, list[Tensor]]] = {}
     for name, group in shared.items():
-        by_group.setdefault(id(group), (group, []))[1].append(parameters[name])
+        if group is not None:
+            by_group.setdefault(id(group), (group, []))[1].append(parameters[name])
     for group, tensors in by_group.values():
         broadcast_tensors(tensors, min(dist.get_process_group_ranks(group)), group)
 

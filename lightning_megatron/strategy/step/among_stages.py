@@ -31,8 +31,10 @@ from lightning_megatron.pipeline.schedules.plain import mirrored
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
+from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
 from lightning_megatron.strategy.logs.leftovers import ModuleState
+from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery
 from lightning_megatron.strategy.step.step import Outcome
@@ -50,6 +52,10 @@ class Stages(Protocol):
             forward_only: whether no backward follows.
             around: whether the loss is computed behind all forwards.
         """
+
+    @property
+    def repeats(self) -> Repeats | None:
+        """The steps that call the model repeatedly; ``None`` with one stage, which runs them as any other."""
 
     @property
     def may_run_around(self) -> bool:
@@ -80,6 +86,9 @@ class Stages(Protocol):
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
 
+    def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+        """Called after a backward; whether a parameter ``has_gradient`` is known alike on all stages that share it."""
+
     def share_copies(self) -> None:
         """Make these copies equal again, after hooks have run; collective over the pipeline."""
 
@@ -109,6 +118,7 @@ class OneStage:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
         self._opened: tuple[UncutModule, PipelineExecutor] | None = None
 
+    repeats = None
     may_run_around = False  # one stage has nobody to wait for
     is_behind_layers = True  # nobody waits for what is before it
 
@@ -143,6 +153,9 @@ class OneStage:
         return value
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """There are no copies on other stages."""
+
+    def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
         """There are no copies on other stages."""
 
     def share_copies(self) -> None:
@@ -195,6 +208,7 @@ class SeveralStages:
         self._module, self._mesh, self._device = module, mesh, device
         self._stage, self._tensor, self._options = stage, tensor, options
         self._has_loss = mesh.rank == mesh.loss_rank
+        self.repeats = Repeats(module, stage, mesh)
         self._delivery = OutcomeDelivery(mesh, device)
         self._state = ModuleState(module, stage.partition, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
@@ -243,10 +257,11 @@ class SeveralStages:
         Raises:
             RuntimeError: the stage before loaded another batch.
         """
-        opened = self._connection()
+        opened, self._stage.called_again = self._connection(), False
         self._state.snapshot()
         fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
         torch.backends.mha.set_fastpath_enabled(False)
+        self.repeats.model_calls.step_begins()
         try:
             self._check_equal_batches(opened, batch, micro_batches)
             self._delivery.expect()
@@ -254,6 +269,7 @@ class SeveralStages:
             if training:
                 self._state.share_early_buffers()
         finally:
+            self.repeats.model_calls.step_ends()
             torch.backends.mha.set_fastpath_enabled(fastpath)
 
     def _connection(self) -> _Connection:
@@ -261,7 +277,8 @@ class SeveralStages:
         if self._opened is None:
             links = self._world.links(self._mesh, self._device, self._equal_boundaries())
             finality = StageFinality(self._module, self._stage.partition, self._stage.stage)
-            variable = self._options.variable_shapes
+            variable = self._options.variable_shapes or not self._module.automatic_optimization  # passes differ
+            self._stage.cursor.tells_always = variable
             executor = self._world.executor(self._stage, links, finality, variable, self._clock)
             self._opened = _Connection(links, executor, list(self._module.parameters()))
         return self._opened
@@ -292,7 +309,7 @@ class SeveralStages:
             outcome = self._delivery.receive()
             self._state.apply(outcome.state)
             return outcome
-        outcome = make()
+        outcome = Outcome(no_logs(self._device), output=StartOver()) if self._stage.called_again else make()
         outcome.state = self._state.changes()
         self._delivery.send(outcome)
         return outcome
@@ -304,6 +321,10 @@ class SeveralStages:
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """See :class:`Stages`."""
         self._copies.note_trained(parameters)
+
+    def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+        """See :class:`Stages`."""
+        self._copies.note_gradients(has_gradient)
 
     def share_copies(self) -> None:
         """See :class:`Stages`."""

@@ -23,7 +23,7 @@ from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.mesh.mesh import Holders, ParallelMesh
+from lightning_megatron.mesh.mesh import ExpertGroups, Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
@@ -61,16 +61,18 @@ class ModuleOptions:
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
     context: Mapping[str, str]
+    experts: int = 1
     stage_speeds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class _Split:
-    """How an earlier run split a module over tensor-parallel ranks; kept with the module, like the cut itself."""
+    """How an earlier run split a module over tensor-parallel or expert ranks; kept with it, like the cut itself."""
 
     size: int
     state: TensorState
-    report: ParallelReport
+    report: ParallelReport | None
+    experts: int = 1
 
     def __deepcopy__(self, memo: Any) -> _Split:
         """The same: it tells of names and slices, and holds the group, which cannot be copied."""
@@ -169,7 +171,7 @@ class Assembler:
         if stage is not None:
             presence = stage.presence
         else:
-            presence = Presence.uncut(module, tensor_state.table, tensor_state.rank)
+            presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor)
         self._world.materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
@@ -185,7 +187,7 @@ class Assembler:
             self._agree_on_own_split(module)
         else:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
-            groups = mesh.holder_groups(self._all_holders(presence, tensor_state))
+            groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
             agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
         return Assembled(module, engine, tensor_state, report, streams, groups, self._split_tokens(module, stage))
@@ -210,15 +212,20 @@ class Assembler:
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
-        tensor = self._mesh.layout.tensor
+        tensor, experts = self._mesh.layout.tensor, self._options.experts
         earlier = Marks.of(module).get(_Split)
         if earlier is not None or Stage.of(module) is not None:
-            before = earlier.size if earlier is not None else 1
-            if before != tensor:
-                raise RuntimeError(already_split(before, tensor))
-        if tensor == 1 or splits_itself(module):
+            before = (earlier.size, earlier.experts) if earlier is not None else (1, 1)
+            if before[0] != tensor:
+                raise RuntimeError(already_split("tensor_parallel_size", before[0], tensor))
+            if before[1] != experts:
+                raise RuntimeError(already_split("expert_parallel_size", before[1], experts))
+        if (tensor == 1 and experts == 1) or splits_itself(module):
             return TensorState(), None
-        if earlier is None:
+        groups = self._mesh.expert_groups(experts)
+        if earlier is None and groups is not None:
+            earlier = Marks.of(module).put(_Split(1, self._split_experts(module, groups), None, experts))
+        elif earlier is None:
             group = self._mesh.group("tensor_parallel")
             from lightning_megatron.parallelize import parallelize
 
@@ -226,6 +233,15 @@ class Assembler:
                 report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
             earlier = Marks.of(module).put(_Split(tensor, TensorState(report.parameters, group), report))
         return earlier.state, earlier.report
+
+    def _split_experts(self, module: pl.LightningModule, groups: ExpertGroups) -> TensorState:
+        """Share out the experts of the module over some replicas."""
+        from lightning_megatron.experts.split import split_experts
+
+        with self._precision.forward_context():
+            report = split_experts(module, groups)
+        rank_zero_info(f"`expert_parallel_size={groups.size}`: {report.explain()}.")
+        return TensorState(report.table, groups.group)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)
@@ -251,7 +267,7 @@ class Assembler:
             stage_speeds=self._options.stage_speeds,
             hooks_write=trainer_of(module) is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
-        presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, tensor_state.rank)
+        presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, mesh.coordinates.tensor)
         return Stage(module, partition, presence, self._device, streams)
 
     def _lift_compilation(self, module: pl.LightningModule) -> None:

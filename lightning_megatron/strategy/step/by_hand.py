@@ -11,16 +11,32 @@ its slices. The weights that all of these ranks hold show it: they are copies no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
 
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
+from lightning_megatron.pipeline.run.passes import Passes
+from lightning_megatron.pipeline.run.pipeline_step import loss_of
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning.trainer_access import stops
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.step.among_stages import SeveralStages
+from lightning_megatron.strategy.step.losses import LossChecks
+from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Step, Window
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
 
@@ -50,10 +66,15 @@ class BackwardsByHand:
 
     def summed(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``backward``, and sum what gradients it leaves."""
+        with self.allowed(), self._summing():
+            backward(*args, **kwargs)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Around a backward that is as it should be."""
         self._running = True
         try:
-            with self._summing():
-                backward(*args, **kwargs)
+            yield
         finally:
             self._running = False
 
@@ -111,3 +132,156 @@ class WeightCopies:
                     "(NumPy, an extension) makes of the slices on one rank. Draw them alike, compute by functions of "
                     "torch, or use `tensor_parallel_size=1`."
                 )
+
+
+class StepByHand:
+    """A step of manual optimization through several stages; see :class:`~lightning_megatron.strategy.step.step.Step`.
+
+    The user's code runs once on every stage. Each ``self.manual_backward(loss)`` ends a pass through the stages
+    (:mod:`~lightning_megatron.pipeline.run.passes`), and then every stage has the gradients of its weights, summed over
+    the replicas, and the number of the loss. Updates in between are the user's.
+
+    Args:
+        module: the user's module, cut.
+        mesh: the grid.
+        device: this rank's device.
+        stages: of this rank's pipeline.
+        stage: this rank's.
+        streams: random streams per segment.
+        gradients: of the module.
+        recording: of the logs.
+        losses: looked at here.
+        evaluates: runs the steps of evaluation.
+        copies: weights that tensor-parallel ranks hold whole.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stages: SeveralStages,
+        stage: Stage,
+        streams: SegmentStreams,
+        gradients: ModelGradients,
+        recording: Recording,
+        losses: LossChecks,
+        evaluates: Step,
+        copies: WeightCopies | None,
+    ) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._stages, self._stage, self._streams = stages, stage, streams
+        self._gradients, self._recording, self._losses = gradients, recording, losses
+        self._copies, self._has_loss = copies, mesh.rank == mesh.loss_rank
+        self.evaluate = evaluates.evaluate
+        self._mean = ReplicaMean(mesh, device)
+        self._schedule: Schedule | None = None
+        self._passes: Passes | None = None
+        self._outcome: Outcome | None = None
+        self._said, self._refusing = False, BackwardsByHand(_refused, nullcontext)
+
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+        """Run the user's step; its backwards come to :meth:`backward` meanwhile."""
+        self._outcome, self._schedule = None, self._schedule or self._stages.schedule(1, forward_only=False)
+        self._say()
+        self._stages.begin_training()
+        compares = self._losses.compares and self._has_loss
+        if compares:
+            self._losses.take_batch(batch, "training_step", self._device)
+        with self._recording.step() as recorder, self._streams.step(training=True):
+            deaf = _Deaf(self._module)
+            if not self._has_loss:
+                self._recording.recorder = deaf
+            with self._stages.running(batch, 1, training=True) as executor:
+                around = self._stage, executor, self._streams, self._device, self._schedule, batch
+                self._passes = Passes(*around, self._gradients.sink)
+                with self._passes.running(), self._refusing:
+                    output = call(batch)
+            self._passes = None
+            if compares:
+                self._losses.compare(None, "training_step", self._device)
+            self._outcome = self._stages.outcome(lambda: self._merge(output, recorder), "training_step")
+        deaf.check({key.name for key in self._outcome.logs.keys})
+        if self._copies is not None:
+            self._copies.compare()
+        return self._outcome.output
+
+    def _merge(self, output: Any, recorder: LogRecorder) -> Outcome:
+        """The outcome, over all replicas; on the stage that computes the loss."""
+        refuse_away(output, "what `training_step` returned")
+        output = map_tensors(output, torch.detach)
+        outcome = Outcome(recorder.collect(self._device), output=output, stop=stops(self._module))
+        self._mean.start(outcome, trains=True)
+        self._mean.finish(outcome)
+        return outcome
+
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+        """End a pass: all stages run its backward. Then the loss is the number that it is, wherever it was not."""
+        if self._passes is None:
+            raise RuntimeError("`self.manual_backward` was called outside of a training step.")
+        if self._has_loss:
+            loss_of(loss)
+            refuse_away(loss, "the loss given to `self.manual_backward`")
+            self._losses.note([loss.detach()])
+        sink = self._gradients.sink
+        sink.begin(fresh=None, reduce=window.last, divide_by=self._mesh.layout.data, scale=window.scale)
+        with self._refusing.allowed():
+            self._passes.backward(loss, window.scale)
+        sink.finish()
+        number = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._has_loss:
+            number.copy_(loss.detach())
+        number = self._stages.share(number)
+        if type(loss) is Away:
+            make_real(loss).data = number.to(loss.dtype).reshape(loss.shape)
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        """See :class:`~lightning_megatron.strategy.step.engine.StepEngine`."""
+        return nullcontext() if self._passes is None else self._passes.outside()
+
+    def finish(self) -> Outcome | None:
+        """The outcome, once."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def _say(self) -> None:
+        """One line about what this costs, once."""
+        if not self._said:
+            stages, self._said = self._mesh.layout.pipeline, True
+            rank_zero_info(
+                "manual optimization: a step may update in its middle, so each batch runs whole through the "
+                f"{stages} pipeline stages, each of which is busy a {stages}th of the time; automatic optimization "
+                "runs in micro-batches."
+            )
+
+
+class _Deaf(LogRecorder):
+    """Takes what a stage without the loss logs: the stage with the loss logs it too."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__(module)
+        self._names: set[str] = set()
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Note the name."""
+        self._names.add(name)
+
+    def check(self, logged: set[str]) -> None:
+        """Compare with what the stage that computes the loss has ``logged``.
+
+        Raises:
+            RuntimeError: it has not logged something that this stage has.
+        """
+        if missing := sorted(self._names - logged):
+            raise RuntimeError(
+                f"the step logs `{missing[0]}` on a pipeline stage that does not compute the loss, and not on the one "
+                "that does: it goes over what each stage has. Log it in `on_before_optimizer_step`, where what the "
+                "stages log is put together, or use `pipeline_parallel_size=1`."
+            )
+
+
+def _refused() -> AbstractContextManager[None]:
+    raise RuntimeError(
+        "the step calls `.backward()` (or `torch.autograd.backward`) itself. Its gradients have to go back through the "
+        "other pipeline stages: call `self.manual_backward(loss)` instead, or use `pipeline_parallel_size=1`."
+    )

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,10 +28,11 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages, Stages
-from lightning_megatron.strategy.step.by_hand import WeightCopies
+from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
+from lightning_megatron.strategy.step.refusals import check_by_hand
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
 from lightning_megatron.strategy.world import REAL_WORLD, World
@@ -59,6 +61,7 @@ class StepEngine:
         losses: what was found out about losses.
         splits_itself: whether the module's own code has split it.
         whole: the way of a batch that is not cut into micro-batches.
+        has_stages: whether there are several.
     """
 
     def __init__(
@@ -88,17 +91,20 @@ class StepEngine:
         if stage is None:
             stages, check, take = OneStage(module, mesh, device, streams), None, None
         else:
-            stages, check = SeveralStages(module, mesh, device, stage, tensor, options, world), refuse_away
-            take = stage.cursor.side_effects.take_log
-        self._stages = stages
+            several_stages = SeveralStages(module, mesh, device, stage, tensor, options, world)
+            stages, check, take = several_stages, refuse_away, several_stages.repeats.take_log
+        self._stages, self.has_stages = stages, stage is not None
         self.recording = Recording(module, check, take)
         shared = self.model_gradients, self.recording, self.losses
         layers = _layers_of(module, stage)
         self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared, layers)
         self.whole: Step = self._in_parts
+        copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
-            copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
             self.whole = PlainStep(module, mesh, device, *shared, copies)
+        elif not module.automatic_optimization and isinstance(stages, SeveralStages):
+            check_by_hand(record_timeline=options.record_timeline)
+            self.whole = StepByHand(module, mesh, device, stages, stage, streams, *shared, self._in_parts, copies)
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
@@ -109,6 +115,10 @@ class StepEngine:
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
         return self.whole.evaluate(call, batch, name)
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        """Around an update, in whose hooks user code sees the module as between steps, also in the middle of a step."""
+        return self.whole.between_passes() if isinstance(self.whole, StepByHand) else nullcontext()
 
     @property
     def sums_gradients(self) -> bool:
@@ -126,6 +136,10 @@ class StepEngine:
     def note_trained(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
         self._stages.note_trained(parameters)
+
+    def note_gradients(self) -> None:
+        """Called after a backward, once gradients have been summed: what has got any is no copy, whatever its name."""
+        self._stages.note_gradients(self.model_gradients.has_gradient)
 
     def share_copies(self) -> None:
         """Make these copies equal on all stages again, after hooks have run; collective over the pipeline."""

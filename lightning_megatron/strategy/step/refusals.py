@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -36,9 +37,40 @@ def already_cut(earlier: Stage, stages: int) -> str:
     )
 
 
-def already_split(before: int, tensor: int) -> str:
-    """Message for a module that another layout's run has split over tensor-parallel ranks."""
+def already_split(option: str, before: int, now: int) -> str:
+    """Message for a module that another layout's run has split, by the size ``option``."""
     return (
-        f"this module was set up for `tensor_parallel_size={before}` by an earlier run and holds this rank's part; a "
-        f"run with `tensor_parallel_size={tensor}` needs a new module. Build it again and load the checkpoint."
+        f"this module was set up for `{option}={before}` by an earlier run and holds this rank's part; a "
+        f"run with `{option}={now}` needs a new module. Build it again and load the checkpoint."
     )
+
+
+def check_by_hand(*, record_timeline: bool) -> None:
+    """Refuse what steps of manual optimization through several stages do not do.
+
+    Raises:
+        MisconfigurationException: with the option to leave out.
+    """
+    if record_timeline:
+        raise MisconfigurationException(
+            "`record_timeline=True` times the schedule of a step, which manual optimization runs in passes of its own; "
+            "leave it out, or set `self.automatic_optimization = True`."
+        )
+
+
+def check_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of a backward that the other stages would not follow.
+
+    Args:
+        args: of ``self.manual_backward``, behind the loss.
+        kwargs: the same, by name.
+
+    Raises:
+        ValueError: with the argument to leave out.
+    """
+    more = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items() if name != "retain_graph")]
+    if more:
+        raise ValueError(
+            f"`self.manual_backward(loss, {more[0]})`: the backward goes through all pipeline stages, which only take "
+            "the loss; leave the argument out, or use `pipeline_parallel_size=1`."
+        )

@@ -28,6 +28,7 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
@@ -130,6 +131,16 @@ class ScheduledStep:
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
         self._stages.begin_evaluation()
+        repeats = self._stages.repeats
+        attempt = repeats.attempt(name, batch) if repeats is not None else None
+        outcome = self._evaluate(call, batch, name)
+        if attempt is not None and repeats is not None and isinstance(outcome.output, StartOver):
+            batch = attempt.take_back()
+            repeats.note(name)
+            outcome = self._evaluate(call, batch, name)
+        return outcome
+
+    def _evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         chosen = self._options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self._split(batch, chosen)
         cut = _Cut(self._weights(parts) if len(parts) > 1 else [1.0])
@@ -197,19 +208,23 @@ class ScheduledStep:
         asks: Asks | None = None,
     ) -> Outcome:
         training = bool(scales)
+        repeats = self._stages.repeats
+        passes = repeats.run if repeats is not None and not training and repeats.includes(name) else None
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
-        with self._recording.step(len(parts), cut.logs) as recorder, self._streams.step(training=training):
+        streams = self._streams.step(training=training) if passes is None else nullcontext()  # it draws as one process
+        with self._recording.step(len(parts), cut.logs) as recorder, streams:
             call = asks.hears(call) if asks is not None else call
             if cut.layers:
                 step = self._step_around(call, recorder, batch, scales, cut, name)
             else:
                 schedule = self._schedule(len(parts), forward_only=not training)
-                recorded = _Recorded(call, recorder, parts, cut, self._writes, schedule.chunks)
+                chunks = schedule.chunks if passes is None else 1
+                recorded = _Recorded(call, recorder, parts, cut, self._writes, chunks)
                 step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
-                executor.run(step)
+                executor.run(step) if passes is None else passes(step, self._writes.undone)
             return self._stages.outcome(partial(self._merge, step, parts, recorder, cut), name)
 
     def _step_around(

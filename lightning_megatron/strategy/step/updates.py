@@ -15,6 +15,7 @@ from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
 from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.processes import Processes
@@ -87,9 +88,11 @@ def _least_independence(
     gradients, layout = assembled.engine.model_gradients, processes.mesh.layout
     shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
     least = Independence.ELEMENT
-    if shards * layout.pipeline * layout.tensor > 1 or lowered or adds_up:
+    experts = gradients.options.experts
+    if shards * layout.pipeline * layout.tensor * experts > 1 or lowered or adds_up:
         declared = declared_elementwise(gradients.options.sharding)
         least = smallest_independence(optimizers, processes.device, declared)
+    check_expert_optimizers(experts, optimizers, least)
     if least is Independence.NONE and shards > 1 and layout.pipeline * layout.tensor == 1:
         names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         rank_zero_info(

@@ -23,7 +23,7 @@ from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
-from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
+from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary
 from lightning_megatron.pipeline.stage.cursor import StageDone
 from lightning_megatron.strategy.world import World
 from lightning_megatron.tools.rehearsal.weightless import Weightless
@@ -60,12 +60,12 @@ class _PaperLinks(StageLinks):
 class _PaperExecutor(PipelineExecutor):
     """Executor that computes the first message of the previous stage itself."""
 
-    def announced(self, slot: Slot) -> tuple[tuple[Leaf, ...], None]:
+    def announced(self, slot: Slot) -> Announcement:
         """Record receives of the message's sizes, and return its content."""
-        leaves = _leaves(self, slot)
-        for length, dtype in ((1, torch.int64), (objects.encode((leaves, None)).numel(), torch.uint8)):
-            self._links.receive(slot.peer, [((length,), dtype)], slot.tag).wait()
-        return leaves, None
+        told = _told(self, slot)
+        for length, dtype in ((1, torch.int64), (objects.encode(told).numel(), torch.uint8)):
+            self.links.receive(slot.peer, [((length,), dtype)], slot.tag).wait()
+        return told
 
 
 class PaperWorld(World):
@@ -103,8 +103,8 @@ class PaperWorld(World):
         return _PaperExecutor(*args)
 
 
-def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
-    """Describe the tensors that the first layer of a virtual stage receives."""
+def _told(executor: PipelineExecutor, slot: Slot) -> Announcement:
+    """Describe what the first layer of a virtual stage receives."""
     step = executor._step
     stage: Any = executor._stage
     first = stage.partition.bounds[slot.virtual][0]
@@ -112,12 +112,13 @@ def _leaves(executor: PipelineExecutor, slot: Slot) -> tuple[Leaf, ...]:
     try:
         step.call(step.micro_batches[slot.micro_batch], slot.micro_batch)
     except StageDone:
-        leaves = stage.cursor.sent.leaves
+        sent = stage.cursor.sent
     finally:
         stage.cursor.end()
-    if step.training and _trains_before(executor, slot.virtual):
-        return leaves
-    return tuple(replace(leaf, requires_grad=False) for leaf in leaves)
+    leaves = sent.leaves
+    if not (step.training and _trains_before(executor, slot.virtual)):
+        leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
+    return Announcement(leaves, forms=sent.forms)
 
 
 def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:

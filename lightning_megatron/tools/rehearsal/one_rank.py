@@ -176,6 +176,11 @@ def rehearse(
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
     sizes = strategy.options.sizes
+    if strategy.options.expert_parallel_size > 1:
+        raise ValueError(
+            f"a rehearsal has no tokens to send to experts (`expert_parallel_size="
+            f"{strategy.options.expert_parallel_size}`); rehearse with `expert_parallel_size=1`."
+        )
     if sizes["context"] > 1 and sizes["pipeline"] > 1:
         raise ValueError(
             f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_megatron.pipeline.elsewhere.away import STATE
+
 BACKEND = "rehearsal"
 
 
@@ -61,7 +63,11 @@ class Ledger:
         self.write_bytes(group, operation, sum(tensor.numel() * tensor.element_size() for tensor in tensors), peer)
 
     def write_bytes(self, group: dist.ProcessGroup, operation: str, size: int, peer: int = -1) -> None:
-        """Record one operation of ``group`` on ``size`` bytes; ``peer`` is a rank in the group."""
+        """Record one operation of ``group`` on ``size`` bytes; ``peer`` is a rank in the group. Not where only shapes
+        are wanted, of layers of stages that in a launch tell them.
+        """
+        if STATE.paused:
+            return
         ranks = tuple(dist.get_process_group_ranks(group))
         entry = Entry(self.phase, operation, ranks, ranks[peer] if peer >= 0 else -1, size)
         self.counts[entry] = self.counts.get(entry, 0) + 1
