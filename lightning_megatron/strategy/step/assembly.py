@@ -171,7 +171,8 @@ class Assembler:
         if stage is not None:
             presence = stage.presence
         else:
-            presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor)
+            divided_here = not splits_itself(module)  # else its DTensors say what is whole, and each rank has all of them
+            presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor if divided_here else 0)
         self._world.materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
