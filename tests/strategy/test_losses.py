@@ -223,7 +223,10 @@ def test_a_way_once_ruled_out_does_not_come_back() -> None:
     assert reading.way is None and list(reading.open()) == [way]
     later = reading.after(find([_part(2.0), _part(1.0)], _part(1.25), [2, 2], {way: [5, 15]}))
     assert later.way == way and not later.whole
-    assert later.after(find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {way: [5, 15]})).whole
+    ruled_out = later.after(find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {way: [5, 15]}))
+    assert ruled_out.whole
+    equal = find([_part(2.0), _part(2.0)], _part(2.0), [2, 2], {})
+    assert equal.fits and ruled_out.after(equal).whole
 
 
 def test_what_a_step_writes_is_put_back_and_judged() -> None:

@@ -199,6 +199,7 @@ class Reading:
         settled: whether the latest trial could tell.
         stays: whether the user has said that the loss is one of the whole batch.
         opaque: whether no trial has told anything, and the latest found losses that are no finite numbers.
+        tried: whether there was a trial: what it has ruled out stays so, however well it fits a later batch.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -207,16 +208,17 @@ class Reading:
     settled: bool = False
     stays: bool = False
     opaque: bool = False
+    tried: bool = False
 
     def after(self, found: Finding) -> Reading:
         """What is known after a further trial."""
-        if not self.fits:
+        if not self.tried:
             fits = found.fits
         else:
             fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
         logs = {**self.logs, **{k: h if self.logs.get(k, h) == h else "" for k, h in found.logs.items()}}
         opaque = found.opaque and not (self.fits and self.settled)
-        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays, opaque)
+        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays, opaque, tried=True)
 
     @property
     def whole(self) -> bool:
