@@ -171,7 +171,7 @@ class Assembler:
         if stage is not None:
             presence = stage.presence
         else:
-            divided_here = not splits_itself(module)  # else its DTensors say what is whole, and each rank has all of them
+            divided_here = not splits_itself(module)  # else its DTensors say what is whole
             presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor if divided_here else 0)
         self._world.materialize(module, self._device, seed, tensor_state.table)
         module.to(self._device)
