@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.twin import is_elsewhere
+from lightning_megatron.mesh.replaced import Replacements
 
 
 def stacked_experts(module: nn.Module) -> int:
@@ -154,10 +155,7 @@ def mixed(choice: Choice, experts: int, send: Callable[[Tensor, Tensor], Tensor]
 def with_experts(module: nn.Module, before: int, now: int) -> Iterator[None]:
     """Let the module's own code find as many experts as its parameters have here."""
     counts = [n for n, value in vars(module).items() if "expert" in n and type(value) is int and value == before]
-    for name in counts:
-        vars(module)[name] = now
-    try:
-        yield
-    finally:
+    with Replacements() as replaced:
         for name in counts:
-            vars(module)[name] = before
+            replaced.put(module, name, now)
+        yield

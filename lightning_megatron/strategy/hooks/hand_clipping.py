@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from lightning_megatron.layers.whole.step_kinds import part_shown
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
@@ -50,24 +51,20 @@ class HandClipping:
         self._module, self._presence, self._stage = module, presence, stage
         self._norm = norm if whole_hooks is None else whole_hooks.local(norm)
         self._whole_hooks = whole_hooks
-        self._original: Any = None
-        self._scale: Any = None
+        self._original: Any = getattr(clip_grad, _NAME)
+        self._replaced = Replacements()
 
     def start(self) -> None:
         """Take the place of torch's function."""
-        self._original, self._scale = getattr(clip_grad, _NAME), getattr(clip_grad, _SCALE)
+        self._original = getattr(clip_grad, _NAME)
         if self._whole_hooks is not None:  # scaling treats every element alike, wherever it is
-            setattr(clip_grad, _SCALE, self._whole_hooks.local(self._scale))
-        for owner, name in ((clip_grad, _NAME), (torch.nn.utils, "get_total_norm")):
-            setattr(owner, name, self)
+            self._replaced.put(clip_grad, _SCALE, self._whole_hooks.local(getattr(clip_grad, _SCALE)))
+        self._replaced.put(clip_grad, _NAME, self)
+        self._replaced.put(torch.nn.utils, "get_total_norm", self)
 
     def stop(self) -> None:
         """Give it back."""
-        if self._original is not None:
-            setattr(clip_grad, _NAME, self._original)
-            setattr(clip_grad, _SCALE, self._scale)
-            torch.nn.utils.get_total_norm = self._original
-            self._original = None
+        self._replaced.take_back()
 
     def __call__(
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

@@ -30,7 +30,7 @@ from lightning_megatron.layers.whole.in_steps import StepView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.replaced import Replaced, has_other_method
+from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
@@ -74,7 +74,7 @@ class WholeHooks:
         self._served = {step for step in _STEPS if may_run_on_one_rank(module, step)}
         of_experts = any(sharding.of_experts for sharding in tensor.table.values())
         self.steps = StepView(group, _the_same_ranks(group) if self._served else None, own_losses=of_experts)
-        self._wrapped: list[tuple[Any, str]] = []
+        self._replaced = Replacements()
         for name, parameter in type(module).named_parameters(module):
             specs = tensor.slices_of(name)
             if parameter.is_meta:
@@ -91,16 +91,13 @@ class WholeHooks:
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
             for hook in _hooks_of(owner, parent):
-                self._wrap(owner, hook, self._seeing(getattr(owner, hook), may_run_on_one_rank(owner, hook)))
+                seeing = self._seeing(getattr(owner, hook), may_run_on_one_rank(owner, hook))
+                self._replaced.call(owner, hook, seeing)
         for owner, names in ((trainer.strategy, _DOORS), (precision, ("clip_gradients",))):
             for name in names:
                 if hasattr(owner, name):
                     door = self.local(getattr(owner, name))
-                    self._wrap(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
-
-    def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        owner.__dict__[name] = Replaced(owner, name, function)
-        self._wrapped.append((owner, name))
+                    self._replaced.call(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
 
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         name = getattr(hook, "__name__", "closure")
@@ -150,9 +147,7 @@ class WholeHooks:
     def remove(self) -> None:
         """Give hooks and methods back."""
         self.steps.close()
-        for owner, name in self._wrapped:
-            owner.__dict__.pop(name, None)
-        self._wrapped = []
+        self._replaced.take_back()
 
 
 def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:

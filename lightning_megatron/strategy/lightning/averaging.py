@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces, plain_if_whole
-from lightning_megatron.mesh.replaced import Replaced
+from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState
 
@@ -90,16 +90,11 @@ class HeldTensors(nn.Module):
 @contextmanager
 def averages_parts(trainer: pl.Trainer) -> Iterator[None]:
     """Within, no averaging callback of a Trainer copies the whole module; each waits for :func:`begin_averages`."""
-    found: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, _Averaging)]
-    for callback in found:
-        callback.__dict__["setup"] = Replaced(callback, "setup", _nothing)
-    try:
+    with Replacements() as replaced:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, _Averaging):
+                replaced.put(callback, "setup", _NoCopy(callback, replaced))
         yield
-    finally:
-        for callback in found:
-            for name in ("setup", *_OF_AVERAGES, *_OF_SWA):
-                callback.__dict__.pop(name, None)
-            getattr(callback._average_model, "__dict__", {}).pop("update_parameters", None)
 
 
 def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.device, *, fits: bool = True) -> None:
@@ -117,24 +112,38 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
     for callback in callbacks_of(trainer):
         if not isinstance(callback, _Averaging):
             continue
-        own = _Own(callback, weights)
+        setup = callback.__dict__.get("setup")
+        replaced = setup.replaced if isinstance(setup, _NoCopy) else Replacements()
+        own = _Own(callback, weights, replaced)
         if fits:
             callback._average_model = own.new_average(device)
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
             names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
             for name in names:
-                callback.__dict__[name] = Replaced(callback, name, getattr(own, name.removeprefix("_")))
+                replaced.call(callback, name, getattr(own, name.removeprefix("_")))
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for ``setup``, which copies the whole module."""
+class _NoCopy(Replacement):
+    """Stands for ``setup`` of one callback, which copies the whole module; does nothing.
+
+    Args:
+        callback: whose method it is.
+        replaced: takes back what is replaced for the callback.
+    """
+
+    def __init__(self, callback: Any, replaced: Replacements) -> None:
+        super().__init__(callback, "setup")
+        self.replaced = replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Copy nothing."""
 
 
 class _Own:
     """What one callback does with its average and with the weights in use; named as its methods are."""
 
-    def __init__(self, callback: Any, weights: ModelState) -> None:
-        self._callback, self._weights = callback, weights
+    def __init__(self, callback: Any, weights: ModelState, replaced: Replacements) -> None:
+        self._callback, self._weights, self._replaced = callback, weights, replaced
         self.names = [name for name, _ in weights.module.named_parameters(remove_duplicate=False)]
 
     def live(self) -> HeldTensors:
@@ -148,8 +157,7 @@ class _Own:
             return copy.deepcopy(self.live())
         options = {"use_buffers": callback._use_buffers, **callback._kwargs}
         average = AveragedModel(self.live(), callback._device or device, **options)
-        update = functools.partial(self.update, average)
-        average.__dict__["update_parameters"] = Replaced(average, "update_parameters", update)
+        self._replaced.call(average, "update_parameters", functools.partial(self.update, average))
         return average
 
     def update(self, average: AveragedModel, module: nn.Module) -> None:

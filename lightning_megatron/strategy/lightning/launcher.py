@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_megatron.mesh.replaced import Replacement
+from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.mesh.watch.peers import told
 from lightning_megatron.strategy.lightning.averaging import averages_parts
 from lightning_megatron.strategy.lightning.restoring import restores_when_set_up
@@ -178,14 +178,11 @@ def answers_from_markers(trainer: pl.Trainer) -> Iterator[None]:
     Raises:
         AttributeError: this version of Lightning asks ModelCheckpoint by another name.
     """
-    asked = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
-    for callback in asked:
-        callback.__dict__[_QUESTION] = _Search(callback)
-    try:
+    with Replacements() as replaced:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ModelCheckpoint):
+                replaced.put(callback, _QUESTION, _Search(callback))
         yield
-    finally:
-        for callback in asked:
-            callback.__dict__.pop(_QUESTION, None)
 
 
 class _Search(Replacement):

@@ -30,7 +30,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_megatron.mesh.messages.collectives import world_maximum
-from lightning_megatron.mesh.replaced import Replaced
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.watch.turns import TRAINING
 
 _NAME = "preempted.ckpt"
@@ -53,6 +53,7 @@ class Preemption:
         self._trainer = trainer
         self._device = device
         self._wants_batch = wants_batch
+        self._replaced = Replacements()
         self._stop = False
         self._interrupted_at: float | None = None
         self._requeue = False
@@ -63,8 +64,7 @@ class Preemption:
 
         Lightning puts back, when the fit ends, what was there before it.
         """
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        epoch_loop.__dict__[_QUESTION] = Replaced(epoch_loop, _QUESTION, self.agree)
+        self._replaced.call(self._trainer.fit_loop.epoch_loop, _QUESTION, self.agree)
         if threading.current_thread() is not threading.main_thread():
             return
         environment = self._trainer._accelerator_connector.cluster_environment
@@ -82,7 +82,7 @@ class Preemption:
 
     def remove(self) -> None:
         """Give Lightning's loop its own question back; the signals' handlers Lightning puts back itself."""
-        self._trainer.fit_loop.epoch_loop.__dict__.pop(_QUESTION, None)
+        self._replaced.take_back()
 
     def _note_stop(self, number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher

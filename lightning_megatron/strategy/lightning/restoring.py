@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 
-from lightning_megatron.mesh.replaced import Replacement
+from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _RESTORE = "_restore_modules_and_callbacks"
@@ -56,14 +56,11 @@ def restores_when_set_up(trainer: pl.Trainer) -> Iterator[None]:
     Raises:
         AttributeError: this version of Lightning restores by another method.
     """
-    connector, strategy = trainer._checkpoint_connector, trainer.strategy.__dict__
-    connector.__dict__[_RESTORE] = _WhenSetUp(connector)
-    strategy["restore_checkpoint_after_setup"] = False
-    try:
+    connector = trainer._checkpoint_connector
+    with Replacements() as replaced:
+        replaced.put(connector, _RESTORE, _WhenSetUp(connector))
+        replaced.put(trainer.strategy, "restore_checkpoint_after_setup", False)
         yield
-    finally:
-        connector.__dict__.pop(_RESTORE, None)
-        strategy.pop("restore_checkpoint_after_setup", None)
 
 
 def restore_now(trainer: pl.Trainer, *, whole: bool) -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
-from lightning_megatron.mesh.replaced import Replaced
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.strategy.data.walk import order_state, restore_order
 
 OWN, LIGHTNINGS = "own", "lightning"
@@ -46,18 +46,18 @@ class Samplers:
     """
 
     def __init__(self, trainer: pl.Trainer, mesh: ParallelMesh) -> None:
-        self._connector = trainer._data_connector
         self._mesh = mesh
         self._replaces = bool(trainer._accelerator_connector.use_distributed_sampler)
-        self._requires, self._resolve = getattr(self._connector, _REQUIRES), getattr(self._connector, _RESOLVE)
+        connector = trainer._data_connector
+        self._requires, self._resolve = getattr(connector, _REQUIRES), getattr(connector, _RESOLVE)
         self._order = OWN if mesh.layout.data == 1 else LIGHTNINGS
-        for name, answer in ((_REQUIRES, self._is_replaced), (_RESOLVE, self._sampler_of)):
-            self._connector.__dict__[name] = Replaced(self._connector, name, answer)
+        self._replaced = Replacements()
+        self._replaced.call(connector, _REQUIRES, self._is_replaced)
+        self._replaced.call(connector, _RESOLVE, self._sampler_of)
 
     def release(self) -> None:
         """Let Lightning answer again."""
-        for name in (_REQUIRES, _RESOLVE):
-            self._connector.__dict__.pop(name, None)
+        self._replaced.take_back()
 
     @property
     def order(self) -> str | None:

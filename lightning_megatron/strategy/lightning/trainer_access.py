@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -28,6 +28,7 @@ from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.replaced import Replacements
 
 T = TypeVar("T")
 
@@ -142,35 +143,23 @@ WholeView = Callable[[pl.LightningModule], AbstractContextManager[None] | None]
 class WholeSummaries:
     """Lets every ``ModelSummary`` of a divided module count the whole of it, and run none of it, until :meth:`remove`.
 
-    Users make summaries in hooks, by Lightning's class, which has no seam for that: its methods are replaced while runs
-    with divided modules last. Of a module that is not divided it tells what it told before.
+    Users make summaries in hooks, by Lightning's class, which has no seam for that: its methods are replaced while a
+    run with a divided module lasts. Of a module that is not divided it tells what it told before.
 
     Args:
         whole_view: shows a module as it is in one process, as a context manager; ``None`` for one that is not divided.
     """
 
-    _runs: ClassVar[int] = 0
-    _lightnings: ClassVar[dict[str, Any]] = {}
-
     def __init__(self, whole_view: WholeView) -> None:
-        kind, self._counted = WholeSummaries, True
-        kind._runs += 1
-        if kind._runs > 1:
-            return
-        kind._lightnings = {name: Summary.__dict__[name] for name in (*_MAKE, *_COUNTS)}
-        for name, method in kind._lightnings.items():
-            if name in _COUNTS:
-                setattr(Summary, name, property(_in_view(method.fget, whole_view)))
-            else:
-                setattr(Summary, name, _in_view(method, whole_view))
+        self._replaced = Replacements()
+        for name in _MAKE:
+            self._replaced.put(Summary, name, _in_view(vars(Summary)[name], whole_view))
+        for name in _COUNTS:
+            self._replaced.put(Summary, name, property(_in_view(vars(Summary)[name].fget, whole_view)))
 
     def remove(self) -> None:
-        """Give Lightning's class its own methods back with the last of these runs."""
-        counted, self._counted = self._counted, False
-        WholeSummaries._runs -= counted
-        if counted and not WholeSummaries._runs:
-            for name, method in WholeSummaries._lightnings.items():
-                setattr(Summary, name, method)
+        """Give Lightning's class its own methods back."""
+        self._replaced.take_back()
 
 
 def _in_view(method: Callable[..., T], whole_view: WholeView) -> Callable[..., T]:

@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger, utilities
 
 from lightning_megatron.checkpoints.files.directory import MARKER
-from lightning_megatron.mesh.replaced import Replaced
+from lightning_megatron.mesh.replaced import Replacements
 
 _UPLOAD = "_scan_and_log_checkpoints"
 
@@ -35,20 +35,20 @@ def uploads_directories(trainer: pl.Trainer, wait: Callable[[], None]) -> Iterat
     Raises:
         AttributeError: this version of Lightning uploads by another method.
     """
-    found = [logger for logger in trainer.loggers if isinstance(logger, (MLFlowLogger, WandbLogger))]
-    for logger in found:
-        upload = functools.partial(_upload, getattr(logger, _UPLOAD), wait)
-        logger.__dict__[_UPLOAD] = Replaced(logger, _UPLOAD, upload)
-    try:
+    with Replacements() as replaced:
+        for logger in trainer.loggers:
+            if isinstance(logger, (MLFlowLogger, WandbLogger)):
+                replaced.call(logger, _UPLOAD, functools.partial(_upload, getattr(logger, _UPLOAD), wait))
         yield
-    finally:
-        for logger in found:
-            logger.__dict__.pop(_UPLOAD, None)
 
 
 def _upload(lightnings: Callable[..., None], wait: Callable[[], None], checkpoint_callback: Any) -> None:
     wait()
-    with _instead(utilities, "Path", _CheckpointPath), _artifacts_of_directories():
+    with Replacements() as replaced:
+        replaced.put(utilities, "Path", _CheckpointPath)
+        artifact = getattr(sys.modules.get("wandb"), "Artifact", None)
+        if artifact is not None:
+            replaced.put(artifact, "add_file", _adding_directories(artifact.add_file))
         lightnings(checkpoint_callback)
 
 
@@ -60,30 +60,12 @@ class _CheckpointPath(type(Path())):  # type: ignore[misc]
         return super().is_file() or os.path.isfile(os.path.join(self, MARKER))
 
 
-@contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``value`` in the place of an attribute."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def _artifacts_of_directories() -> Iterator[None]:
-    """Within, ``wandb.Artifact.add_file`` takes directories, which W&B wants to be added by another method."""
-    artifact = getattr(sys.modules.get("wandb"), "Artifact", None)
-    if artifact is None:
-        yield
-        return
-    add_file = artifact.add_file
+def _adding_directories(add_file: Callable[..., Any]) -> Callable[..., Any]:
+    """``wandb.Artifact.add_file`` that takes directories, which W&B wants to be added by another method."""
 
     def add(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if not os.path.isdir(local_path):
             return add_file(self, local_path, *args, **kwargs)
         return self.add_dir(local_path, name=kwargs.get("name", args[0] if args else None))
 
-    with _instead(artifact, "add_file", add):
-        yield
+    return add

@@ -30,7 +30,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.replaced import Replaced
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
 from lightning_megatron.strategy.lightning.trainer_access import hook_of, in_hook
@@ -220,13 +220,12 @@ class HeldHooks:
         self, module: pl.LightningModule, callbacks: Iterable[Callback], logs: HookLogs, log: Callable[..., None]
     ) -> None:
         self._module, self._logs, self._log = module, logs, log
-        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._replaced = Replacements()
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
         for owner, parent in ((module, None), *others):
             for hook in _HOOKS:
                 if is_overridden(hook, owner, parent=parent) and may_log(owner, hook):
-                    self._wrapped.append((owner, hook, owner.__dict__.get(hook)))
-                    owner.__dict__[hook] = Replaced(owner, hook, self._holding(getattr(owner, hook)))
+                    self._replaced.call(owner, hook, self._holding(getattr(owner, hook)))
 
     def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -244,8 +243,4 @@ class HeldHooks:
 
     def remove(self) -> None:
         """Give the hooks back."""
-        for owner, hook, before in self._wrapped:
-            owner.__dict__.pop(hook, None)
-            if before is not None:
-                owner.__dict__[hook] = before
-        self._wrapped = []
+        self._replaced.take_back()

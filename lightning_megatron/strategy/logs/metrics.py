@@ -30,6 +30,7 @@ from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
+from lightning_megatron.mesh.replaced import Replacements
 
 
 @dataclass(frozen=True)
@@ -193,26 +194,25 @@ class MetricRouter:
         self._has_loss = mesh.rank == mesh.loss_rank
         self._running = running
         self._watch = MetricWatch(running.metric_calls)
-        self._attached: list[tuple[Metric, Any, Any]] = []
+        self._attached: list[Metric] = []
+        self._replaced = Replacements()
 
     def attach(self, module: nn.Module) -> None:
         """Take over every metric inside ``module`` that is not attached yet."""
         self._watch.attach(module)
-        known = {id(metric) for metric, _, _ in self._attached}
+        known = {id(metric) for metric in self._attached}
         for metric in module.modules():
             if not isinstance(metric, Metric) or id(metric) in known:
                 continue
-            self._attached.append((metric, metric.compute, metric.dist_sync_fn))
+            self._attached.append(metric)
             if metric.dist_sync_fn is None:
-                metric.dist_sync_fn = self._gather
-            metric.compute = _BroadcastCompute(self, metric, metric.compute)  # type: ignore[method-assign]
+                self._replaced.put(metric, "dist_sync_fn", self._gather)
+            self._replaced.put(metric, "compute", _BroadcastCompute(self, metric, metric.compute))
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
         self._watch.detach()
-        for metric, compute, sync in self._attached:
-            metric.compute = compute  # type: ignore[method-assign]
-            metric.dist_sync_fn = sync
+        self._replaced.take_back()
         self._attached = []
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:

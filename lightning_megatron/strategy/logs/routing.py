@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.replaced import Replacement
+from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import watches_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
@@ -73,7 +73,8 @@ class LogRouting(Replacement):
                 self._of_updates = HookLogs(mesh, device)
             self._of_hooks = HookLogs(mesh, device)
             self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)
-        module.__dict__["log"] = self
+        self._replaced = Replacements()
+        self._replaced.put(module, "log", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """``self.log`` of the module; arguments as of Lightning's."""
@@ -104,4 +105,4 @@ class LogRouting(Replacement):
             self._held_hooks.remove()
         if self._metrics is not None:
             self._metrics.detach()
-        self._module.__dict__.pop("log", None)
+        self._replaced.take_back()

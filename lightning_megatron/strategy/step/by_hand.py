@@ -27,6 +27,7 @@ from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
 from lightning_megatron.pipeline.run.passes import Passes
 from lightning_megatron.pipeline.run.pipeline_step import loss_of
@@ -56,13 +57,15 @@ class BackwardsByHand:
     ) -> None:
         self._summing, self._shows_parts = summing, shows_parts
         self._torchs: Any = None
+        self._replaced = Replacements()
         self._running = False
 
     def __enter__(self) -> None:
-        self._torchs, torch.autograd.backward = torch.autograd.backward, self._backward
+        self._torchs = torch.autograd.backward
+        self._replaced.put(torch.autograd, "backward", self._backward)
 
     def __exit__(self, *_: object) -> None:
-        torch.autograd.backward, self._torchs = self._torchs, None
+        self._replaced.take_back()
 
     def summed(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``backward``, and sum what gradients it leaves."""

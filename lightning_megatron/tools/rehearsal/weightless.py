@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.mesh.replaced import Replacements
+
 LARGE = 1 << 20
 """Number of elements above which a tensor is fake, even if it does not depend on a parameter."""
 
@@ -45,15 +47,15 @@ class Weightless(TorchDispatchMode):
         self.guesses: dict[str, Any] = {}
         self._seen = seen
         self._weightless = False
-        self._apply = nn.Module._apply
+        self._replaced = Replacements()
 
     def __enter__(self) -> Any:
         # torch has no option for modules to convert fake parameters in place, so its method is replaced meanwhile.
-        nn.Module._apply = apply_in_place  # type: ignore[method-assign, assignment]
+        self._replaced.put(nn.Module, "_apply", apply_in_place)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        nn.Module._apply = self._apply  # type: ignore[method-assign]
+        self._replaced.take_back()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
