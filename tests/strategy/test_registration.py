@@ -68,3 +68,21 @@ def test_the_reader_is_wrapped_once() -> None:
     before = saving.pl_load
     read_directories()
     assert saving.pl_load is before
+
+
+FORGET = """
+from lightning.pytorch import cli
+from lightning.pytorch.core import saving
+from lightning_megatron.strategy.lightning import load_directories
+from lightning_megatron.strategy.registration import register_when_lightning_is_imported
+taught = saving.pl_load, cli.LightningCLI._parse_ckpt_path
+load_directories.forget()
+lightnings = saving.pl_load, cli.LightningCLI._parse_ckpt_path
+assert [function.__module__.split(".")[0] for function in lightnings] == ["lightning", "lightning"], lightnings
+register_when_lightning_is_imported()
+assert type(saving.pl_load) is type(taught[0]) and cli.LightningCLI._parse_ckpt_path.reads_directories
+"""
+
+
+def test_lightning_gets_its_own_functions_back() -> None:
+    subprocess.run([sys.executable, "-c", f"{IMPORTS[0]}\n{FORGET}"], check=True, timeout=120, env=environment())

@@ -2,8 +2,8 @@
 
 ``Module.load_from_checkpoint(DIRECTORY)`` and the command line (``test --ckpt_path DIRECTORY``, which takes
 hyperparameters from it) each call a function that opens a file; Lightning offers no way to add a format. That
-function is wrapped once, when Lightning is imported, and stays so: there is no run at whose end it could be given back.
-What is not a directory goes to Lightning as before.
+function is replaced once, when Lightning is imported, and until :func:`forget`: there is no run at whose end it could
+be given back. What is not a directory goes to Lightning as before.
 
 ``--trainer.strategy=MegatronStrategy`` is looked for among the strategies that have been imported, so the strategy is
 imported along with the command line.
@@ -20,8 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.mesh.replaced import Replacements
+
 _SAVING = "lightning.pytorch.core.saving"
 _CLI, _METHOD, _KEY = "lightning.pytorch.cli", "_parse_ckpt_path", "hyper_parameters"
+_TAUGHT = Replacements()
 
 
 def read_directories() -> None:
@@ -29,7 +32,7 @@ def read_directories() -> None:
     saving: Any = sys.modules.get(_SAVING)
     reader = getattr(saving, "pl_load", None)
     if reader is not None and not isinstance(reader, _LoadsDirectories):
-        saving.pl_load = _LoadsDirectories(reader)
+        _TAUGHT.put(saving, "pl_load", _LoadsDirectories(reader))
 
 
 class _LoadsDirectories:
@@ -58,7 +61,12 @@ def teach_command_line() -> None:
     importlib.import_module("lightning_megatron.strategy.strategy")
     method = getattr(command_line.LightningCLI, _METHOD)
     if not hasattr(method, "reads_directories"):
-        setattr(command_line.LightningCLI, _METHOD, _reading_directories(method))
+        _TAUGHT.put(command_line.LightningCLI, _METHOD, _reading_directories(method))
+
+
+def forget() -> None:
+    """Let Lightning read what it read before this package was imported."""
+    _TAUGHT.take_back()
 
 
 def _reading_directories(lightnings: Callable[[Any], None]) -> Callable[[Any], None]:
