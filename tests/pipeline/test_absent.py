@@ -12,12 +12,27 @@ from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 def test_writing_into_a_weight_of_another_stage_does_nothing_in_a_step_either():
     zeros = torch.zeros(()).expand(2, 3)
-    absent = make_absent(zeros, "layers.1.weight", lambda: Phase.STEP)
+    absent = make_absent(zeros, "layers.1.weight", lambda *, lists=False: Phase.STEP)
     assert absent.div_(2) is absent
     absent[0] = 1
     absent += 1
-    assert not zeros.any()
+    assert absent.add_(torch.ones(2, 3), alpha=2) is absent
+    assert not zeros.any() and absent.grad is None
     with pytest.raises(RuntimeError, match=r"reads, in Python, a number that depends on `layers\.1\.weight`"):
         bool((torch.ones(2, 3) + absent).any())
     with unmarked():  # while only shapes are wanted
         assert torch.equal(torch.ones(2, 3) + absent, torch.ones(2, 3))
+
+
+def test_behind_a_backward_of_the_step_a_gradient_of_another_stage_answers_as_in_a_hook():
+    def phase(*, lists: bool = False) -> Phase:
+        return Phase.HOOK if lists else Phase.STEP
+
+    absent = make_absent(torch.zeros(2, 3), "layers.1.weight", phase)
+    gradient = absent.grad
+    assert gradient is not None and gradient.shape == (2, 3) and gradient.clamp_(0, 1) is gradient
+    absent.grad = gradient * 0.5
+    with pytest.raises(RuntimeError, match=r"`layers\.1\.weight` was read by `__float__`"):
+        float(gradient.norm())
+    with pytest.raises(RuntimeError, match=r"`layers\.1\.weight` was written into another tensor by `copy_`"):
+        torch.ones(2, 3).copy_(gradient)

@@ -189,6 +189,36 @@ class ReadsParts(Manual):
             self.manual_backward(loss)
 
 
+class SingleGradients(Manual):
+    """Looks at gradients, and at weights, of single layers by name between backward and step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(loss := self.loss(batch))
+        first_weight, last_weight = (layer.mlp[0].weight for layer in (self.net.layers[0], self.net.layers[-1]))
+        for weight in (first_weight, last_weight):
+            if weight.grad is not None:
+                weight.grad.clamp_(-1e-3, 1e-3)
+            weight.grad = weight.grad * 0.5 + 0.01 * weight
+        last_weight.grad /= 3.0
+        with torch.no_grad():
+            first_weight.add_(first_weight.grad, alpha=-0.1)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class CopiesGradient(SingleGradients):
+    """Writes the gradient of one layer into that of another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        first, last = (layer.mlp[0].weight for layer in (self.net.layers[0], self.net.layers[-1]))
+        first.grad.copy_(last.grad)
+        self.optimizers().step()  # type: ignore[union-attr, call-arg]
+
+
 class NeverZero(TokenTask):
     """Goes on from the gradients of the steps before."""
 
@@ -432,6 +462,8 @@ MODULES: dict[str, Any] = {
     "own_descent": OwnDescent,
     "scheduled": Scheduled,
     "two_parts": TwoParts,
+    "single_gradients": SingleGradients,
+    "copies_gradient": CopiesGradient,
     "left_out": LeftOut,
     "two_forwards": TwoForwards,
     "two_backwards": TwoBackwards,

@@ -18,8 +18,7 @@ that is absent here is taken from the stage that has it (``strategy.logs.hook_lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,15 @@ _DRAWS = frozenset(
     ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
 )
 _TURNS = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"))
+_OF_GRADIENT = tuple(getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__get__", "__set__"))
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+
+
+class TellsPhase(Protocol):
+    """Says what of the user's code runs; see :meth:`.presence.Viewer.phase`."""
+
+    def __call__(self, *, lists: bool = False) -> Phase:
+        """For listings, and for gradients, a step behind its own backward counts as a hook."""
 
 
 class Absent(Tensor):
@@ -64,23 +71,28 @@ class Absent(Tensor):
     whole: Tensor
     away: Tensor
     absent_source: Source
-    phase: Callable[[], Phase]
+    phase: TellsPhase
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         direct = nested = None
         for argument in args:  # the usual case in a step first: ``x + self.positions``
             if argument.__class__ is Absent:
-                direct = argument
+                direct = argument if direct is None else direct
             elif argument.__class__ is list or argument.__class__ is tuple:
                 nested = argument
         if direct is not None and nested is None and not kwargs and direct._is_in_step():
-            if args[0].__class__ is Absent and writes_in_place(func.__name__):  # the owning stage runs the same line
-                return args[0]
+            if args[0].__class__ is Absent:  # the owning stage runs the same line
+                if writes_in_place(func.__name__):
+                    return args[0]
+                if func in _OF_GRADIENT and args[0].phase(lists=True) is not Phase.STEP:
+                    return args[0]._gradient()
             return func(*[argument.away if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
         if first._is_in_step():
+            if args and args[0].__class__ is Absent and writes_in_place(func.__name__):
+                return args[0]
             return func(*_away(args), **_away(kwargs))
         if first._is_zeros():
             return func(*_plain(args), **_plain(kwargs))
@@ -107,6 +119,10 @@ class Absent(Tensor):
             return RemovableHandle({})
         return first._result(func, attribute or name, args, kwargs)
 
+    def _gradient(self) -> Absent:
+        """Its gradient behind a backward of the step's own: as in hooks, but of the shape that it has in steps."""
+        return make_absent(self.plain.detach(), self.part, _in_hook, self.absent_source)
+
     def _is_in_step(self) -> bool:
         return self.phase() is Phase.STEP and not STATE.paused
 
@@ -126,7 +142,7 @@ class Absent(Tensor):
         leaves = pytree.tree_leaves(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             self.refuse(f"read by `{name}`")
-        return pytree.tree_map(lambda tensor: make_absent(tensor, self.part, self.phase), output)
+        return pytree.tree_map(lambda tensor: make_absent(tensor, self.part, self.phase, self.absent_source), output)
 
     def refuse(self, what: str) -> Any:
         """Raise the error that says why there is no number.
@@ -145,7 +161,7 @@ class Absent(Tensor):
 def make_absent(
     zeros: Tensor,
     part: str,
-    phase: Callable[[], Phase],
+    phase: TellsPhase,
     source: Source | None = None,
     shape: tuple[int, ...] | torch.Size | None = None,
 ) -> Absent:
@@ -165,6 +181,10 @@ def make_absent(
     if shape is not None and zeros.shape != shape:
         absent.whole = torch.zeros((), dtype=zeros.dtype, device=zeros.device).expand(shape)
     return absent
+
+
+def _in_hook(*, lists: bool = False) -> Phase:
+    return Phase.HOOK
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> None:

@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.mesh.pickling import OtherClass
-from lightning_megatron.pipeline.elsewhere.absent import make_absent
+from lightning_megatron.pipeline.elsewhere.absent import TellsPhase, make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import ObjectShape, OfData, TensorShape, abstract_run
 from lightning_megatron.pipeline.elsewhere.away import Away, AwayNumber, Source, make_real, mark
-from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, owner_of
+from lightning_megatron.pipeline.elsewhere.presence import Presence, owner_of
 
 
 class Sentinel:
@@ -64,9 +64,7 @@ class Sentinel:
         )
 
 
-def hollow_out(
-    module: nn.Module, presence: Presence, device: torch.device, phase: Callable[[], Phase]
-) -> dict[str, Sentinel]:
+def hollow_out(module: nn.Module, presence: Presence, device: torch.device, phase: TellsPhase) -> dict[str, Sentinel]:
     """Let only zeros remain, in ``module``, of what other stages own.
 
     Tensors that this stage holds too, under another name or in a module that it shares, stay.
