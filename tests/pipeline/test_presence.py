@@ -176,6 +176,15 @@ def test_parts_and_the_modules_around_them() -> None:
     assert not presence.is_everywhere("embed.weight")
 
 
+def test_stages_are_told_by_layer_and_by_part() -> None:
+    first, last = (_presence(Tied(), stage, stages=2) for stage in (0, 1))
+    assert first.layer_owners() == last.layer_owners() == [0, 0, 0, 1]
+    assert first.begins_here() and not last.begins_here()
+    assert first.parts_of_some() == ["embed"] and last.parts_of_some() == ["scale", "head"]
+    whole = Presence.uncut(Tied(), {})
+    assert whole.layer_owners() == whole.parts_of_some() == [] and not whole.begins_here()
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_whole_module_is_shown_as_in_one_process(stage: int) -> None:
     whole, (module, table) = Tied(), _split(1)

@@ -186,6 +186,19 @@ class Presence:
         """Names of the trunk's layers that this stage computes, in their order; empty where the module is not cut."""
         return [name for name, part in self.parts.items() if part.is_layer and self.stage in part.stages]
 
+    def layer_owners(self) -> list[int]:
+        """The stage of every layer of the trunk, in their order; empty where the module is not cut."""
+        return [min(part.stages) for part in self.parts.values() if part.is_layer]
+
+    def begins_here(self) -> bool:
+        """Whether this stage computes what a step computes before the layers."""
+        return self.layer_owners()[:1] == [self.stage]
+
+    def parts_of_some(self) -> list[str]:
+        """Names of the parts outside the layers that this stage computes with, and some other stage does not."""
+        own = (part for part in self.parts.values() if not part.is_layer and self.stage in part.stages)
+        return [part.name for part in own if len(part.stages) < self.stages]
+
     def elsewhere(self) -> Iterator[tuple[str, Entry]]:
         """Names of what this stage does not hold."""
         return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)

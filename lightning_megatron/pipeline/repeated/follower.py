@@ -13,7 +13,7 @@ last of them. That takes knowing what a layer gives, which its first call tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.key_value_caches import in_caches, is_cache
-from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, mark, refuse_away
 from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.luggage import from_bytes
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.repeated.caches import Caches, Grown
 from lightning_megatron.pipeline.repeated.wire import Wire
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
@@ -73,8 +73,7 @@ class CallFollower:
 
     Args:
         module: the user's.
-        partition: who has what.
-        stage: this rank's.
+        presence: who has what.
         effects: of the layers.
         device: where tensors live.
 
@@ -87,16 +86,13 @@ class CallFollower:
     computes_parts = False
     wire: Wire
 
-    def __init__(
-        self, module: nn.Module, partition: Partition, stage: int, effects: SideEffects, device: torch.device
-    ) -> None:
-        self._module, self._stage, self._effects, self._device = module, stage, effects, device
-        trunk = partition.trunk
-        self._names = trunk.layer_names
-        self._units: Mapping[str, frozenset[int]] = partition.units
-        ends = zip(partition.bounds, partition.owners, strict=True)
-        self._owners = [owner for (start, stop), owner in ends for _ in range(start, stop)]
-        self._numbers = {name: at for at, name in enumerate((*trunk.layer_names, *sorted(partition.units)))}
+    def __init__(self, module: nn.Module, presence: Presence, effects: SideEffects, device: torch.device) -> None:
+        self._module, self._stage, self._effects, self._device = module, presence.stage, effects, device
+        parts = presence.parts
+        self._names = [name for name, part in parts.items() if part.is_layer]
+        self._units = {name: part.stages for name, part in parts.items() if not part.is_layer}
+        self._owners = presence.layer_owners()
+        self._numbers = {name: at for at, name in enumerate((*self._names, *sorted(self._units)))}
         self._forms: dict[Any, _Form] = {}
         self.inside = ""
 

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.parts.names import outwards
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.repeated.follower import CallFollower
 from lightning_megatron.pipeline.repeated.wire import Wire
@@ -71,16 +72,14 @@ class ModelCalls:
 
     def __init__(self, module: nn.Module, stage: Stage) -> None:
         self.stage, self._module = stage, module
-        partition, effects = stage.partition, stage.cursor.side_effects
-        self._follower = CallFollower(module, partition, stage.stage, effects, stage.device)
+        self._follower = CallFollower(module, stage.presence, stage.cursor.side_effects, stage.device)
         self._parts = self._own_parts()
         self._place = ""
         self._met = 0
-        self._stages = len(set(partition.owners))
+        self._stages = stage.presence.stages
         self._holders: list[_ModelCall] = []
-        names = partition.trunk.name.split(".")
-        for depth in range(len(names) + 1):
-            holder = module.get_submodule(".".join(names[:depth]))
+        for name in reversed(list(outwards(stage.partition.trunk.name))):
+            holder = module.get_submodule(name)
             if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and "_call_impl" not in holder.__dict__:
                 self._holders.append(_ModelCall(self, holder))
 
@@ -110,11 +109,10 @@ class ModelCalls:
         """Parts that are here, but not on every stage, and that nobody follows in ordinary steps."""
         followed = {id(call.module) for call in self.stage.calls}
         found: dict[int, _OwnPart] = {}
-        for name, stages in self.stage.partition.units.items():
+        for name in self.stage.presence.parts_of_some():
             owner, _, leaf = name.rpartition(".")
             unit = self._module.get_submodule(owner)._modules.get(leaf)
-            partly = self.stage.stage in stages and len(stages) < len(set(self.stage.partition.owners))
-            if unit is not None and partly and id(unit) not in followed:
+            if unit is not None and id(unit) not in followed:
                 found.setdefault(id(unit), _OwnPart(self._follower, name, unit))
         return list(found.values())
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.away import tensors_in
 
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack")
@@ -138,9 +139,9 @@ def parts_of(module: nn.Module, layers: tuple[str, ...], part_of: Callable[[str]
         part_of: name of the part that a parameter belongs to; ``None`` if every stage computes with it.
     """
     found: dict[int, str] = {}
+    inside = Parts(layers)
     for name, parameter in type(module).named_parameters(module):
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-        part = layer or part_of(name)
+        part = inside.of(name) or part_of(name)
         if part is not None and not parameter.is_meta and type(parameter) is not torch.Tensor:
             found[id(parameter)] = part
     return found

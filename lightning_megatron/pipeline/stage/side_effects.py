@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.containers import Container
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, Snapshot, lasts, returned_beside
@@ -186,7 +187,7 @@ class SideEffects:
     def _is_exclusive(self, effect: Effect) -> bool:
         """Whether only the layer that wrote it can get at the place: an attribute of its own or of a module in it."""
         kind, *at = effect.address[0]
-        if kind != "module" or not f"{at[0]}.".startswith(f"{self._names[effect.layer]}."):
+        if kind != "module" or not lies_in(at[0], self._names[effect.layer]):
             return False
         return id(self._root.get_submodule(at[0])) not in self._shared
 
@@ -354,7 +355,7 @@ class SideEffects:
         value, (kind, *at) = container.value, container.address[0]
         if isinstance(value, nn.Module) and type(value).__module__.startswith("lightning_megatron."):
             return False
-        own = kind != "module" or f"{at[0]}.".startswith(f"{self._names[index]}.")
+        own = kind != "module" or lies_in(at[0], self._names[index])
         return own and not isinstance(value, FunctionType) and kind != "globals"
 
 

@@ -67,6 +67,7 @@ class Stage:
         self.partition = partition
         self.presence = presence
         self.stage, self.device = presence.stage, device
+        self._begins = presence.begins_here()
         trunk = partition.trunk
         self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
@@ -123,7 +124,7 @@ class Stage:
 
     def _follow_first_units(self) -> None:
         """What runs before the layers tells later stages what it leaves behind, and runs in the first piece only."""
-        if self.partition.owners[0] != self.stage:
+        if not self._begins:
             return
         for name in sorted(self.partition.before):
             unit = _submodule(self.module, name)
@@ -237,8 +238,7 @@ class Stage:
 
     def _keeping_early_buffers(self, again: bool) -> AbstractContextManager[None]:
         """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
-        again = again and self.partition.owners[0] == self.stage
-        return self._undoing_buffers() if again and self.partition.early_buffers else _NOTHING
+        return self._undoing_buffers() if again and self._begins and self.partition.early_buffers else _NOTHING
 
     @contextmanager
     def _undoing_buffers(self) -> Iterator[None]:

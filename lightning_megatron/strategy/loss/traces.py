@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import source_of
 
 _NUMBERS = (bool, int, float, complex, str)
@@ -60,9 +61,10 @@ class Traces:
     def __init__(self, module: nn.Module, only: Collection[str] | None = None) -> None:
         names = [name for name, _ in module.named_modules()] if only is None else only
         modules = [(name, module.get_submodule(name)) for name in names]
-        metrics = tuple(f"{name}." for name, child in modules if isinstance(child, Metric))
+        named = [name for name, child in modules if isinstance(child, Metric)]
+        metrics: Parts | tuple[()] = Parts(named) if named else ()
         self._kept = [
-            _Kept(name, table, not f"{name}.".startswith(metrics), {k: (value, _copy_of(value)) for k, value in items})
+            _Kept(name, table, name not in metrics, {k: (value, _copy_of(value)) for k, value in items})
             for name, table, items in _tables(modules)
         ]
         self.buffers = {(name, key) for name, module in modules for key in module._buffers}
@@ -117,10 +119,10 @@ class LastStageWrites:
         self, module: nn.Module, layers: Sequence[str], also: Callable[[nn.Module], bool] = lambda _: False
     ) -> None:
         self._module = module
-        inside = tuple(f"{layer}." for layer in layers) or "\0"
-        around = {layer[:end] for layer in layers for end in (0, *(i for i, char in enumerate(layer) if char == "."))}
+        inside = Parts(layers)
+        around = {above for layer in layers for above in outwards(parent(layer))}
         others = (name for name, child in module.named_modules() if isinstance(child, Metric) or also(child))
-        self._names = sorted({"", *around, *(name for name in others if not f"{name}.".startswith(inside))})
+        self._names = sorted({"", *around, *(name for name in others if name not in inside)})
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -199,9 +201,9 @@ def judge(
             else:
                 others.append(name)
     others += [name for name in counters if name in adding]
-    inside = tuple(f"{layer}." for layer in layers)
-    outside = [name for name in others if name in lasting or not f"{name[0]}.".startswith(inside or "\0")]
-    outside.sort(key=lambda name: not f"{name[0]}.".startswith(inside or "\0"))
+    inside = Parts(layers)
+    outside = [name for name in others if name in lasting or name[0] not in inside]
+    outside.sort(key=lambda name: name[0] not in inside)
     return list(counters), ".".join(str(part) for part in outside[0] if part) if outside else ""
 
 

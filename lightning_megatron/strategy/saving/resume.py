@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.random_streams import collect_rng_state
 from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoader
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
@@ -53,7 +54,7 @@ def _huggingface_configs(module: Any) -> dict[str, Any]:
     kind = sys.modules["transformers"].PreTrainedModel
     found: dict[str, Any] = {}
     for name, child in module.named_modules():
-        if isinstance(child, kind) and not any(name.startswith(outer) for outer in found):
+        if isinstance(child, kind) and name not in Parts(start.removesuffix(".") for start in found):
             config = json.loads(child.config.to_json_string(use_diff=False))
             found[f"{name}." if name else ""] = {**config, "architectures": [type(child).__name__]}
     return found

@@ -150,11 +150,10 @@ def _units(module: nn.Module) -> list[list[Member]]:
     """What is initialised together: a numbered layer with all its parts, children first, or a part outside them."""
     units: dict[str, list[Member]] = {}
     for name, child in _children_first(module, "", set()):
-        parts = name.split(".")
-        first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        numbered = [above for above in outwards(name) if above.rpartition(".")[2].isdigit()]
         pending = _holds_meta(child)
-        if pending or first is not None:
-            units.setdefault(name if first is None else ".".join(parts[: first + 1]), []).append((name, child, pending))
+        if pending or numbered:
+            units.setdefault((numbered or [name])[-1], []).append((name, child, pending))
     return [members for members in units.values() if any(pending for *_, pending in members)]
 
 

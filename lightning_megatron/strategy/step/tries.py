@@ -33,6 +33,7 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
@@ -151,7 +152,7 @@ class LossTrials:
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
-        inside = _is_inside(writes, self._layers) or self._stages.leaves_behind(TRIAL)
+        inside = writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         alone = self._stages.may_run_around and not inside
         told = objects.gather((writes, alone), self._mesh.group("world"))
         found.writes = next((writes for writes, _ in told if writes), "")
@@ -338,7 +339,7 @@ class _Tried:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
         layer, or in each of them, by the code around the layers (``None``).
         """
-        return self._turns[name] if f"{name[0]}.".startswith(tuple(f"{layer}." for layer in layers)) else None
+        return self._turns[name] if name[0] in Parts(layers) else None
 
     def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
         """What was logged as numbers, run by run."""
@@ -346,11 +347,6 @@ class _Tried:
             logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
             plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
             yield {name: float(row[0]) for name, row in plain}
-
-
-def _is_inside(writes: str, layers: Sequence[str]) -> bool:
-    """Whether a value of this name is written by a layer."""
-    return f"{writes}.".startswith(tuple(f"{layer}." for layer in layers)) if layers else False
 
 
 def _look_of(batch: Any) -> Any:
