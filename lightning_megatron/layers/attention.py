@@ -8,7 +8,7 @@ backward) and one row-parallel output (all-reduce in the forward).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,4 @@ def _blocks(shape: Sequence[int], dim: int, size: int, rank: int) -> ShardSpec:
     return ShardSpec.along(shape, dim, [block_range(shape[dim], size, rank)])
 
 
-@torch.compiler.disable
-def _eager_attention(*args: Any) -> tuple[Tensor, Tensor | None]:
-    return attend_heads(*args)
+_eager_attention: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(attend_heads)

@@ -79,7 +79,8 @@ def float8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(x, weight, bias)
     flat = scaled(x.reshape(-1, x.shape[-1]), FORWARD)
     matrix, scale = scaled(weight, FORWARD)
-    return scaled_product(flat, (matrix.t(), scale), bias, fast=True).unflatten(0, x.shape[:-1])
+    output: Tensor = scaled_product(flat, (matrix.t(), scale), bias, fast=True).unflatten(0, x.shape[:-1])
+    return output
 
 
 def float8_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -87,7 +88,8 @@ def float8_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     if not _takes(grad, weight):
         return input_gradient(grad, weight)
     flat = scaled(grad.reshape(-1, grad.shape[-1]), BACKWARD)
-    return scaled_product(flat, scaled(weight, FORWARD)).unflatten(0, grad.shape[:-1])
+    gradient: Tensor = scaled_product(flat, scaled(weight, FORWARD)).unflatten(0, grad.shape[:-1])
+    return gradient
 
 
 def float8_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

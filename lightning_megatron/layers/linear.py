@@ -12,7 +12,7 @@ rank's part in place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -297,5 +297,5 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     return add_bias(out, layer.bias)
 
 
-_eager_column = torch.compiler.disable(_column_forward)
-_eager_row = torch.compiler.disable(_row_forward)
+_eager_column: Callable[..., Tensor] = torch.compiler.disable(_column_forward)
+_eager_row: Callable[..., Tensor] = torch.compiler.disable(_row_forward)

@@ -81,7 +81,7 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, index, here, picked, spread, weight = ctx.saved_tensors
         picked = picked * grad
         scale = picked if spread is None else picked + spread * grad * ctx.total_weight

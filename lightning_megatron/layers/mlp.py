@@ -51,7 +51,8 @@ class ParallelMLP(nn.Module):
         """x: [.., hidden] -> [.., hidden]."""
         inner = self.up_proj(x)
         inner = self.activation(inner) if self.gate_proj is None else self.activation(self.gate_proj(x)) * inner
-        return self.down_proj(self.dropout(inner))
+        output: Tensor = self.down_proj(self.dropout(inner))
+        return output
 
     def shard_(self, mesh: Mesh, *, sequence_dim: int | None = None, name: str = "mlp") -> ShardTable:
         """Reduce the parameters to this rank's inner features, in place.

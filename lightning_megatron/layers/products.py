@@ -68,7 +68,7 @@ class _AddedBias(torch.autograd.Function):
         return x + bias.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, bias_gradient(grad, ctx.dtype)
 
 
@@ -78,7 +78,7 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
         return x
     if gradient_dtype(bias) == x.dtype or not bias.requires_grad:
         return x + autocast_input(bias)
-    return cast(Tensor, _AddedBias.apply(x, bias))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AddedBias.apply(x, bias))
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _ShardedProduct(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted, stand_in, bias = ctx.needs_input_grad, None, None
         if ctx.put_off is not None:
@@ -229,7 +229,7 @@ class _WholeProduct(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted, found = ctx.needs_input_grad, None
         if wanted[3]:
@@ -267,7 +267,7 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.dim is not None:
             grad = raw_all_gather(grad, ctx.dim, ctx.group)

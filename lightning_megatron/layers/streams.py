@@ -40,7 +40,8 @@ class RankStream:
         self._start: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankStream:
-        return memo.setdefault(id(self), RankStream(self.name, self.rank))
+        copied: RankStream = memo.setdefault(id(self), RankStream(self.name, self.rank))
+        return copied
 
     @property
     def is_open(self) -> bool:
@@ -75,10 +76,12 @@ class RankStream:
         self._device = self._shared = self._start = None
 
 
-@torch.compiler.disable
-def _eagerly(function: Callable[..., None], *args: Any) -> None:
-    """Call ``function`` outside the graph of a compiled layer."""
+def _call(function: Callable[..., None], *args: Any) -> None:
     function(*args)
+
+
+_eagerly: Callable[..., None] = torch.compiler.disable(_call)
+"""Calls a function outside the graph of a compiled layer."""
 
 
 def _state(device: torch.device) -> Tensor:

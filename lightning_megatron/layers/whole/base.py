@@ -73,7 +73,8 @@ class WholeTensor(torch.Tensor):
         """
         if local.requires_grad and torch.is_grad_enabled():
             return cast(Self, _Show.apply(local, cls, split, dim))
-        return _make(cls, local, split, dim)
+        made: Self = _make(cls, local, split, dim)
+        return made
 
     def like(self, local: Tensor, dim: int | None = None) -> Self:
         """Another part of a tensor that is cut in the same way, maybe along another ``dim``."""
@@ -178,10 +179,10 @@ class WholeTensor(torch.Tensor):
 def _make(kind: type[Any], local: Tensor, split: SplitDim, dim: int) -> Any:
     """A tensor without values of its own: code that reads its memory gets an error and no numbers."""
     shape = (*local.shape[:dim], split.length, *local.shape[dim + 1 :])
-    shown = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    shown = torch.Tensor._make_wrapper_subclass(
         kind, shape, dtype=local.dtype, device=local.device, requires_grad=False
     )
-    torch._C._set_throw_on_mutable_data_ptr(shown)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(shown)
     shown._local, shown._split, shown._dim = local, split, dim
     return shown
 
@@ -349,7 +350,8 @@ def _local_gradient(ctx: Any, grad: Tensor) -> Tensor:
         )
     if isinstance(grad, WholeTensor) and grad._split == split and grad._dim == dim:
         return grad.local()
-    return split.take(grad.full() if isinstance(grad, WholeTensor) else grad, dim, local.shape[dim])
+    part: Tensor = split.take(grad.full() if isinstance(grad, WholeTensor) else grad, dim, local.shape[dim])
+    return part
 
 
 def _node(shown: WholeTensor) -> Any:

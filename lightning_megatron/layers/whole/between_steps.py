@@ -353,7 +353,7 @@ def _is_kept(memory: torch.UntypedStorage) -> bool:
 
 
 def _users(memory: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(memory._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(memory._cdata))
 
 
 def _checksum(values: Tensor) -> float:

@@ -43,10 +43,11 @@ def _nll_loss(func: Any, input: Any, target: Tensor, *args: Any, **kwargs: Any) 
     classes = target.where(kept, 0)
     picked = values_at(input, classes.unsqueeze(input._dim)).squeeze(input._dim)
     factor = kept.to(picked.dtype) if weight is None else weight.to(picked.dtype)[classes].where(kept, 0)
-    loss = -picked.where(kept, 0) * factor
+    loss: Tensor = -picked.where(kept, 0) * factor
     if reduction == "none":
         return loss
-    return loss.sum() / factor.sum() if reduction == "mean" else loss.sum()
+    total: Tensor = loss.sum()
+    return total / factor.sum() if reduction == "mean" else total
 
 
 def values_at(model: WholeTensor, index: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class _Copied:
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """The hook is given the whole gradient."""
-        return torch.Tensor.register_hook(self, self._owner.hooked(self, hook))  # type: ignore[arg-type]
+        return torch.Tensor.register_hook(self, self._owner.hooked(self, hook))  # type: ignore[arg-type, no-untyped-call]
 
 
 class _SeenParameter(_Copied, Seen, nn.Parameter):
@@ -178,7 +178,7 @@ def user_hook(hook: Any) -> Callable[[Tensor], Any] | None:
     """A gradient hook as the user gave it; ``None`` for one of this package's own."""
     if isinstance(hook, WholeGradientHook | SummedGradientHook):
         return hook.given
-    return None if str(getattr(hook, "__module__", "")).startswith("lightning_megatron.") else hook  # type: ignore[no-any-return]
+    return None if str(getattr(hook, "__module__", "")).startswith("lightning_megatron.") else hook
 
 
 def answer_of(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor | None:
