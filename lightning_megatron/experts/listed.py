@@ -80,9 +80,14 @@ class ListedExperts:
     """Whether the second forward's tensors are compared with the first's, and not their shapes only."""
 
     def __init__(self, name: str, path: str, widths: tuple[int, int], owners: Owners) -> None:
-        self.name, self._path, self._widths, self._owners = name, path, widths, owners
+        self.name, self.path, self._widths, self._owners = name, path, widths, owners
         self._noted: Noted | None = None
         self._computes = self._looks = False
+
+    @property
+    def count(self) -> int:
+        """How many experts all ranks have."""
+        return self._owners.experts
 
     def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of the router's module.
@@ -121,7 +126,7 @@ class ListedExperts:
 
     def experts(self, module: nn.Module) -> list[nn.Module]:
         """The experts of the module, in order."""
-        return list(module.get_submodule(self._path).children())
+        return list(module.get_submodule(self.path).children())
 
     def computed(self, experts: list[nn.Module], rows: Tensor, expert: Tensor, called: list[bool]) -> Tensor:
         """What these experts make of rows, ``[n, width], [n] -> [n, other width]``; those not called do not run."""

@@ -211,6 +211,28 @@ def mixes_samples(module: nn.Module) -> str:
     return ""  # it does not run by itself: nothing is known
 
 
+def draws(module: nn.Module) -> bool:
+    """Whether what a module that routes tokens gives for them depends on random numbers.
+
+    Args:
+        module: a copy, with real parameters on the CPU; it is changed.
+    """
+    sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
+    dtype = next(p.dtype for p in module.parameters())
+    generator = torch.Generator().manual_seed(0)
+    for size, lead in itertools.product(sizes, ((2, 192), (384,))):
+        tokens, runs = torch.randn(*lead, size, generator=generator).to(dtype), []
+        try:
+            for seed in range(2):
+                with torch.random.fork_rng([]):
+                    torch.manual_seed(seed)
+                    runs.append(_run_and_look(module, tokens)[0])
+        except Exception:
+            continue
+        return not all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    return False
+
+
 def _run_and_look(module: nn.Module, tokens: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What a module gives for tokens, and the numbers with gradients that it keeps on itself meanwhile."""
     with unchanged(module):

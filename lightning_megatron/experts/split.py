@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.experts.listed import ListedExperts, lead_list, listed_experts, routes
-from lightning_megatron.experts.probe import mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.probe import draws, mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.routers import ABOVE
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.twin import lead
@@ -19,9 +20,6 @@ from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.parallelize.reading.copy import copy_of
-
-_ABOVE = 2
-"""How many modules above a list of experts are looked at for their router."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +57,20 @@ class ExpertReport:
         return "; ".join([*lines, *(f"`{name}` stays whole: {why}" for name, why in self.whole.items())])
 
 
-def split_experts(module: nn.Module, groups: ExpertGroups) -> ExpertReport:
+def split_experts(module: nn.Module, groups: ExpertGroups, *, per_replica: bool = False) -> ExpertReport:
     """Share out the experts of ``module`` over ``groups.group``, in place. Collective over the replicas of a stage.
 
     Args:
         module: whole, the same on every rank except for the values of its parameters, of which those of the experts
             become those of rank 0 of each group.
         groups: of this rank.
+        per_replica: whether what a module makes of a whole batch is meant to be that of each replica.
 
     Raises:
         ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks.
     """
     report, size = ExpertReport(), groups.size
-    found = _Finder(module, size, report).found()
+    found = _Finder(module, size, report, per_replica).found()
     for mixture in found:
         if mixture.count % size:
             raise ValueError(_indivisible(mixture.name, mixture.count, size))
@@ -90,10 +89,11 @@ class _Finder:
         module: whole.
         size: over how many ranks they are to be shared out.
         report: told what looks like experts, but is none.
+        per_replica: see :func:`split_experts`.
     """
 
-    def __init__(self, module: nn.Module, size: int, report: ExpertReport) -> None:
-        self._module, self._size, self._report = module, size, report
+    def __init__(self, module: nn.Module, size: int, report: ExpertReport, per_replica: bool) -> None:
+        self._module, self._size, self._report, self._per_replica = module, size, report, per_replica
         self._tried: dict[object, tuple[str, tuple[int, int]]] = {}
         self._names: dict[int, list[str]] = {}
         for name, child in module.named_modules(remove_duplicate=False):
@@ -114,9 +114,7 @@ class _Finder:
         if not why and name:
             block = self._module.get_submodule(parent(name))
             if not list(self._names[id(block)])[1:] and block is not self._module:
-                self._refuse_mixing(
-                    parent(name), self._try(block, "", lambda copied: (mixes_samples(copied), (0, 0)))[0]
-                )
+                self._refuse_mixing(parent(name), block)
         if why:
             self._report.whole[name] = why
             return None
@@ -125,7 +123,7 @@ class _Finder:
     def _listed(self, name: str, experts: nn.Module) -> Found | None:
         count = listed_experts(experts)
         above = name
-        for _ in range(_ABOVE if count else 0):
+        for _ in range(ABOVE if count else 0):
             if not above:
                 return None
             above = parent(above)
@@ -143,7 +141,7 @@ class _Finder:
         if why:
             self._report.whole[name] = why
             return None
-        self._refuse_mixing(above, self._try(router, "", lambda copied: (mixes_samples(copied), (0, 0)))[0])
+        self._refuse_mixing(above, router)
 
         def cut(owners: Owners, table: ShardTable) -> None:
             for number, expert in enumerate(experts.children()):
@@ -166,13 +164,21 @@ class _Finder:
             self._tried[key] = trial(copied.to_empty(device="cpu") if meta else copied.cpu())
         return self._tried[key]
 
-    def _refuse_mixing(self, name: str, why: str) -> None:
-        if why:
+    def _refuse_mixing(self, name: str, module: nn.Module) -> None:
+        why, _ = self._try(module, "", lambda copied: (mixes_samples(copied), (0, 0)))
+        if not why:
+            return
+        if self._try(module, " draws", lambda copied: ("random" if draws(copied) else "", (0, 0)))[0]:
+            raise ValueError(
+                f"`{name}` routes tokens to experts and draws random numbers (noise, dropout), which every replica "
+                "draws for its own tokens: set what draws them to 0, or use `expert_parallel_size=1`."
+            )
+        if not self._per_replica:
             raise ValueError(
                 f"`{name}` routes tokens to experts, and {why} (a capacity for the whole batch, a balancing loss that "
-                "is a product of means, noise): over replicas that would be another computation than in one process. "
-                "Use one replica and `expert_parallel_size=1`, or a capacity for each sequence, or set what causes it "
-                "to 0."
+                "is a product of means): over replicas that would be another computation than in one process. "
+                "`expert_balance='replica'` says that each replica's own is meant, as in DDP; or use one replica and "
+                "`expert_parallel_size=1`, or a capacity for each sequence, or set what causes it to 0."
             )
 
     def _unlike(self, module: nn.Module) -> str:

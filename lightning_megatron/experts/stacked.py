@@ -91,10 +91,13 @@ class StackedExperts:
     Args:
         name: of the module, for messages.
         owners: who has which experts.
+
+    Attributes:
+        count: how many experts all ranks have.
     """
 
     def __init__(self, name: str, owners: Owners) -> None:
-        self._name, self._owners = name, owners
+        self._name, self._owners, self.count = name, owners, owners.experts
 
     def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call: send the rows to their experts, and weigh what comes back.

@@ -154,7 +154,13 @@ def check_micro_batch(loader: Any, size: int | str) -> None:
         )
 
 
-def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micro_batch_size: int | str) -> None:
+def check_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    layout: Layout,
+    micro_batch_size: int | str,
+    balance: str | None = None,
+) -> None:
     """Refuse what a module or a callback does that this strategy cannot do.
 
     Raises:
@@ -189,12 +195,12 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, m
             raise MisconfigurationException(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
-    _check_mixtures(trainer, module, layout)
+    _check_mixtures(trainer, module, layout, balance)
     if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
 
 
-def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, balance: str | None) -> None:
     """Refuse Hugging Face mixtures of experts whose loss would be another one, or that cannot compute."""
     for name, child in module.named_modules():
         config, called = getattr(child, "config", None), name or type(child).__name__
@@ -213,11 +219,13 @@ def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Lay
                 "`pipeline_parallel_size=1`."
             )
         counts = getattr(config, "router_aux_loss_coef", None) != 0 and trainer.state.fn == TrainerFn.FITTING
-        if layout.data > 1 and counts:
+        if layout.data > 1 and counts and balance is None:
             raise MisconfigurationException(
                 f"{balances} is a product of two means over the tokens of a replica, so that its mean over "
-                f"`data_parallel_size={layout.data}` replicas is not that of the whole batch. Set it to False and add "
-                "a loss of your own, on what `self.all_gather(router_logits, sync_grads=True)` gives."
+                f"`data_parallel_size={layout.data}` replicas is not that of the whole batch. "
+                "`expert_balance='replica'` says that each replica's own is meant, as in DDP; for that of the whole "
+                "batch set it to False and add a loss of your own, on what `self.all_gather(router_logits, "
+                "sync_grads=True)` gives."
             )
 
 

@@ -39,6 +39,8 @@ def check_experts(options: Any) -> None:
     size = options.expert_parallel_size
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"`expert_parallel_size={size!r}` must be an integer of at least 1.")
+    if options.expert_balance not in (None, "replica"):
+        raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None or 'replica'.")
     for name, only in _WITHOUT_EXPERTS.items() if size > 1 else ():
         if getattr(options, name) != only:
             raise ValueError(

@@ -51,6 +51,8 @@ class Options:
         context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         expert_parallel_size: replicas that share out the experts of mixtures, and send each other the tokens for them.
+        expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
+            each replica's, as in DDP; else it is warned of, and refused where experts are shared out.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
@@ -118,6 +120,7 @@ class Options:
     context_parallel_size: int = 1
     context_parallel_options: Mapping[str, Any] | None = None
     expert_parallel_size: int = 1
+    expert_balance: str | None = None
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
     micro_batch_size: int | str = "auto"
@@ -266,6 +269,7 @@ class Options:
                 overlap_gather=self.overlap_parameter_gather,
                 experts=self.expert_parallel_size,
             ),
+            expert_balance=self.expert_balance,
         )
 
     @property

@@ -357,7 +357,7 @@ def start_run(
     check_expert_ranks(options.expert_parallel_size, processes.mesh.layout)
     check_expert_run(options.expert_parallel_size, trainer, module)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
-    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size)
+    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.expert_balance)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:

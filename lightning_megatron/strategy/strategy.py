@@ -86,11 +86,11 @@ class MegatronStrategy(ParallelStrategy):
         optimizer_sharding: given.OptimizerSharding = True, gradient_reduce_dtype: torch.dtype | None = None,
         nonfinite: given.NonFinite = None, log_gradient_norm: bool = False, bucket_size_mb: float = 25.0,
         process_group_backend: str | None = None, timeout: timedelta | None = timedelta(minutes=30),
-        hang_timeout: timedelta | None = timedelta(minutes=20), accelerator: Any | None = None,
+        hang_timeout: timedelta | None = timedelta(minutes=20), accelerator: Any = None, layout: str | None = None,
         parallel_devices: list[torch.device] | None = None, cluster_environment: ClusterEnvironment | None = None,
-        initial_weights: Any | None = None, checkpoint_io: CheckpointIO | None = None, layout: str | None = None,
+        initial_weights: Any | None = None, checkpoint_io: CheckpointIO | None = None, expert_parallel_size: int = 1,
         precision_plugin: Precision | None = None, layout_options: Mapping[str, Any] | None = None,
-        topology: given.Topology | given.TopologyPlacement | None = None, expert_parallel_size: int = 1,
+        topology: given.Topology | given.TopologyPlacement | None = None, expert_balance: str | None = None,
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)

@@ -118,12 +118,18 @@ class Strange(Words):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__([strangers.Block({**strangers.EXACT, **strangers.REFUSED}[name]) for _ in range(4)])
+        super().__init__(
+            [strangers.Block({**strangers.EXACT, **strangers.REFUSED, **strangers.PER_BATCH}[name]) for _ in range(4)]
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strangers.KEPT.clear()
         loss = self.loss(batch)
-        return loss + 0.01 * torch.stack(strangers.KEPT).sum() if strangers.KEPT else loss
+        kept = [*strangers.KEPT, *(layer.mixture.balance for layer in self.layers if hasattr(layer.mixture, "balance"))]
+        for logits in (layer.mixture.logits for layer in self.layers if hasattr(layer.mixture, "logits")):
+            shares = logits.softmax(-1)
+            kept.append((F.one_hot(shares.argmax(-1), EXPERTS).to(shares.dtype).mean(0) * shares.mean(0)).sum())
+        return loss + 0.01 * torch.stack(kept).sum() if kept else loss
 
 
 _GROUPED = {"num_key_value_heads": 1, "intermediate_size": 16}

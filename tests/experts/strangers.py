@@ -227,6 +227,50 @@ class Noisy(Loop):
         self.experts = nn.ModuleList(experts)
 
 
+class Returned(nn.Module):
+    """Hands its balancing loss to whom it was given, and a z-loss too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Loop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.loop.gate(x).softmax(-1)
+        KEPT.append((F.one_hot(shares.argmax(-1), EXPERTS).to(x.dtype).mean((0, 1)) * shares.mean((0, 1))).sum())
+        return self.loop(x)
+
+
+class Logits(Loop):
+    """Keeps its router's logits, of which the step makes a balancing loss."""
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self.logits = self.gate(rows)
+        return super().route(rows)
+
+
+class Sequences(Loop):
+    """Keeps a balancing loss of each sequence by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen = F.one_hot(shares.argmax(-1), EXPERTS).to(x.dtype)
+        KEPT.append((chosen.mean(1) * shares.mean(1)).sum(-1).mean())
+        return super().forward(x)
+
+
+class Choosing(Loop):
+    """Experts choose ten tokens of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        shares, out = self.gate(rows).softmax(-1), torch.zeros_like(rows)
+        shares = shares + 1e-4 * torch.arange(len(rows), dtype=x.dtype).flip(0)[:, None]  # equal tokens, equal shares
+        for number, expert in enumerate(self.experts):
+            weight, taken = shares[:, number].topk(10)
+            out = out.index_add(0, taken, expert(rows[taken]) * weight[:, None])
+        return out.view_as(x)
+
+
 class Block(nn.Module):
     """A residual layer."""
 
@@ -240,6 +284,10 @@ class Block(nn.Module):
 
 EXACT = {
     kind.__name__.lower(): kind
-    for kind in (Loop, Starved, Dense, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken)
+    for kind in (Loop, Starved, Dense, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences)
 }
+
+
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
+PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
+"""What mixes samples: over replicas it is not what one process computes."""

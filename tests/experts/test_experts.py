@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron import MegatronStrategy
 from tests.experts.expert_scenarios import FAMILIES, fit
-from tests.experts.strangers import EXACT
+from tests.experts.strangers import EXACT, PER_BATCH
 from tests.harness import one_process, run_trainers
 
 WIDE = pytest.mark.wide
@@ -20,6 +20,7 @@ ROWS: list[Any] = [
     ("starved", 2, TWO, {}),
     ("watched", 2, {**TWO, "optimizer_sharding": False}, {}),
     ("strange_starved", 2, TWO, {}),
+    ("strange_sequences", 2, {}, {}),
     (
         "uneven",
         4,
@@ -35,6 +36,8 @@ ROWS: list[Any] = [
             ("strange_sorted", 4, {"expert_parallel_size": 4, "optimizer_sharding": False}, {}),
             ("strange_masked", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
             *((family, 2, TWO, {}) for family in FAMILIES),
+            *((family, 2, {"micro_batch_size": 2}, {}) for family in FAMILIES),
+            *((f"strange_{name}", 2, {"micro_batch_size": 4}, {}) for name in EXACT),
             ("Mixtral", 4, PIPE, {}),
             ("Qwen3Moe", 4, {**PIPE, "pipeline_schedule": "zb-h1", "activation_recompute": "full"}, {}),
             ("words", 2, TWO, {"accumulate_grad_batches": 2}),
@@ -65,11 +68,54 @@ def test_training_is_that_of_one_process(name, devices, options, trainer):
     for value in found:
         assert value["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         if name in ("words", "starved", "watched", "strange_starved"):
-            stages = options.get("pipeline_parallel_size", 1)
-            assert value["share"] == 1 / (options["expert_parallel_size"] * stages)
+            stages, ranks = options.get("pipeline_parallel_size", 1), options.get("expert_parallel_size", 1)
+            assert value["share"] == 1 / (ranks * stages)
     assert set(found[0]["weights"]) == set(expected["weights"])
     for key, value in found[0]["weights"].items():
         torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+def _first_wide(rows: list[Any]) -> list[Any]:
+    return [row if not place else pytest.param(*row, marks=WIDE) for place, row in enumerate(rows)]
+
+
+PARTS: list[Any] = _first_wide(
+    [
+        ("balanced", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}),
+        *((name, 1, {"micro_batch_size": 4}) for name in PER_BATCH),
+        *((name, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}) for name in PER_BATCH if name != "balanced"),
+        ("returned", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "zb-v"}),
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "devices", "options"), PARTS, ids=str)
+def test_a_small_loss_of_the_whole_batch_is_found_in_float32(name, devices, options):
+    trainer = {"precision": "32-true"}
+    expected = one_process(fit, f"strange_{name}", None, trainer)
+    for outcome in run_trainers(fit, f"strange_{name}", options, trainer, devices=devices):
+        for key, value in outcome.value["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][key], rtol=1e-6, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize("name", _first_wide([(name,) for name in PER_BATCH]), ids=str)
+def test_a_loss_of_each_replica_is_warned_of_by_the_name_of_its_router(name):
+    name = name if isinstance(name, str) else name[0]
+    outcomes = run_trainers(fit, f"strange_{name}", {}, {}, devices=2, check=False, grace=20.0)
+    said = str(outcomes[0].error)
+    assert "`layers.0.mixture." in said, said
+    assert "`data_parallel_size=2`" in said, said
+    assert "`expert_balance='replica'`" in said, said
+
+
+@pytest.mark.parametrize("name", _first_wide([(name,) for name in PER_BATCH]), ids=str)
+def test_experts_shared_out_give_each_replica_its_own_loss_where_it_is_wanted(name):
+    name = name if isinstance(name, str) else name[0]
+    own = {"expert_balance": "replica"}
+    whole = run_trainers(fit, f"strange_{name}", own, {}, devices=2)[0].value
+    split = run_trainers(fit, f"strange_{name}", {**own, **TWO}, {}, devices=2)[0].value
+    for key, value in split["weights"].items():
+        torch.testing.assert_close(value, whole["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
 
 
 CHAINS: list[Any] = [
@@ -100,12 +146,13 @@ OPTIONS: list[Any] = [
     ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "`tensor_parallel_size=1`"),
     ({"expert_parallel_size": 2, "context_parallel_size": 2}, "`context_parallel_size=1`"),
     ({"expert_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
+    ({"expert_parallel_size": 1, "expert_balance": "batch"}, "`expert_balance='batch'`"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), OPTIONS, ids=str)
 def test_options_that_do_not_go_together_are_refused_at_once(arguments, wanted):
-    with pytest.raises(ValueError, match="expert_parallel_size") as error:
+    with pytest.raises(ValueError, match="expert_") as error:
         MegatronStrategy(**arguments)
     assert wanted in str(error.value)
 
@@ -120,6 +167,9 @@ REFUSED: list[Any] = [
             ("strange_balanced", 2, TWO, {}, "keeps `balance`, which is no mean or sum over samples"),
             ("strange_dropped", 2, TWO, {}, "depends on the others of the batch"),
             ("strange_noisy", 2, TWO, {}, "not that of its experts on each row by itself"),
+            ("strange_returned", 2, TWO, {}, "a batch is no combination of its gradients"),
+            ("strange_logits", 2, TWO, {}, "a batch is no combination of its gradients"),
+            ("strange_choosing", 2, TWO, {}, "depends on the others of the batch"),
             ("dense", 2, TWO, {}, "none were found that can be"),
             ("by_hand", 2, TWO, {"gradient_clip_val": None}, "`automatic_optimization=False`"),
             ("words", 2, {"expert_parallel_size": 4}, {}, "does not divide `data_parallel_size=2`"),

@@ -25,6 +25,9 @@ from lightning_megatron.pipeline.elsewhere.undo import Change, may_read
 TRIAL = "training_step (tried)"
 """Name of a step whose writes are put back on every stage after each micro-batch: nothing is left in the end."""
 
+TRIAL_WITH_BACKWARD = "training_step (tried, with backwards)"
+"""Name of one of which backwards run as well."""
+
 
 def trains(where: str) -> bool:
     """Whether a step, or a pass, of this name is one of training."""
@@ -52,7 +55,7 @@ class FinalState:
 
     def begin(self, micro_batch: int, where: str) -> None:
         """Prepare for a run of this micro-batch in the step of this name."""
-        self._first, self._tried = micro_batch == 0, where == TRIAL
+        self._first, self._tried = micro_batch == 0, where in (TRIAL, TRIAL_WITH_BACKWARD)
 
     def note(self, effects: Iterable[Effect]) -> None:
         """Keep, on the stage where the step has just ended for a micro-batch, what all layers have left behind."""

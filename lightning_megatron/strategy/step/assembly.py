@@ -240,7 +240,7 @@ class Assembler:
         from lightning_megatron.experts.split import split_experts
 
         with self._precision.forward_context():
-            report = split_experts(module, groups)
+            report = split_experts(module, groups, per_replica=self._engine_options.expert_balance is not None)
         rank_zero_info(f"`expert_parallel_size={groups.size}`: {report.explain()}.")
         return TensorState(report.table, groups.group)
 

@@ -28,6 +28,7 @@ class EngineOptions:
     record_timeline: bool
     sequence_parallel: bool
     gradients: GradientOptions
+    expert_balance: str | None = None
 
     @property
     def schedule_shape(self) -> ScheduleShape:

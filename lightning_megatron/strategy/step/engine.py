@@ -101,7 +101,7 @@ class StepEngine:
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
-            self.whole = PlainStep(module, mesh, device, *shared, copies)
+            self.whole = PlainStep(module, mesh, device, *shared, copies, self._in_parts.mixing)
         elif not module.automatic_optimization and isinstance(stages, SeveralStages):
             check_by_hand(record_timeline=options.record_timeline)
             self.whole = StepByHand(module, mesh, device, stages, stage, streams, *shared, self._in_parts, copies)

@@ -17,6 +17,7 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
 from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
 from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
@@ -35,6 +36,7 @@ class PlainStep:
         recording: of the logs.
         losses: looked at here.
         copies: weights that tensor-parallel ranks hold whole, looked at where a step has updated them itself.
+        mixing: tries whether a mixture's loss is one of the whole batch.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PlainStep:
         recording: Recording,
         losses: LossChecks,
         copies: WeightCopies | None = None,
+        mixing: MixingTrials | None = None,
     ) -> None:
         self._module = module
         self._device = device
@@ -53,7 +56,7 @@ class PlainStep:
         self._alone = mesh.layout.data == 1
         self._gradients = gradients
         self._recording = recording
-        self._losses, self._copies = losses, copies
+        self._losses, self._copies, self._mixing = losses, copies, mixing
         self._mean = ReplicaMean(mesh, device)
         self._outcome: Outcome | None = None
         self._awaits_backward = False
@@ -63,6 +66,8 @@ class PlainStep:
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
+        if self._mixing is not None:
+            self._mixing.mixes(call, batch, [batch], first=window.first)
         automatic, self._window = self._module.automatic_optimization, window
         compares = self._losses.compares
         if compares:

@@ -32,6 +32,7 @@ from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.skips import Asks, Skips
 from lightning_megatron.strategy.loss.traces import Counters, LastStageWrites
 from lightning_megatron.strategy.loss.weighing import Counted
@@ -60,6 +61,7 @@ class ScheduledStep:
     Attributes:
         schedules: by number of micro-batches, and whether only forwards run.
         around: schedules of steps whose loss is one of the whole batch, by number of the layers' micro-batches.
+        mixing: tries whether a mixture's loss is one of the whole batch.
     """
 
     def __init__(
@@ -94,6 +96,10 @@ class ScheduledStep:
         self._trials = LossTrials(
             module, layers, mesh, device, stages, streams, recording, forwards, always_whole=always
         )
+        both = partial(self._schedule, forward_only=False)
+        self.mixing = MixingTrials(
+            module, mesh, device, stages, streams, recording, lambda: gradients.sink, both, options
+        )
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
@@ -104,6 +110,9 @@ class ScheduledStep:
             split = self._split(batch, self._options.micro_batch_size, alike=True)
         try:
             parts, cut = self._cut(call, batch, split)
+            if self.mixing.mixes(call, batch, split, first=window.first) and len(parts) > 1:
+                self._trials.keep_whole()
+                parts, cut = self._cut(call, batch, split)
             total = cut.total * window.batches * self._mesh.layout.context  # each of whose ranks has a gradient
             scales = [weight / total * window.scale for weight in cut.weights]
             sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)

@@ -111,6 +111,10 @@ class LossTrials:
                 self._try(call, batch, parts, why)
         return self.reading
 
+    def keep_whole(self) -> None:
+        """Say that the loss is one of the whole batch, in layers and behind them."""
+        self.reading, self.around = replace(self.reading, stays=True), False
+
     def note_logged(self, names: Sequence[str]) -> None:
         """Say what a step has logged, on every stage alike."""
         if not self._keys.issuperset(names):

@@ -1,0 +1,235 @@
+"""Whether the loss of a mixture of experts is one of the whole batch, seen by its routers' gradients.
+
+A balancing loss is a product of means over all tokens, with a small factor: of the loss it changes the sixth digit, but
+of a router's gradient a tenth. So the losses of parts tell nothing about it in float32, and gradients do::
+
+    two parts at once         ∂L/∂router = g       g = a·g₁ + b·g₂     a mean over samples or targets, a sum
+    each of them by itself    g₁ and g₂            anything else       samples are mixed
+
+The three runs are forwards and backwards through the pipeline, with the same random numbers for the same samples; their
+gradients are thrown away, and what the step logs and writes is put back. It is done in the first step, and in steps 8,
+64, 512, ..., as a loss may begin late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron.data_parallel.gradient_hooks import GradientSink, has_gradient_hooks
+from lightning_megatron.experts.routers import routers_of
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
+from lightning_megatron.strategy.logs.step_logs import Recording, no_logs
+from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.step.among_stages import Stages
+from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.step import Outcome
+
+_AGAIN = 8  # factor between the steps in which it is tried
+_MOST = 8  # samples in each part
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
+_NARROW = 1e-2
+_SMALL = 1e-3  # times the largest router's gradient: below it there is nothing but rounding
+
+
+class MixingTrials:
+    """Tries whether a mixture's loss mixes samples.
+
+    Args:
+        module: the user's, divided.
+        mesh: the grid.
+        device: where tensors live.
+        stages: of this rank's pipeline.
+        streams: random streams per segment.
+        recording: of the logs.
+        sink: where gradients collect.
+        schedule: gives the schedule of a step of so many micro-batches.
+        options: the user's choices.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        stages: Stages,
+        streams: SegmentStreams,
+        recording: Recording,
+        sink: Callable[[], GradientSink],
+        schedule: Callable[[int], Schedule],
+        options: EngineOptions,
+    ) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._stages, self._streams, self._recording = stages, streams, recording
+        self._sink, self._schedule = sink, schedule
+        self._replicas, self._experts = mesh.layout.data, options.gradients.experts
+        cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
+        self._cuts = cuts and options.whole_batch_loss == "auto" and options.loss_weight is None
+        wanted = self._cuts or (self._replicas > 1 and options.expert_balance is None)
+        self._routers = routers_of(module) if wanted and module.automatic_optimization else {}
+        self._balance = options.expert_balance
+        self._steps, self._next = 0, 1.0
+        self._found = False
+
+    def mixes(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
+        """Whether this batch is the one that has shown that samples are mixed. Collective over the world.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            batch: equal on all stages of a replica.
+            parts: its micro-batches; one if it is not cut.
+            first: whether no gradients have been collected for the next update.
+
+        Raises:
+            ValueError: experts are shared out over replicas, each of which would have a loss of its own.
+        """
+        self._steps += 1
+        if self._found or not self._routers or self._steps < self._next or not first:
+            return False
+        pieces = _pieces(batch, parts) if len(parts) > 1 or self._mesh.layout.pipeline == 1 else []
+        pieces = [] if has_gradient_hooks(self._module) else pieces
+        if not all(objects.gather(bool(pieces), self._mesh.group("world"))):
+            return False  # tried again with the next batch
+        own_clearing = is_overridden("optimizer_zero_grad", self._module)
+        self._next = math.inf if own_clearing else self._steps * _AGAIN
+        told = objects.gather(self._try(call, pieces), self._mesh.group("world"))
+        router = next(filter(None, told), "")
+        self._found = bool(router) and None not in told  # else it gathers what it needs, or nothing is known
+        if self._found:
+            self._say(router)
+        return self._found
+
+    def _say(self, router: str) -> None:
+        what = (
+            f"the gradient of `{router}` for a batch is no combination of its gradients for two parts of the batch: "
+            "the loss holds something of the whole batch, such as a balancing loss, or experts have a capacity for it"
+        )
+        if self._cuts:
+            rank_zero_info(f"{what}. So that the step is that of one process, each batch runs whole.")
+        if self._replicas == 1 or self._balance is not None:
+            return
+        ways = (
+            "`expert_balance='replica'` says that each replica's own is meant, as in DDP; for that of the whole batch "
+            "compute it from what `self.all_gather(router_logits, sync_grads=True)` gives"
+        )
+        over = f"over `data_parallel_size={self._replicas}` replicas that is not what one process computes"
+        if self._experts > 1:
+            raise ValueError(f"{what}; {over}. {ways}.")
+        rank_zero_warn(f"{what}; {over}: the mean of the replicas' own losses is trained. {ways}.")
+
+    def _tolerance(self) -> float:
+        """By how much gradients may differ, relative to their size, by rounding."""
+        if torch.is_autocast_enabled(self._device.type):
+            return _NARROW
+        return max(_TOLERANCE.get(parameter.dtype, _NARROW) for parameter in self._routers.values())
+
+    def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> str | None:
+        traces, draws = Traces(self._module), SameDraws({2: (0, 1)})
+        gathers = _Gathers(self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None)
+        sink = self._sink()
+        found: list[dict[str, Tensor]] = []
+        alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
+        failed = False
+
+        def run(piece: Any, _: int) -> Any:
+            nonlocal failed
+            eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+            try:
+                with self._recording.aside(), draws.run(len(found)), gathers, eager:
+                    output = call(map_tensors(piece, torch.clone))
+                    trained_loss_of(output)
+                    return output
+            except Exception as error:
+                if isinstance(error, RemoteFailure) or is_echo(error) or not alone:
+                    raise
+                failed = True  # it needs more samples, or skips some: nothing is known then
+                return torch.zeros((), device=self._device, requires_grad=True)
+            finally:
+                with torch._C.DisableTorchFunction():
+                    traces.put_back()
+
+        with self._streams.trial(), self._stages.running(pieces[2], 1, training=False) as executor:
+            for piece in pieces:
+                sink.begin(fresh=True, reduce=False)
+                executor.run(PipelineStep(self._schedule(1), run, [piece], TRIAL_WITH_BACKWARD, [1.0], sink))
+                found.append({name: _kept(p.grad) for name, p in self._routers.items() if p.grad is not None})
+        sink.begin(fresh=True, reduce=False)
+        self._stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
+        self._stages.settle()
+        return None if failed or gathers.seen else mixed(found[2], found[0], found[1], self._tolerance())
+
+
+def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:
+    """The first parameter whose gradient of a batch is no combination of those of its parts, if it is so for most."""
+    names = [name for name in whole if name in one and name in other]
+    if not names:
+        return ""
+    columns = [torch.cat([each[name].double().flatten() for name in names]) for each in (one, other)]
+    parts, together = torch.stack(columns, 1), torch.cat([whole[name].double().flatten() for name in names])
+    factors = torch.linalg.pinv(parts.mT @ parts) @ (parts.mT @ together)
+    norms = {name: float(whole[name].double().norm()) for name in names}
+    least, far = _SMALL * max(norms.values()), []
+    counted = [name for name in names if norms[name] > least]
+    for name in counted:
+        rest = whole[name].double() - factors[0] * one[name].double() - factors[1] * other[name].double()
+        if float(rest.norm()) > tolerance * norms[name]:
+            far.append(name)
+    return far[0] if far and 2 * len(far) >= len(counted) else ""
+
+
+def _pieces(batch: Any, parts: Sequence[Any]) -> list[Any]:
+    """Two parts of a batch and both at once; nothing, if it has one sample."""
+    if len(parts) > 1:
+        return [parts[0], parts[1], samples_of(batch, 0, batch_size_of(parts[0]) + batch_size_of(parts[1]))]
+    half = min(batch_size_of(batch) // 2, _MOST)
+    return [samples_of(batch, *ends) for ends in ((0, half), (half, 2 * half), (0, 2 * half))] if half else []
+
+
+def _kept(gradient: Tensor) -> Tensor:
+    return gradient.detach().clone()
+
+
+class _Gathers(TorchDispatchMode):
+    """Sees whether the step itself gathers or reduces over the replicas, whose batches then are one.
+
+    Args:
+        group: the replicas; ``None`` for one.
+
+    Attributes:
+        seen: whether it does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group, self.seen = group, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._group is not None and func.namespace == "c10d" and ("gather" in str(func) or "reduce" in str(func)):
+            self.seen |= any(group.group_name == self._group.group_name for group in _groups_in(args))
+        return func(*args, **dict(kwargs or {}))
+
+
+def _groups_in(args: Any) -> Iterator[dist.ProcessGroup]:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                yield dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue
