@@ -77,11 +77,13 @@ def as_torchrun(info: RankInfo, name: str, folder: str, options: tuple[str, ...]
     os.chdir(folder)
     arguments, sys.argv = sys.argv, [script, *options]
     sys.path.insert(0, str(EXAMPLES))
+    store = info.meet()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")  # the user's process, not the tests', decides what a warning is
             runpy.run_path(script, run_name="__main__")
     finally:
+        del store
         sys.argv = arguments
         sys.path.remove(str(EXAMPLES))
     return 0

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import socket
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +31,40 @@ class RankInfo:
     world_size: int
     port: int
     directory: str
+
+    def meet(self, seconds: float = 30.0) -> Any:
+        """Opens the store of the job's process group on rank 0; the others wait until it listens.
+
+        To be called just before torch connects to it, and kept until then. torch would do without, but slowly: a rank
+        that asks before rank 0 listens sleeps for half a second or more, longer than most jobs take; and a store that
+        also listens for IPv6 asks the name server who ``::ffff:127.0.0.1`` is at every connection, which takes five
+        seconds each time that the question is lost.
+
+        Returns:
+            The store, which torch shares where it opens one of that port; None on other ranks.
+        """
+        if self.rank == 0:
+            return self._listen()
+        end = time.monotonic() + seconds
+        while sys.platform == "linux" and self._is_free() and time.monotonic() < end:
+            time.sleep(0.002)
+        return None
+
+    def _listen(self) -> Any:
+        from torch.distributed import TCPStore
+
+        server = socket.create_server(("127.0.0.1", self.port), backlog=128)
+        where = {"master_listen_fd": server.detach(), "multi_tenant": True, "wait_for_workers": False}
+        return TCPStore("127.0.0.1", self.port, self.world_size, True, **where)
+
+    def _is_free(self) -> bool:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # in nobody's way before anyone listens
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                return False
+        return True
 
 
 @dataclass(frozen=True)

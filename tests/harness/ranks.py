@@ -82,7 +82,9 @@ def _with_mesh(
 
 def make_mesh(info: RankInfo, shape: tuple[int, ...]) -> DeviceMesh:
     """The job's process group and its mesh; the harness destroys the group when every rank is done."""
+    store = info.meet()
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{info.port}", rank=info.rank, world_size=info.world_size
     )
+    del store
     return init_device_mesh("cpu", shape, mesh_dim_names=AXES)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch import distributed
 
 from tests.harness.job import Outcome, RankInfo
 from tests.harness.pool import run_job
@@ -23,6 +24,7 @@ class ReusedProcesses(ClusterEnvironment):
     def __init__(self, info: RankInfo) -> None:
         super().__init__()
         self.info = info
+        self._store: Any = None
         rank_zero_only.rank = info.rank
 
     @property
@@ -35,6 +37,9 @@ class ReusedProcesses(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
+        """The port of the job; asked for just before the ranks meet there."""
+        if self._store is None and not distributed.is_initialized():
+            self._store = self.info.meet()
         return self.info.port
 
     @staticmethod
@@ -56,6 +61,8 @@ class ReusedProcesses(ClusterEnvironment):
             )
 
     def global_rank(self) -> int:
+        if distributed.is_initialized():
+            self._store = None  # the process group has it now, and closes it
         return self.info.rank
 
     def set_global_rank(self, rank: int) -> None:
