@@ -191,12 +191,11 @@ def test_a_trillion_parameters_on_3072_ranks_take_under_a_minute_and_4_gb(tmp_pa
 
 def test_a_wide_model_is_split_as_a_narrow_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """At hidden size 8192 no weight that a plan is tried with has numbers."""
-    plans = []
+    plans, (_, batch) = [], build()
     for hidden in (64, 8192):
         monkeypatch.setattr(rehearsal_scenarios, "HIDDEN", hidden)
         with torch.device("meta"):
             module = SmallGPT()
-        batch = build()[1]
         found = rehearse(MegatronStrategy(tensor_parallel_size=2), module, batch, rank=0, world_size=2)
         plans.append([line.split()[:2] for line in found.plan.splitlines()[1:]])
     assert plans[0] == plans[1]
