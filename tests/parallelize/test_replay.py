@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.reading.copy import copy_of
@@ -85,6 +86,40 @@ def test_a_plan_leaves_no_trace_in_the_module_or_in_random_generators(sequence_p
     else:
         assert explain(module, 2).source == "rules" and explain(module, 2, plan).source == "argument"
     assert [state(layer) for layer in module.layers] == before and generators() == drawn
+
+
+class Counted(nn.Module):
+    """Counts how often a weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("times", torch.zeros(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.times += 1
+        return weight * 1.0
+
+
+def test_weights_that_are_computed_are_neither_split_nor_computed_by_a_plan() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+            self.block, self.mixed = Block(WIDTH, 4, CausalSelfAttention), nn.MultiheadAttention(WIDTH, 4)
+            register_parametrization(self.embed, "weight", Counted())
+            register_parametrization(self.mixed, "in_proj_weight", Counted())
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.block(self.embed(ids))
+            return self.head(x + self.mixed(x, x, x)[0])
+
+    module = Normed()
+    before = {name: float(times) for name, times in module.named_buffers() if name.endswith("times")}
+    report = explain(module, 2)
+    assert any(not sharding.replicated for sharding in report.parameters.values())
+    computed = [sharding for name, sharding in report.parameters.items() if name.startswith(("embed.", "mixed."))]
+    assert computed and all(sharding.replicated for sharding in computed)
+    assert {name: float(times) for name, times in module.named_buffers() if name.endswith("times")} == before
 
 
 def test_runs_do_not_see_each_other() -> None:

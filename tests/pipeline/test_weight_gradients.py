@@ -228,3 +228,30 @@ def test_the_projections_of_torchs_attention_are_put_off(options: dict[str, Any]
     for name, parameter in module.named_parameters():
         assert torch.allclose(parameter.grad, grads[name], atol=1e-12), name
     assert "forward" not in module.attention.__dict__ and "put_off" not in module.attention.__dict__
+
+
+def test_weights_that_are_computed_are_computed_as_often_as_without_splitting() -> None:
+    def spectral() -> nn.Sequential:
+        torch.manual_seed(0)
+        linears = (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6).double()) for _ in range(2))
+        return nn.Sequential(*linears, nn.MultiheadAttention(6, 2, dtype=torch.float64))
+
+    def run(module: nn.Sequential) -> Tensor:
+        x = module[1](module[0](torch.ones(2, 3, 6, dtype=torch.float64)))
+        return module[2](x, x, x)[0].square().sum()
+
+    module, queue = spectral(), list[Factors]()
+    nn.utils.parametrizations.spectral_norm(module[2].out_proj)
+    split = WeightGradients([module])
+    with split.installed():
+        loss = run(module)
+        with split.putting_off(queue):
+            loss.backward()
+    add_up(queue)
+    other = spectral()
+    nn.utils.parametrizations.spectral_norm(other[2].out_proj)
+    run(other).backward()
+    for name, buffer in other.named_buffers():
+        assert torch.equal(module.get_buffer(name), buffer), name
+    for name, parameter in other.named_parameters():
+        assert torch.allclose(module.get_parameter(name).grad, parameter.grad, atol=1e-12), name

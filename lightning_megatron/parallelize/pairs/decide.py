@@ -25,6 +25,7 @@ from lightning_megatron.parallelize.plan.source import check_styles, styles_of
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.heads import tensor_arguments
 from lightning_megatron.parallelize.reading.inputs import run_examples
+from lightning_megatron.parallelize.reading.kinds import is_attention
 from lightning_megatron.parallelize.reading.low_rank import base_of, sizes_of, splits_like_linear, structure_of
 from lightning_megatron.parallelize.reading.study import Rename, Study
 from lightning_megatron.parallelize.reading.trace import Trace
@@ -100,7 +101,7 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
             "on the LightningModule (or pass `example=` to `parallelize`), or `tensor_parallel_plan={pattern: style}`."
         )
     for name, call in trace.calls.items():
-        if isinstance(call.module, nn.MultiheadAttention):
+        if is_attention(call.module):
             check_divisible(call.module.num_heads, parts, f"`num_heads` of {name!r}")
             blueprint.styles[name] = Style.HEADS
     exposed = used_directly(module, trace)

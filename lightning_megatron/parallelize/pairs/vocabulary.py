@@ -8,14 +8,14 @@ from torch import nn
 
 from lightning_megatron.parallelize.plan.blueprint import Blueprint
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.kinds import is_linear, linear_sizes, output_embeddings
+from lightning_megatron.parallelize.reading.kinds import is_linear, is_table, linear_sizes, output_embeddings
 from lightning_megatron.parallelize.reading.trace import Trace
 from lightning_megatron.parallelize.trial.readers import holds, used_directly
 
 
 def vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> set[str]:
     """Names of linear layers whose output features are the vocabulary and whose output no other layer reads."""
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    tables = [m for m in module.modules() if is_table(m)]
     tied = {id(m.weight) for m in tables}
     split = {
         id(module.get_submodule(n).get_parameter("weight")) for n, s in styles.items() if s is Style.EMBEDDING_ROWWISE
@@ -52,7 +52,7 @@ def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
     for name in blueprint.heads:
         blueprint.styles[name] = Style.COLWISE_GATHER_OUTPUT
     for name, part in module.named_modules():
-        if not isinstance(part, nn.Embedding) or part.sparse or part.max_norm is not None:
+        if not is_table(part) or part.sparse or part.max_norm is not None:
             continue
         if id(part.weight) in exposed:
             continue
@@ -63,5 +63,5 @@ def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
 
 
 def _first_of_size(module: nn.Module, part: nn.Embedding) -> bool:
-    same = [m for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == part.num_embeddings]
+    same = [m for m in module.modules() if is_table(m) and m.num_embeddings == part.num_embeddings]
     return same[0] is part

@@ -10,7 +10,7 @@ from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, V
 from lightning_megatron.parallelize.plan.model_plans import own_plan
 from lightning_megatron.parallelize.plan.patterns import expand
 from lightning_megatron.parallelize.plan.styles import MEANINGS, Style, is_style, parse_style
-from lightning_megatron.parallelize.reading.kinds import DROP_IN, is_attention, is_linear
+from lightning_megatron.parallelize.reading.kinds import DROP_IN, is_attention, is_linear, is_table
 from lightning_megatron.parallelize.reading.low_rank import splits_like_linear
 
 
@@ -89,7 +89,7 @@ def _takes(module: nn.Module, style: Style) -> bool:
     if _is_linear_style(style):
         return splits_like_linear(module)
     if style is Style.EMBEDDING_ROWWISE:
-        return isinstance(module, nn.Embedding)
+        return is_table(module)
     return style is not Style.HEADS or is_attention(module)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +46,16 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether this is ``nn.MultiheadAttention``, which is split as one module."""
-    return isinstance(module, nn.MultiheadAttention)
+def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether this is an embedding that holds its table as a tensor, rather than computing it at each reading."""
+    return isinstance(module, nn.Embedding) and "weight" in module._parameters
+
+
+def is_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Whether this is ``nn.MultiheadAttention``, which is split as one module; it holds its weights as tensors."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return "in_proj_weight" in module._parameters and "weight" in module.out_proj._parameters
 
 
 def is_hugging_face(module: nn.Module) -> bool:

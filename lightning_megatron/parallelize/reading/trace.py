@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.mesh.parts.names import lies_in
-from lightning_megatron.parallelize.reading.kinds import is_attention
+from lightning_megatron.parallelize.reading.kinds import is_attention, is_table
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
 from lightning_megatron.parallelize.reading.replay import Replay
 
@@ -165,7 +165,7 @@ def _has_data(value: Any) -> bool:
 
 def is_tagged(module: nn.Module) -> bool:
     """Whether the module is a node of the graph of layers."""
-    return is_splittable(module) or is_attention(module) or isinstance(module, nn.Embedding)
+    return is_splittable(module) or is_attention(module) or is_table(module)
 
 
 def _tagged_names(module: nn.Module) -> set[str]:

@@ -18,7 +18,7 @@ from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.kinds import looks_up_rows
+from lightning_megatron.parallelize.reading.kinds import is_table, looks_up_rows
 from lightning_megatron.parallelize.reading.low_rank import base_of, structure_of
 from lightning_megatron.parallelize.reading.trace import Trace, relative, tensors_left
 from lightning_megatron.parallelize.trial.training import TOLERANCE, has_numbers
@@ -42,7 +42,7 @@ def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
     different ways, and that of an embedding whose class does more than to look up rows.
     """
     updated = {id(p) for part in module.modules() if structure_of(part) for p in base_of(part).parameters()}
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    tables = [part for part in module.modules() if is_table(part)]
     tied = {id(part.weight) for part in tables} & updated
     tied |= {id(part.weight) for part in tables if not looks_up_rows(part)}
     met = set() if trace is None else trace.loose.union(*trace.between.values())

@@ -114,8 +114,11 @@ def _is_whole(module: nn.Module) -> bool:
 
 def _shape(linear: Any) -> tuple[int, ...]:
     """Shape of the weight that this rank multiplies by."""
-    weight = linear.local_weight() if hasattr(linear, "local_weight") else linear.weight
-    return tuple(weight.shape)
+    if hasattr(linear, "local_weight"):
+        return tuple(linear.local_weight().shape)
+    if isinstance(linear, nn.Linear):  # whose weight may be computed at each reading: a spectral norm goes on then
+        return linear.out_features, linear.in_features
+    return tuple(linear.weight.shape)
 
 
 def _install(linear: Any) -> None:

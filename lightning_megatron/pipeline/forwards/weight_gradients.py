@@ -104,9 +104,9 @@ class WeightGradients:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
         self._calls: list[_LinearCall | _ShardedCall | _AttentionCall] = [
-            _LinearCall(self, m) for m in modules if is_plain_linear(m)
+            _LinearCall(self, m) for m in modules if is_plain_linear(m) and _holds(m, "weight")
         ]
-        self._calls += [_ShardedCall(self, m) for m in modules if is_sharded_linear(m)]
+        self._calls += [_ShardedCall(self, m) for m in modules if is_sharded_linear(m) and _holds(m, "weight")]
         self._calls += [_AttentionCall(self, m) for m in modules if _is_packed_attention(m)]
         self._queue: list[Factors] | None = None
         self._splits = False
@@ -212,7 +212,14 @@ def is_sharded_linear(module: nn.Module) -> bool:
 def _is_packed_attention(module: nn.Module) -> bool:
     """Whether a module is ``nn.MultiheadAttention``, which computes its projections without calling linears."""
     forwards = (nn.MultiheadAttention.forward, ParallelMultiheadAttention.forward)
-    return isinstance(module, nn.MultiheadAttention) and type(module).forward in forwards
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward not in forwards:
+        return False
+    return _holds(module, "in_proj_weight") and _holds(module.out_proj, "weight")
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is the module's own, rather than computed at each reading: a spectral norm then goes on."""
+    return name in module._parameters
 
 
 class _ShardedCall:
@@ -333,7 +340,7 @@ class _LinearCall(_ForwardCall):
         module = self.module
         if isinstance(x, WholeTensor) and x._dim < x.ndim - 1:
             return x.like(self(x.local()))
-        if not self._can_split(x, module.weight):
+        if not self._can_split(x, module._parameters.get("weight")):
             return cast(Tensor, self.forward(x))
         x = autocast_input(x)
         anchor = None if x.requires_grad else self._owner.anchor(x.device)
