@@ -19,7 +19,7 @@ from torch import nn
 from lightning_megatron.mesh.parts.names import Parts, lies_in
 from lightning_megatron.pipeline.cut.averaged_copies import Copies, find_copies
 from lightning_megatron.pipeline.cut.balance import balance, balance_unequal
-from lightning_megatron.pipeline.cut.reading import Phase, Uses, read_uses
+from lightning_megatron.pipeline.cut.reading import Uses, When, read_uses
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk, holders_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 
@@ -105,7 +105,7 @@ def _shared_buffers(
         if name in parts:
             continue
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
-        (early if phases == {Phase.BEFORE} else late).append(name)
+        (early if phases == {When.BEFORE} else late).append(name)
     return tuple(early), tuple(late)
 
 
@@ -157,10 +157,10 @@ def _place_units(
     places: dict[str, frozenset[str]] = {}
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
-        if not phases or Phase.DURING in phases or copies.lie_in(name):
+        if not phases or When.DURING in phases or copies.lie_in(name):
             places[name] = frozenset({"all"})
         else:
-            ends = {Phase.BEFORE: "first", Phase.AFTER: "last"}
+            ends = {When.BEFORE: "first", When.AFTER: "last"}
             places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
     unknown = [name for name, place in places.items() if "all" in place]
     _apply_overrides(places, overrides)
@@ -231,9 +231,9 @@ def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], fl
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
         unit = _lookup(module, name)
-        if Phase.AFTER in phases:
+        if When.AFTER in phases:
             after += _matrix_elements(unit, embeddings=True)
-        if phases == {Phase.BEFORE}:
+        if phases == {When.BEFORE}:
             before += _matrix_elements(unit)
     if not any(costs):
         costs = [1.0] * len(costs)

@@ -46,7 +46,7 @@ _INERT_ATTRIBUTES = {"dtype", "device", "shape", "size", "ndim", "num_embeddings
                      "out_features", "training", "config"}  # fmt: skip
 
 
-class Phase(enum.IntEnum):
+class When(enum.IntEnum):
     """When a submodule or parameter is used, relative to the trunk."""
 
     BEFORE = 0
@@ -54,8 +54,8 @@ class Phase(enum.IntEnum):
     AFTER = 2
 
 
-Uses = dict[str, set[Phase]]
-"""Dotted name of a submodule or parameter -> the phases in which the code uses it."""
+Uses = dict[str, set[When]]
+"""Dotted name of a submodule or parameter -> when the code uses it."""
 
 
 def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = STEP_METHODS) -> Uses:
@@ -87,7 +87,7 @@ class _Reader(Resolver):
     def __init__(self, root: nn.Module, trunk: Trunk, uses: Uses) -> None:
         super().__init__()
         self.uses = uses
-        self.phase = Phase.BEFORE
+        self.phase = When.BEFORE
         self.names = {id(child): name for name, child in root.named_modules()}
         self.names |= {id(parameter): name for name, parameter in root.named_parameters()}
         self.container = root.get_submodule(trunk.name)
@@ -98,7 +98,7 @@ class _Reader(Resolver):
         self.flows = Flows()
         self.loop_layers: set[str] = set()
         self.loop_results: set[str] = set()
-        self.returned: list[Phase] = []
+        self.returned: list[When] = []
 
     def read_method(self, owner: nn.Module, method: Callable[..., Any], call: ast.Call | None = None) -> None:
         """Read ``method`` with ``self`` bound to ``owner``; code without source and recursive calls are skipped."""
@@ -202,7 +202,7 @@ class _Reader(Resolver):
 
     def _visit_loop(self, node: Any, bindings: list[tuple[ast.expr, ast.expr]], body: Sequence[ast.AST]) -> None:
         sources = [source for _, source in bindings]
-        runs_trunk = self.phase is not Phase.AFTER and any(self._mentions_trunk(part) for part in (*sources, *body))
+        runs_trunk = self.phase is not When.AFTER and any(self._mentions_trunk(part) for part in (*sources, *body))
         if runs_trunk:
             names = {name for target, source in bindings for name in self._layer_names(target, source)}
             runs_trunk = any(self._hands_on_layer(part, names) for part in body)
@@ -215,9 +215,9 @@ class _Reader(Resolver):
     def _visit_trunk_loop(self, body: Sequence[ast.AST], layers: set[str]) -> None:
         outer = self.loop_layers, self.loop_results
         self.loop_layers, self.loop_results = layers, assigned_in(body)
-        self.phase = Phase.DURING
+        self.phase = When.DURING
         self.visit_all(list(body))
-        self.phase = Phase.AFTER
+        self.phase = When.AFTER
         self.flows.forget(self.loop_results)
         self.loop_layers, self.loop_results = outer
 
@@ -269,7 +269,7 @@ class _Reader(Resolver):
     def visit_Call(self, node: ast.Call) -> None:
         target = self.resolve(node.func)
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if self.phase is Phase.DURING and any(
+        if self.phase is When.DURING and any(
             self._hands_on_layer(p, self.loop_layers) for p in [node.func, *arguments]
         ):
             # Variables passed to layers cross stages with the hidden state.
@@ -283,13 +283,13 @@ class _Reader(Resolver):
         else:
             self.visit(node.func)
             if not self._is_inert(node) and self._passes_trunk(node):
-                self.phase = Phase.AFTER
+                self.phase = When.AFTER
 
     def _call_module(self, module: nn.Module, call: ast.Call) -> None:
         if module is self.container:
-            self.phase = Phase.AFTER
+            self.phase = When.AFTER
         elif id(module) in self.layers:
-            self.phase = Phase.AFTER if module is self.last_layer else Phase.DURING
+            self.phase = When.AFTER if module is self.last_layer else When.DURING
         elif id(module) in self.ancestors and type(module).forward is nn.Sequential.forward:
             for child in module._modules.values():  # its own loop does not say which of them holds the layers
                 self._call_module(child, call)  # type: ignore[arg-type]
@@ -355,25 +355,25 @@ class _Reader(Resolver):
         """Note that a variable is read: this phase uses the parts that went into it, unless layers pass it on."""
         parts = self.flows.of(variable)
         self.flows.touch(parts)
-        if self.phase is Phase.AFTER or (self.phase is Phase.DURING and variable not in self.loop_results):
+        if self.phase is When.AFTER or (self.phase is When.DURING and variable not in self.loop_results):
             for part in parts:
                 self.uses[part].add(self.phase)
 
     def _use(self, target: Any) -> None:
         name = self.names.get(id(target))
-        if name and self.phase is Phase.BEFORE:
+        if name and self.phase is When.BEFORE:
             self.flows.touch([name])
         if name:
             self.uses.setdefault(name, set()).add(self.phase)
 
     def _use_anywhere(self, target: Any) -> None:
         """Note a mention that is not a call: the value may be used now or at any later point."""
-        for phase in Phase:
-            if phase >= self.phase and phase is not Phase.DURING:
+        for phase in When:
+            if phase >= self.phase and phase is not When.DURING:
                 name = self.names.get(id(target))
                 if name:
                     self.uses.setdefault(name, set()).add(phase)
-        if self.phase is Phase.DURING:
+        if self.phase is When.DURING:
             self._use(target)
 
     def _is_inert(self, node: ast.Call) -> bool:

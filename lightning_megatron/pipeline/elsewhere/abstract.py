@@ -77,7 +77,7 @@ def abstract_run(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     Returns:
         ``(leaves, spec)``; ``spec`` is ``None`` where a single tensor is returned.
     """
-    mode = _WatchedMode(allow_non_fake_inputs=True)
+    mode = _RecordingMode(allow_non_fake_inputs=True)
     try:
         with unmarked(), unchanged(module), warnings.catch_warnings(action="ignore"), mode, torch.no_grad():
             _put_fakes(mode, module)
@@ -104,7 +104,7 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-class _WatchedMode(FakeTensorMode):
+class _RecordingMode(FakeTensorMode):
     """Knows which of the fake tensors that it made are still alive."""
 
     def __init__(self, **options: Any) -> None:
@@ -199,7 +199,7 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
 _NESTS = (dict, list, tuple)
 
 
-def _forget_fakes(mode: _WatchedMode) -> None:
+def _forget_fakes(mode: _RecordingMode) -> None:
     """Remove fake tensors from what is outside of modules: ``functools`` caches and plain containers."""
     if not mode.alive():
         return

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
-from lightning_megatron.pipeline.forwards.seen_state import SeenState, StateWatch
+from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -150,7 +150,7 @@ class RecomputedCall(Wrapper):
         super().__init__(module)
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
         self._writes: bool | None = None  # whether it writes into its arguments; unknown before the first call
-        self._state = StateWatch(module)
+        self._state = StatefulForward(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -63,7 +63,7 @@ class SeenState:
                 _write(container, key, value)
 
 
-class StateWatch:
+class StatefulForward:
     """Runs the forward of one module, and again as it ran, for its backward.
 
     Args:

@@ -53,7 +53,7 @@ class PipelineProfile(Callback):
             raise ValueError(f"`batches={batches}` must be at least 1.")
         self._batches = batches
         self._seen = 0
-        self._watches: dict[str, list[_LayerWatch]] = {}
+        self._timers: dict[str, list[_LayerTimer]] = {}
         self._stages: list[list[float]] = []
         self.report = ""
         self.imbalance = float("nan")
@@ -81,12 +81,12 @@ class PipelineProfile(Callback):
         self._seen += 1
         stage = Stage.of(pl_module) if self._seen == 3 else None
         if stage is not None:
-            self._watches = {
-                name: [_LayerWatch(called) for _, called in called_modules(pl_module.get_submodule(name), name)]
+            self._timers = {
+                name: [_LayerTimer(called) for _, called in called_modules(pl_module.get_submodule(name), name)]
                 for name in stage.presence.layers_here()
             }
-            for watch in chain.from_iterable(self._watches.values()):
-                watch.install()
+            for timer in chain.from_iterable(self._timers.values()):
+                timer.install()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -108,8 +108,8 @@ class PipelineProfile(Callback):
 
     def _times(self) -> dict[str, float]:
         """Stop watching; mean seconds of a forward of each layer here."""
-        times = {name: sum(watch.finish() for watch in watches) for name, watches in self._watches.items()}
-        self._watches = {}
+        times = {name: sum(timer.finish() for timer in timers) for name, timers in self._timers.items()}
+        self._timers = {}
         return times
 
     def _finish(self, strategy: Any) -> None:
@@ -162,7 +162,7 @@ def insert_profile(trainer: pl.Trainer) -> None:
         callbacks.append(PipelineProfile())
 
 
-class _LayerWatch(Wrapper):
+class _LayerTimer(Wrapper):
     """Times the forwards of a layer, or of one module in a layer that is a container, in training; skipped calls and
     recomputation do not count.
     """

@@ -46,7 +46,7 @@ class _Name:
     name: str
 
 
-class ModuleState:
+class Leftovers:
     """Finds and applies changes to the plain attributes of a LightningModule.
 
     Numbers, strings, tensors, and lists, dicts, sets, deques and tuples of those are followed; other objects are not.

@@ -108,7 +108,7 @@ def _without_exchange(metric: Metric) -> Metric:
     return copied
 
 
-class MetricWatch:
+class MetricListener:
     """Hears of every call of the metrics of a module while it is attached.
 
     Args:
@@ -193,13 +193,13 @@ class MetricRouter:
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
         self._running = running
-        self._watch = MetricWatch(running.metric_calls)
+        self._listener = MetricListener(running.metric_calls)
         self._attached: list[Metric] = []
         self._replaced = Replacements()
 
     def attach(self, module: nn.Module) -> None:
         """Take over every metric inside ``module`` that is not attached yet."""
-        self._watch.attach(module)
+        self._listener.attach(module)
         known = {id(metric) for metric in self._attached}
         for metric in module.modules():
             if not isinstance(metric, Metric) or id(metric) in known:
@@ -211,7 +211,7 @@ class MetricRouter:
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
-        self._watch.detach()
+        self._listener.detach()
         self._replaced.take_back()
         self._attached = []
 

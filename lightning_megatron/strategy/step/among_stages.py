@@ -33,7 +33,7 @@ from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
-from lightning_megatron.strategy.logs.leftovers import ModuleState
+from lightning_megatron.strategy.logs.leftovers import Leftovers
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery
@@ -210,7 +210,7 @@ class SeveralStages:
         self._has_loss = mesh.rank == mesh.loss_rank
         self.repeats = Repeats(module, stage, mesh)
         self._delivery = OutcomeDelivery(mesh, device)
-        self._state = ModuleState(module, stage.partition, mesh, device, stage.cursor.side_effects)
+        self._leftovers = Leftovers(module, stage.partition, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
@@ -258,7 +258,7 @@ class SeveralStages:
             RuntimeError: the stage before loaded another batch.
         """
         opened, self._stage.called_again = self._connection(), False
-        self._state.snapshot()
+        self._leftovers.snapshot()
         fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
         torch.backends.mha.set_fastpath_enabled(False)
         self.repeats.model_calls.step_begins()
@@ -267,7 +267,7 @@ class SeveralStages:
             self._delivery.expect()
             yield opened.executor
             if training:
-                self._state.share_early_buffers()
+                self._leftovers.share_early_buffers()
         finally:
             self.repeats.model_calls.step_ends()
             torch.backends.mha.set_fastpath_enabled(fastpath)
@@ -307,10 +307,10 @@ class SeveralStages:
         """Made where the loss is computed, and sent to the other stages with what the step left on the module."""
         if not self._has_loss:
             outcome = self._delivery.receive()
-            self._state.apply(outcome.state)
+            self._leftovers.apply(outcome.state)
             return outcome
         outcome = Outcome(no_logs(self._device), output=StartOver()) if self._stage.called_again else make()
-        outcome.state = self._state.changes()
+        outcome.state = self._leftovers.changes()
         self._delivery.send(outcome)
         return outcome
 
