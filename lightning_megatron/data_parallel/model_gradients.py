@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,45 +18,23 @@ from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_na
 from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
-from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, Sharing, data_sharing
+from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
 from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
 from lightning_megatron.data_parallel.buckets.shards import Placement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
+from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
 from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
+from lightning_megatron.data_parallel.windows.step_windows import StepWindows, spread_parameters
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-
-
-@dataclass(frozen=True)
-class GradientOptions:
-    """How gradients are summed and weights kept.
-
-    Attributes:
-        sharding: how replicas share the optimizer's work.
-        bucket_bytes: size of a bucket.
-        layer_dtype: 16-bit dtype in which layers hold most weights, with float32 ones for the optimizer; ``None``
-            for one set of weights.
-        reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
-        inspect: whether to note which gradients are not finite before they are summed.
-        overlap_gather: whether updated weights travel while the next step begins.
-        experts: replicas over which experts are shared out.
-    """
-
-    sharding: OptimizerSharding = True
-    bucket_bytes: int = 25 * 1024 * 1024
-    layer_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    inspect: bool = False
-    overlap_gather: bool = False
-    experts: int = 1
 
 
 class ModelGradients:
@@ -71,6 +48,7 @@ class ModelGradients:
         tensor: puts together what is split over tensor-parallel ranks.
         options: how gradients are summed and weights kept.
         several: whether a gradient has terms of several ranks or backwards.
+        layers: names of the layers whose weights may be spread over the replicas.
 
     Attributes:
         shows_whole: around code of the user's that looks at gradients; split ones are seen whole there.
@@ -87,7 +65,9 @@ class ModelGradients:
         options: GradientOptions,
         *,
         several: bool = False,
+        layers: Sequence[str] = (),
     ) -> None:
+        self._layers = layers
         self._module = module
         self._mesh = mesh
         self._device = device
@@ -106,6 +86,7 @@ class ModelGradients:
         if splits_itself(module) and mesh.layout.data > 1:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
         self._late: LateGather | None = None
+        self.windows: StepWindows | None = None
         self._wholes: WholeMatrices | None = None
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
@@ -151,6 +132,7 @@ class ModelGradients:
         watches_weights: bool = False,
         rounds: bool = True,
         widens: bool = False,
+        watches_forward: bool = False,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -163,7 +145,9 @@ class ModelGradients:
             watches_weights: whether the user's code may look at weights between an update and the next step.
             rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
             widens: whether they should for the sake of the backwards of one step, where no rank shares them.
+            watches_forward: whether the user's code may look at weights between a step's forward and its backward.
         """
+        self.finish_gather()
         self.close()
         self._release()
         parameters = dict(self._module.named_parameters())
@@ -179,6 +163,7 @@ class ModelGradients:
         if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect):
             self.local = LocalGradients(parameters.values())
             return
+        apart = spread_parameters(self._module, self._layers, shared) if options.shards_weights else {}
         self.buckets = GradientBuckets(
             parameters,
             replicas,
@@ -191,7 +176,13 @@ class ModelGradients:
             reduce_dtype=options.reduce_dtype,
             gathers=gathers,
             rounds=rounds,
+            apart=apart,
         )
+        if apart:
+            looks = watches_forward or watches_weights, watches_forward
+            self.windows = StepWindows(
+                self._module, apart, self.buckets, stays_whole=looks[0], looks_before_backward=looks[1]
+            )
         self._wholes = self._whole_matrices(self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:
@@ -234,6 +225,8 @@ class ModelGradients:
         if self._late is not None:
             self._late.close()
             self._late = None
+        if self.windows is not None:
+            self.windows.close()
         if self.local is not None:
             self.local.close()
             self.local = None
@@ -243,7 +236,7 @@ class ModelGradients:
 
     def _release(self) -> None:
         """Let go of an earlier run's buffers, but for the float32 weights of which layers kept 16 bits."""
-        closed, self._closed = self._closed, None
+        closed, self._closed, self.windows = self._closed, None, None
         for bucket in closed.buckets if closed is not None else []:
             if bucket.weights is not None and bucket.weights.lowered:
                 self._masters[tuple(bucket.names)] = bucket.placement, bucket.weights.master
@@ -251,13 +244,22 @@ class ModelGradients:
                 parameter.grad = None
 
     def training_step(self) -> AbstractContextManager[None]:
-        """Around a training step, which may use weights that are still under way."""
+        """Around a training step, which may use weights that are still under way, or spread over the replicas."""
+        if self.windows is not None:
+            return self.windows.step()
         return self._late.step() if self._late is not None else nullcontext()
 
+    def end_step(self) -> None:
+        """Spread weights over the replicas again, once a step's last backward has run."""
+        if self.windows is not None:
+            self.windows.end_step()
+
     def finish_gather(self) -> None:
-        """Wait for weights that are under way."""
+        """Wait for weights under way, and make whole what is spread over the replicas; collective over them."""
         if self._late is not None:
             self._late.finish()
+        if self.windows is not None:
+            self.windows.show_all()
 
     def skip_updates(self) -> None:
         """Let the optimizers' next step change nothing."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_megatron.context_parallel.region import check_options as check_context_options
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
-from lightning_megatron.data_parallel.model_gradients import GradientOptions
+from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
@@ -28,6 +28,7 @@ from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
+from lightning_megatron.strategy.weight_checks import check_weight_sharding
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -90,6 +91,8 @@ class Options:
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
             other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
             out otherwise. ``False`` keeps the whole state on every replica.
+        weight_sharding: share the weights of layers out over the replicas, too: a rank keeps its part of each, and a
+            layer's weights are whole while it runs. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
             Does nothing where a hook of the module or of a callback may look at weights in between.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
@@ -138,6 +141,7 @@ class Options:
     variable_shapes: bool = False
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
+    weight_sharding: bool = False
     overlap_parameter_gather: bool = False
     gradient_reduce_dtype: torch.dtype | None = None
     nonfinite: NonFinite = None
@@ -180,6 +184,7 @@ class Options:
         checks.check_overlap(self.overlap_parameter_gather, self.optimizer_sharding, self.compile_layers)
         check_context(self)
         check_experts(self)
+        check_weight_sharding(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -268,6 +273,7 @@ class Options:
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
                 experts=self.expert_parallel_size,
+                shards_weights=self.weight_sharding,
             ),
             expert_balance=self.expert_balance,
         )

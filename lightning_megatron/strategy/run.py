@@ -51,6 +51,7 @@ from lightning_megatron.strategy.step.assembly import Assembled, Assembler, sync
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates
+from lightning_megatron.strategy.weight_checks import check_sharded_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -247,6 +248,7 @@ class Run:
         autograd = functools.partial(self._autograd, optimizer, args, kwargs)
         with self._processes.naming_failures(), self._everyone:
             self._step.backward(loss, autograd, self._window)
+            self.engine.model_gradients.end_step()
             if self.engine.has_stages and self._reduces:
                 self.engine.note_gradients()
             self._check_gradients()
@@ -306,6 +308,7 @@ class Run:
 
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""
+        self.engine.model_gradients.finish_gather()
         self.engine.settle()
         self.engine.losses.read()
         self.engine.share_copies()
@@ -356,6 +359,7 @@ def start_run(
     """
     check_expert_ranks(options.expert_parallel_size, processes.mesh.layout)
     check_expert_run(options.expert_parallel_size, trainer, module)
+    check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.expert_balance)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)

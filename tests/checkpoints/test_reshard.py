@@ -34,6 +34,8 @@ GRIDS = {
     "bf16 d2": Grid(data=2, precision="bf16-mixed"),
     "bf16 t2p2": Grid(tensor=2, pipeline=2, precision="bf16-mixed"),
     "bf16 d3": Grid(data=3, precision="bf16-mixed"),
+    "d2 spread": Grid(data=2, options={"weight_sharding": True}),
+    "p2d2 spread": Grid(pipeline=2, data=2, options={"weight_sharding": True}),
     "zb-v": Grid(pipeline=2, options={"pipeline_schedule": "zb-v"}),
 }
 PAIRS = [
@@ -64,6 +66,9 @@ PAIRS = [
     ("one", "d2c2"),
     ("p2c2", "c3"),
     ("d2", "p2c2"),
+    ("p2d2 spread", "t2d2"),
+    ("d3", "p2d2 spread"),
+    ("d2 spread", "one"),
 ]
 DEFAULT = [("c2", "c3"), ("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]

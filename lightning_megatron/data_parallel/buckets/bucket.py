@@ -263,13 +263,24 @@ class Bucket:
         if self.weights is not None:
             self.weights.recover(self.parameters)
 
+    def show_weights(self) -> None:
+        """Start to make weights whole that lie apart; `finish_gather` waits."""
+        if self.weights is not None:
+            self.weights.show(self.parameters)
+            self.start_gather()
+
+    def hide_weights(self) -> None:
+        """Free weights that lie apart, but for this rank's shard."""
+        if self.weights is not None:
+            self.weights.hide(self.parameters)
+
     def start_gather(self) -> None:
         """Start the all-gather of the updated weights over the ranks that share them out; `finish_gather` waits."""
         if self.weights is None:
             return
         if self.weights.lowered:
             self.weights.own.copy_(self.weights.master)
-        if self.sharing.shards > 1:
+        if self.sharing.shards > 1 and self.weights.shown:
             self.work = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
 
     def finish_gather(self) -> None:
@@ -286,6 +297,7 @@ def make_bucket(
     whole: bool = False,
     gathers: bool = False,
     rounds: bool = True,
+    apart: bool = False,
 ) -> Bucket:
     """Lay out a bucket and point its parameters at it.
 
@@ -297,6 +309,7 @@ def make_bucket(
         whole: whether every parameter must lie in one rank's shard.
         gathers: whether the optimizer updates matrices that are assembled from the pieces of several ranks.
         rounds: whether gradients of 16-bit weights accumulate in float32 and are cast for the update.
+        apart: whether this rank's shard of the weights is to lie apart, so that the others can be freed.
     """
     names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
     first, low = parameters[0], lowered.get(names[0])
@@ -309,7 +322,7 @@ def make_bucket(
     bucket.touched = [False] * len(parameters)
     if moves:
         kept = (first.dtype, first.dtype) if low is None else (low, main)
-        bucket.weights = take_weights(parameters, placement, sharing.rank, *kept, gradients=main)
+        bucket.weights = take_weights(parameters, placement, sharing.rank, *kept, gradients=main, apart=apart)
         _cut_pieces(bucket, bucket.weights.master, keep_shapes=whole or sharing.shards == 1)
     return bucket
 

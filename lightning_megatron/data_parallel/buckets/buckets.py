@@ -46,6 +46,7 @@ class GradientBuckets:
         reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
         gathers: whether the optimizer updates matrices that are assembled from the slices of several ranks.
         rounds: whether to accumulate gradients of 16-bit weights in float32 and round the sums for the update.
+        apart: name -> layer, for parameters whose weights are there only while their layer needs them.
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class GradientBuckets:
         reduce_dtype: torch.dtype | None = None,
         gathers: bool = False,
         rounds: bool = True,
+        apart: Mapping[str, str] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
         self._shared = shared
         self._bucket_bytes = bucket_bytes
-        self._lowered = lowered or {}
+        self._lowered, self._apart = lowered or {}, apart or {}
         self._watched = watched
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
@@ -260,7 +262,8 @@ class GradientBuckets:
             self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
-        bucket = make_bucket(members, sharing, shared=shared, **self._layout)
+        apart = not shared and members[0][0] in self._apart
+        bucket = make_bucket(members, sharing, shared=shared, apart=apart, **self._layout)
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index
@@ -354,12 +357,12 @@ class GradientBuckets:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
 
     def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-        """Group consecutive parameters of one dtype and device into runs of at most ``bucket_bytes``, or of one."""
+        """Group consecutive parameters of one dtype, device, layer into runs of at most ``bucket_bytes``, or of one."""
         runs: list[list[tuple[str, nn.Parameter]]] = []
         kind, size = None, 0
         for name, parameter in members:
             bytes_ = parameter.numel() * parameter.element_size()
-            now = (parameter.dtype, parameter.device, self._lowered.get(name))
+            now = (parameter.dtype, parameter.device, self._lowered.get(name), self._apart.get(name))
             if kind != now or size + bytes_ > self._bucket_bytes:
                 runs.append([])
                 kind, size = now, 0

@@ -19,15 +19,61 @@ class FlatWeights:
 
     Attributes:
         flat: [placement.total], the weights that the layers compute with.
-        own: [placement.shard], this rank's shard of ``flat``, a view.
+        own: [placement.shard], this rank's shard of ``flat``: a view, or, where ``flat`` is not always there, a tensor
+            of its own.
         master: [placement.shard], the weights that the optimizer updates: ``own`` itself, or a float32 copy of it.
-        views: per parameter, the view of ``flat`` that is its ``parameter.data``.
+        views: per parameter, the view of ``flat`` that is its ``parameter.data``, while ``flat`` is there.
+        low: where ``own`` begins in ``flat``, if it is a tensor of its own; ``None`` for a view.
     """
 
     flat: Tensor
     own: Tensor
     master: Tensor
     views: list[Tensor] = field(default_factory=list)
+    low: int | None = None
+
+    def __post_init__(self) -> None:
+        self.nothing = self.flat.new_full((), float("nan"))
+
+    @property
+    def shown(self) -> bool:
+        """Whether ``flat`` holds the weights now."""
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def show(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make room for the whole weights, which a gather fills, and point the parameters there.
+
+        Raises:
+            RuntimeError: code has given a parameter another value meanwhile.
+        """
+        replaced = [p for p in parameters if p.numel() and p.data_ptr() != self.nothing.data_ptr()]
+        if replaced:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(replaced[0].shape)} was given another value between two steps, while "
+                "this rank held its shard of it only; write weights in a hook of the module or of a callback, or pass "
+                "`weight_sharding=False`."
+            )
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        for parameter, view in zip(parameters, self.views, strict=True):
+            parameter.data = view
+
+    def hide(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take over what code wrote into this rank's shard, and free the rest; parameters read as NaN from now on."""
+        self.recover(parameters)
+        if not self.flat.untyped_storage().resizable():  # code holds it as a NumPy array, which stays as it is
+            self.flat = torch.empty_like(self.flat)
+            self.views = [self.flat.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self.views]
+        self.flat.untyped_storage().resize_(0)
+        for parameter in parameters:
+            parameter.data = self.nothing.expand(parameter.shape)
+
+    def _take_over(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, view in zip(parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+        if self.low is not None:
+            self.own.copy_(self.flat[self.low : self.low + self.own.numel()])
 
     @property
     def lowered(self) -> bool:
@@ -36,10 +82,8 @@ class FlatWeights:
 
     def recover(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over weights that user code has changed: ``parameter.data = ...``, or writes to lowered weights."""
-        for parameter, view in zip(parameters, self.views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
+        if self.shown:
+            self._take_over(parameters)
         if self.lowered:
             changed = self.own != self.master.to(self.own.dtype)
             self.master.copy_(torch.where(changed, self.own.to(self.master.dtype), self.master))
@@ -69,6 +113,7 @@ def take_weights(
     master: torch.dtype,
     *,
     gradients: torch.dtype,
+    apart: bool = False,
 ) -> FlatWeights:
     """Move the weights of ``parameters`` into one buffer, and this rank's shard of them into the master weights.
 
@@ -79,11 +124,12 @@ def take_weights(
         dtype: dtype of the weights that the layers compute with.
         master: dtype of the weights that the optimizer updates.
         gradients: dtype of the main gradients; parameters of another dtype get it as their ``grad_dtype``.
+        apart: whether this rank's shard is to lie apart, so that the buffer can be freed.
     """
     flat = torch.zeros(placement.total, dtype=dtype, device=parameters[0].device)
     low, high = placement.bounds(rank)
-    own = flat[low:high]
-    weights = FlatWeights(flat, own, own if dtype == master else own.to(master))
+    own = flat[low:high].clone() if apart else flat[low:high]
+    weights = FlatWeights(flat, own, own if dtype == master else own.to(master), low=low if apart else None)
     for part in placement.parts(rank):
         source = parameters[part.member].data.reshape(-1)[part.start : part.stop]
         part.of(weights.master).copy_(source)
@@ -96,4 +142,6 @@ def take_weights(
         if dtype != gradients:
             parameter.grad_dtype = gradients
         weights.views.append(view)
+    if apart:
+        own.copy_(flat[low:high])
     return weights

@@ -13,7 +13,7 @@ in this way, an error is raised when its gradient arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ class LateGather:
         if self._watched_a_step:
             yield
             return
-        with _UseWatch(self):
+        with UseWatch(self.used):
             yield
         self._watched_a_step = True
 
@@ -137,25 +137,28 @@ class _Wait:
         self._owner.called(module, self._parameters)
 
 
-class _UseWatch(TorchFunctionMode):
-    """Reports every torch function called with a parameter among its arguments."""
+class UseWatch(TorchFunctionMode):
+    """Reports every torch function called with a parameter among its arguments.
 
-    def __init__(self, owner: LateGather) -> None:
+    Args:
+        used: called with the parameter, before the function.
+    """
+
+    def __init__(self, used: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
-        self._owner = owner
+        self._used = used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()) if _reads_values(func) else ():
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(each, nn.Parameter):
-                    self._owner.used(each)
+                    self._used(each)
         return func(*args, **kwargs)
 
 
 def _reads_values(func: Any) -> bool:
-    """Whether a call may read values: false if it gets or sets an attribute such as ``shape`` or ``grad``."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
+    """Whether a call may read or replace values: false if it asks for an attribute such as ``shape`` or ``grad``."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
-    return name != "__set__"
+    return True

@@ -1,10 +1,11 @@
 """Stacks the wrappers around a module's ``forward`` in a fixed order, whatever the order of their installation.
 
-Cutting, profiling, recomputation, compilation, split backwards and 8-bit products each run code around, or instead of,
-a module's own ``forward``. Each is installed and removed independently: a split backward per micro-batch, the profile
-after a few steps, the others from run to run. Each has a slot, and slots nest in the order of their declaration::
+Cutting, profiling, recomputation, gathering of weights, compilation, split backwards and 8-bit products each run code
+around, or instead of, a module's own ``forward``. Each is installed and removed independently: a split backward per
+micro-batch, the profile after a few steps, the others from run to run. Each has a slot, and slots nest in the order of
+their declaration::
 
-    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ RECOMPUTE ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ the module's own forward
+    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ RECOMPUTE ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ the module's own forward
 
 ``module.forward`` is the outermost wrapper and each wrapper's ``forward`` is the next one, so a call costs one Python
 call per wrapper. Only the stack assigns to ``module.forward``. The innermost forward is the one that the module had
@@ -31,9 +32,10 @@ class ForwardSlot(enum.IntEnum):
     PIPELINE = 0
     PROFILE = 1
     RECOMPUTE = 2
-    COMPILE = 3
-    SPLIT = 4
-    PRODUCTS = 5
+    WEIGHTS = 3
+    COMPILE = 4
+    SPLIT = 5
+    PRODUCTS = 6
 
 
 _SLOTS = len(ForwardSlot)

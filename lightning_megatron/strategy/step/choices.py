@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.data_parallel.model_gradients import GradientOptions
+from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.pipeline.schedules.by_name import ScheduleShape, make_schedule, schedule_shape
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 

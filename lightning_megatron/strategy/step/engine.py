@@ -80,7 +80,14 @@ class StepEngine:
         self.splits_itself = splits_itself(module)
         several = mesh.layout.world_size > 1 or options.micro_batch_size != "auto"
         self.model_gradients = ModelGradients(
-            module, mesh.of_gradients, device, presence, tensor, options.gradients, several=several
+            module,
+            mesh.of_gradients,
+            device,
+            presence,
+            tensor,
+            options.gradients,
+            several=several,
+            layers=(layers := _layers_of(module, stage)),
         )
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         shared_by = mesh.sharing_a_batch if compares or mesh.layout.context > 1 else None
@@ -96,7 +103,6 @@ class StepEngine:
         self._stages, self.has_stages = stages, stage is not None
         self.recording = Recording(module, check, take)
         shared = self.model_gradients, self.recording, self.losses
-        layers = _layers_of(module, stage)
         self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared, layers)
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None

@@ -20,6 +20,7 @@ from lightning_megatron.strategy.lightning.hooks import watches_gradients, watch
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.step.assembly import Assembled
+from lightning_megatron.strategy.weight_checks import check_sharders, watches_steps, watches_whole_weights
 
 
 def prepare_updates(
@@ -59,6 +60,10 @@ def prepare_updates(
         return None
     if loss_scale is not None:
         checks.check_scaled(module)
+    sharded = gradients.options.shards_weights
+    if sharded:
+        check_sharders(optimizers, gradients.replicas.shards)
+    watches = watches_whole_weights if sharded else watches_weights
     rank, place = processes.mesh.rank, processes.place
     guard = StepGuard(gradients, processes.device, rank, place, nonfinite, loss_scale, rank_zero_info)
     gradients.prepare(
@@ -67,9 +72,10 @@ def prepare_updates(
         whole=least is not Independence.ELEMENT,
         watched=watches_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
         skips=guard.watches,
-        watches_weights=watches_weights(module, callbacks_of(trainer)),
+        watches_weights=watches(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,
         widens=widens,
+        watches_forward=sharded and watches_steps(module, callbacks_of(trainer)),
     )
     return guard
 

@@ -1,0 +1,35 @@
+"""What the user chose about gradients and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are summed and weights kept.
+
+    Attributes:
+        sharding: how replicas share the optimizer's work.
+        bucket_bytes: size of a bucket.
+        layer_dtype: 16-bit dtype in which layers hold most weights, with float32 ones for the optimizer; ``None``
+            for one set of weights.
+        reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
+        inspect: whether to note which gradients are not finite before they are summed.
+        overlap_gather: whether updated weights travel while the next step begins.
+        experts: replicas over which experts are shared out.
+        shards_weights: whether replicas share the weights of layers too, each of which is whole while it runs.
+    """
+
+    sharding: OptimizerSharding = True
+    bucket_bytes: int = 25 * 1024 * 1024
+    layer_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    inspect: bool = False
+    overlap_gather: bool = False
+    experts: int = 1
+    shards_weights: bool = False

@@ -1,0 +1,1 @@
+"""Weights of layers, spread over the replicas and put together only while a layer needs them (ZeRO-3)."""

@@ -1,0 +1,100 @@
+"""The weights of one layer, of which a rank keeps its shard, and which are whole while the layer's *window* is open.
+
+::
+
+    closed   own   w1 w1 w1         parameters read as NaN, of their shapes, and take no memory
+    open     flat  w0 w0 w1 w1 w1 w1 w2 w2     gathered from all replicas; parameters are views of it
+
+The buffer stays the same object, whose memory comes and goes. What autograd saved of a weight therefore reads the
+weight again once the window is open again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
+
+
+class Window:
+    """The weights of one layer.
+
+    Invariants: while it is open, each parameter is a view of its bucket's buffer, which holds the weights; while it is
+    closed, the buffer has no memory. All replicas open the same windows in the same order.
+
+    Args:
+        name: of the layer.
+        number: its place in that order, equal on all replicas.
+        buckets: with weights that lie apart from this rank's shard of them.
+
+    Attributes:
+        is_open: whether the weights are whole.
+        held: whether it stays open to the end of the step, as code outside of the layer has used the weights.
+    """
+
+    def __init__(self, name: str, number: int, buckets: Sequence[Bucket]) -> None:
+        self.name, self.number = name, number
+        self._buckets = list(buckets)
+        self.is_open, self.held = True, False
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The layer's trained parameters."""
+        return (parameter for bucket in self._buckets for parameter in bucket.parameters)
+
+    @property
+    def live_bytes(self) -> int:
+        """Memory of the whole weights now: 0 while it is closed."""
+        return sum(bucket.weights.flat.untyped_storage().nbytes() for bucket in self._buckets if bucket.weights)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of this rank's shard of the weights that the layer computes with."""
+        return sum(bucket.weights.own.untyped_storage().nbytes() for bucket in self._buckets if bucket.weights)
+
+    def open(self) -> None:
+        """Gather the weights, unless they are whole; collective over the replicas.
+
+        Raises:
+            RuntimeError: another replica opens another layer's window.
+        """
+        if self.is_open:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # else those who watch uses would see one here
+            self._agree()
+            for bucket in self._buckets:
+                bucket.show_weights()
+            for bucket in self._buckets:
+                bucket.finish_gather()
+        self.is_open = True
+
+    def close(self) -> None:
+        """Keep this rank's shard, with what code has written into it, and free the rest."""
+        if not self.is_open:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for bucket in self._buckets:
+                bucket.hide_weights()
+        self.is_open, self.held = False, False
+
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the weights, or a view of one; only while the window is open."""
+        place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        return place != 0 and any(
+            bucket.weights is not None and bucket.weights.flat.untyped_storage().data_ptr() == place
+            for bucket in self._buckets
+        )
+
+    def _agree(self) -> None:
+        group, device = self._buckets[0].sharing.shard_group, self._buckets[0].parameters[0].device
+        numbers = raw_all_gather(torch.tensor([self.number], device=device), 0, group).tolist()
+        if any(number != self.number for number in numbers):
+            raise RuntimeError(
+                f"`{self.name}` runs while other replicas run another layer: which layers run depends on the batch or "
+                "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
+                "every replica must run the same layers in the same order; pass `weight_sharding=False`."
+            )

@@ -1,0 +1,127 @@
+"""What weights spread over replicas do not go together with, refused before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, watches_weights
+
+_WITHOUT = {
+    "tensor_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "compile_layers": False,
+    "overlap_parameter_gather": False,
+    "layout": None,
+    "topology": None,
+}
+"""Options that do not go together with sharded weights, and the only values that do."""
+
+_SEEN = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_OVERRIDDEN = (*_SEEN, "configure_gradient_clipping", "backward")
+_BLIND = (
+    *(lightnings.ModelCheckpoint, lightnings.EarlyStopping, lightnings.ProgressBar, lightnings.ModelSummary),
+    *(lightnings.LearningRateMonitor, lightnings.DeviceStatsMonitor, lightnings.Timer),
+    lightnings.GradientAccumulationScheduler,
+)
+"""Callbacks of Lightning's that never look at weights, or ask the strategy for them."""
+
+
+def check_weight_sharding(options: Any) -> None:
+    """Refuse a value that is none, and options that do not go together with sharded weights.
+
+    Raises:
+        ValueError: with both options.
+    """
+    sharding = options.weight_sharding
+    if not isinstance(sharding, bool):
+        raise ValueError(f"`weight_sharding={sharding!r}` must be True or False.")
+    for name, only in _WITHOUT.items() if sharding else ():
+        if getattr(options, name) != only:
+            raise ValueError(
+                f"`weight_sharding=True` does not go together with `{name}={getattr(options, name)!r}`; use "
+                f"`{name}={only!r}`, or `weight_sharding=False`."
+            )
+    if sharding and options.optimizer_sharding is False:
+        raise ValueError(
+            "`weight_sharding=True` needs `optimizer_sharding`: a replica updates the part of the weights that it "
+            "keeps; leave `optimizer_sharding=False` out."
+        )
+
+
+def check_sharded_weights(sharding: bool, trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+    """Refuse modules whose weights cannot be shared out.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if not sharding:
+        return
+    wrong = None
+    if layout.data == 1:
+        wrong = f"one replica: {layout.world_size} devices make {layout.pipeline} stages; use more devices"
+    elif splits_itself(module):
+        wrong = "a module whose own `configure_model` has split it; leave that to the strategy"
+    elif not module.automatic_optimization:
+        wrong = "`automatic_optimization=False`: a step of your own may update weights while a layer needs them"
+    elif takes_second_gradients(module):
+        wrong = "`create_graph=True`: gradients of gradients need weights that have been freed"
+    elif any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        wrong = "`torch.compile`: compiled code does not wait for weights"
+    elif Stage.of(module) is None and (said := _without_layers(module)) is not None:
+        wrong = f"a module without a list of layers, whose weights it would share out: {said}"
+    if wrong is not None:
+        raise MisconfigurationException(f"`weight_sharding=True` does not go together with {wrong}; or leave it out.")
+
+
+def _without_layers(module: pl.LightningModule) -> str | None:
+    try:
+        find_trunk(module)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def check_sharders(optimizers: Sequence[Optimizer], shards: int) -> None:
+    """Refuse optimizers that need more of the weights than a replica keeps.
+
+    Raises:
+        MisconfigurationException: with the optimizers.
+    """
+    if shards == 1:
+        names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisconfigurationException(
+            f"`weight_sharding=True` cannot share out the weights that {names} updates: each replica would need all of "
+            "them, or `optimizer_sharding` gives each all of them. Use an optimizer such as AdamW, or pass "
+            "`weight_sharding=False`."
+        )
+
+
+def watches_whole_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook that runs between two steps may look at weights, which are whole there then."""
+    return watches_weights(module, callbacks) or bool(_seeing(callbacks))
+
+
+def watches_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook that runs inside a step, behind its forward, may look at weights."""
+    if any(is_overridden(hook, module) for hook in _OVERRIDDEN):
+        return True
+    return any(is_overridden(hook, each, parent=Callback) for each in _seeing(callbacks) for hook in _SEEN)
+
+
+def _seeing(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks that are neither this package's nor known not to look at weights."""
+    others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
+    return [callback for callback in others if not isinstance(callback, _BLIND)]

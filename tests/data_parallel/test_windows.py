@@ -1,0 +1,121 @@
+"""Weights of layers that are spread over the replicas train as in one process, and take the memory of a shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronStrategy
+from tests.data_parallel.sharing_scenarios import Setup
+from tests.data_parallel.window_scenarios import spread
+from tests.harness import JobFailed, one_process, run_trainers
+
+SPREAD = {"weight_sharding": True}
+ADDED_UP = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+WIDE = pytest.mark.wide
+
+
+def row(name: str, *values: Any, wide: bool = True) -> Any:
+    return pytest.param(*values, id=name, marks=[WIDE] if wide else [])
+
+
+def check(setup: Setup, *arguments: Any, tolerance: float = 1e-9) -> list[dict[str, Any]]:
+    """Compares a run with a plain Trainer's."""
+    wanted = one_process(spread, replace(setup, layout=None, strategy={}), *arguments)
+    values = [outcome.value for outcome in run_trainers(spread, setup, *arguments, devices=setup.devices)]
+    for value in values:
+        assert not value["lost"], "weights are whole after a run"
+        for name, weight in value["weights"].items():
+            torch.testing.assert_close(weight, wanted["weights"][name], rtol=tolerance, atol=tolerance, msg=name)
+        assert value["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+    return values
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=WIDE)])
+def test_a_rank_keeps_its_shard_of_the_layers_and_two_whole_ones(replicas: int) -> None:
+    for value in check(Setup((1, replicas, 1), SPREAD)):
+        count = value["count"]
+        assert count["between"] == [0] * 8, "between steps nothing is whole"
+        assert count["whole"] / replicas <= count["kept"] < 1.02 * count["whole"] / replicas
+        assert count["most"] <= 3 * count["largest"], "two windows in a backward, and one that opens"
+        assert count["opened"] <= 8 * 4 * 2 + 4, "two gathers of a layer in a step, and all at the end"
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "trainer"),
+    [
+        row("dp2-added up", (1, 2, 1), {"micro_batch_size": 2}, ADDED_UP),
+        row("dp2-recomputed", (1, 2, 1), {"activation_recompute": "full"}, ADDED_UP),
+        row("dp4 in twos", (1, 4, 1), {"optimizer_sharding": {"shard": 2}}, {}),
+        row("pp2xdp2-1f1b", (2, 2, 1), {"micro_batch_size": 2}, ADDED_UP, wide=False),
+        row("pp2xdp2-gpipe", (2, 2, 1), {"pipeline_schedule": "gpipe"}, {}),
+        row("pp2xdp2-interleaved", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "interleaved"}, ADDED_UP),
+        row("pp2xdp2-zb-h1", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "zb-h1"}, {}),
+        row(
+            "pp2xdp2-zb-v-recomputed",
+            (2, 2, 1),
+            {"micro_batch_size": 2, "pipeline_schedule": "zb-v", "activation_recompute": "full"},
+            ADDED_UP,
+            wide=False,
+        ),
+        row("pp2xdp2-dualpipe-v", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "dualpipe-v"}, {}),
+    ],
+)
+def test_weights_are_those_of_one_process(
+    layout: tuple[int, int, int], options: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    for value in check(Setup(layout, {**SPREAD, **options}, trainer)):
+        assert set(value["count"]["between"]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "trainer"),
+    [
+        row("strange", "strange", (1, 2, 1), {}, wide=False),
+        row("writing", "writing", (1, 2, 1), {}, wide=False),
+        row("validated", "validated", (1, 2, 1), {"limit_val_batches": 2, "val_check_interval": 1}),
+    ],
+)
+def test_code_that_looks_at_weights_sees_whole_ones(
+    module: str, layout: tuple[int, int, int], trainer: dict[str, Any]
+) -> None:
+    check(Setup(layout, SPREAD, trainer), module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "module"), [row("averaged", "ema", {}), row("unfrozen", "unfreeze", {"frozen": True})]
+)
+def test_callbacks_of_lightnings_see_whole_weights(callback: str, module: dict[str, Any]) -> None:
+    check(Setup((1, 2, 1), SPREAD, {}, module), "plain", callback, tolerance=1e-9 if module else 1e-6)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16-mixed"), pytest.param("bf16-true", marks=WIDE)])
+def test_sixteen_bits_are_those_of_whole_weights(precision: str) -> None:
+    setup = Setup((1, 2, 1), SPREAD)
+    kept = run_trainers(spread, replace(setup, strategy={}), "plain", None, precision, devices=2)[0].value
+    value = run_trainers(spread, setup, "plain", None, precision, devices=2)[0].value
+    for name, weight in value["weights"].items():
+        assert torch.equal(weight, kept["weights"][name]), name
+
+
+def test_replicas_that_run_other_layers_are_told_which() -> None:
+    with pytest.raises(JobFailed, match=r"`net.transformer.h.\d` runs while other replicas run another layer"):
+        run_trainers(spread, Setup((1, 2, 1), SPREAD), "dropping", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_sharding": 2}, "`weight_sharding=2` must be True or False"),
+        ({"optimizer_sharding": False}, "needs `optimizer_sharding`"),
+        ({"tensor_parallel_size": 2}, "does not go together with `tensor_parallel_size=2`; use"),
+        ({"compile_layers": True}, "does not go together with `compile_layers=True`"),
+        ({"overlap_parameter_gather": True}, "does not go together with `overlap_parameter_gather=True`"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronStrategy(**{**SPREAD, **options})

@@ -1,0 +1,190 @@
+"""Training with the weights of layers spread over the replicas, and what a rank holds of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_megatron.data_parallel.windows.step_windows import StepWindows
+from lightning_megatron.data_parallel.windows.window import Window
+from tests.data_parallel.sharing_scenarios import Setup, SharedTask, Unfreeze
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+
+
+class Layer(nn.Module):
+    """A linear layer that does what a stranger's may do.
+
+    Args:
+        number: of the layer.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.aside: Any = None
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.3, 0.3)
+        inner = checkpoint(self._inner, x["h"], use_reentrant=False)
+        self.aside = self.down.weight.square().mean() + inner.square().mean()
+        return {"h": x["h"] + inner * self.scale, "weight": self.up.weight.detach()}
+
+    def _inner(self, h: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(h)))
+
+
+class Strange(SharedTask):
+    """Uses weights in layers, outside of them, and in the losses; one layer is frozen in part, and two are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(Layer(number) for number in range(4))
+        self.layers[1].up.requires_grad_(False)
+        self.layers[3].down.weight = self.layers[2].down.weight
+        self.net, self.branch = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch[0] % 64, batch[1] % 64
+        x = {"h": self.net(tokens)}
+        given = 0.0
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number == 2 else layer(x)
+            given = given + x["weight"].sum()
+        loss = F.cross_entropy(self.branch(x["h"]).flatten(0, 1), targets.flatten())
+        loss = loss + 0.1 * sum(layer.aside for layer in self.layers) + 1e-3 * given
+        if batch_idx % 2:
+            loss = loss + 0.01 * sum(p.square().sum() for p in self.layers[0].parameters())
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
+
+
+class Dropping(SharedTask):
+    """Leaves out a layer at random, on each replica another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        left_out = random.Random(self.global_rank).randrange(4)
+        whole = self.net.transformer.h
+        self.net.transformer.h = nn.ModuleList(layer for i, layer in enumerate(whole) if i != left_out)
+        loss: Tensor = self.net(*batch)[1]
+        self.net.transformer.h = whole
+        return loss
+
+
+class Writing(SharedTask):
+    """Changes weights between steps, in place and by giving them anew."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.net.transformer.h[1].parameters():
+                parameter.clamp_(-0.05, 0.05)
+            for parameter in self.net.transformer.h[2].parameters():
+                parameter.data = parameter.data * 0.9
+        self.net.transformer.h[3].ln_1.weight.detach().numpy()  # after which torch does not let go of the memory
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        assert not any(bool(parameter.isnan().any()) for parameter in self.parameters())
+
+
+class Validated(SharedTask):
+    """Validates in the middle of an epoch."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(*batch)[1], sync_dist=True)
+
+
+MODULES: dict[str, Any] = {
+    "plain": SharedTask,
+    "strange": Strange,
+    "dropping": Dropping,
+    "writing": Writing,
+    "validated": Validated,
+}
+CALLBACKS: dict[str, Any] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
+    "unfreeze": Unfreeze,
+}
+
+
+@dataclass
+class Count:
+    """What windows held.
+
+    Attributes:
+        between: bytes of whole weights after each step.
+        most: the most bytes of whole weights at any time in a step.
+        largest: bytes of the largest layer's weights.
+        opened: windows opened.
+        whole: bytes of all weights that are spread.
+        kept: bytes of this rank's shards.
+    """
+
+    between: list[int] = field(default_factory=list)
+    most: int = 0
+    opened: int = 0
+    whole: int = 0
+    kept: int = 0
+    largest: int = 0
+
+
+def spread(
+    info: RankInfo, setup: Setup, module: str = "plain", callback: str | None = None, precision: str = "64-true"
+) -> dict[str, Any]:
+    """Trains; reports whole weights (on rank 0) and what the windows held."""
+    strategy: Any = "auto"
+    if setup.layout is not None:
+        from lightning_megatron import MegatronStrategy
+
+        strategy = MegatronStrategy(*setup.layout, **setup.strategy)
+    callbacks: list[Callback] = [] if callback is None else [CALLBACKS[callback]()]
+    options = {"max_epochs": 2, "limit_val_batches": 0, "precision": precision, **setup.trainer}
+    trainer = make_trainer(info, strategy, callbacks=callbacks, **options)
+    task = MODULES[module](**setup.module)
+    if precision != "64-true":
+        task = task.float()
+    count, opens, ends = Count(), Window.open, StepWindows.end_step
+    found: dict[int, Window] = {}
+    now = [0]
+
+    def opening(self: Window) -> None:
+        count.opened += not self.is_open
+        opens(self)
+        found[id(self)] = self
+        now[0] = max(now[0], sum(window.live_bytes for window in found.values()))
+
+    def ending(self: StepWindows) -> None:
+        ends(self)
+        count.most, now[0] = max(count.most, now[0]), 0
+        count.between.append(sum(window.live_bytes for window in self.windows))
+        sizes = [sum(p.numel() * p.element_size() for p in window.parameters) for window in self.windows]
+        count.whole, count.largest = sum(sizes), max(sizes)
+        count.kept = sum(window.kept_bytes for window in self.windows)
+
+    Window.open, StepWindows.end_step = opening, ending  # type: ignore[method-assign]
+    try:
+        trainer.fit(task)
+    finally:
+        Window.open, StepWindows.end_step = opens, ends  # type: ignore[method-assign]
+    whole = trainer.strategy.full_state_dict() if setup.layout is not None else task.state_dict()
+    own = {name: bool(p.isnan().any()) for name, p in task.named_parameters() if not p.is_meta}
+    return {
+        "weights": {name: value.detach().clone() for name, value in whole.items()},
+        "lost": [name for name, lost in own.items() if lost],
+        "metrics": {n: float(v) for n, v in trainer.callback_metrics.items()},
+        "count": vars(count),
+    }
