@@ -34,7 +34,7 @@ class Stacked(nn.Module):
             token, place = torch.where(index == expert)
             if len(token):
                 made = F.gelu(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
-                out = out.index_add(0, token, made * weights[token, place, None])
+                out = out.index_add(0, token, (made * weights[token, place, None]).to(out.dtype))
         return out
 
 
@@ -130,6 +130,51 @@ class Strange(Words):
             shares = logits.softmax(-1)
             kept.append((F.one_hot(shares.argmax(-1), EXPERTS).to(shares.dtype).mean(0) * shares.mean(0)).sum())
         return loss + 0.01 * torch.stack(kept).sum() if kept else loss
+
+
+class Gathered(Strange):
+    """Makes a balancing loss of the routers' logits of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__("logits")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        for layer in self.layers:
+            logits = self.all_gather(layer.mixture.logits, sync_grads=True)  # type: ignore[union-attr]
+            shares = logits.reshape(-1, EXPERTS).softmax(-1)
+            chosen = F.one_hot(shares.argmax(-1), EXPERTS).to(shares.dtype)
+            loss = loss + 0.01 * (chosen.mean(0) * shares.mean(0)).sum()
+        return loss
+
+
+class BuiltLater(LightningModule):
+    """Builds its layers on the meta device."""
+
+    training_step, validation_step = Words.training_step, Words.validation_step
+    loss, configure_optimizers = Words.loss, Words.configure_optimizers
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            with torch.device("meta"):
+                whole = Words([Later() for _ in range(4)])
+            self.embed, self.head, self.layers = whole.embed, whole.head, whole.layers
+
+
+class LaterExperts(Stacked):
+    """Stacked experts that can be filled once they are on a device."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.2)
+
+
+class Later(Mixture):
+    """A mixture of such experts."""
+
+    def __init__(self) -> None:
+        super().__init__(LaterExperts())
 
 
 _GROUPED = {"num_key_value_heads": 1, "intermediate_size": 16}
@@ -240,6 +285,8 @@ MODULES = {
     "by_hand": ByHand,
     "dense": Dense,
     "whole_updates": WholeUpdates,
+    "gathered": Gathered,
+    "built_later": BuiltLater,
 }
 
 

@@ -43,6 +43,8 @@ ROWS: list[Any] = [
             ("words", 2, TWO, {"accumulate_grad_batches": 2}),
             ("words", 2, {**TWO, "optimizer_sharding": False}, {"accumulate_grad_batches": 2}),
             ("words", 2, {**TWO, "activation_recompute": "full"}, {}),
+            ("gathered", 2, {}, {}),
+            ("gathered", 2, TWO, {}),
             ("words", 4, TWO, {}),
             ("words", 4, {"expert_parallel_size": 4}, {}),
             ("words", 4, {**TWO, "optimizer_sharding": False}, {}),
@@ -116,6 +118,22 @@ def test_experts_shared_out_give_each_replica_its_own_loss_where_it_is_wanted(na
     split = run_trainers(fit, f"strange_{name}", {**own, **TWO}, {}, devices=2)[0].value
     for key, value in split["weights"].items():
         torch.testing.assert_close(value, whole["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "precision", "within"),
+    [("built_later", "64-true", 1e-9), ("words", "bf16-true", 2e-2)],
+)
+def test_experts_shared_out_train_as_experts_on_every_replica(name, precision, within):
+    trainer = {"precision": precision, "gradient_clip_val": None}
+    whole = run_trainers(fit, name, {}, trainer, devices=2)[0].value
+    split = run_trainers(fit, name, TWO, trainer, devices=2)[0].value
+    assert split["losses"] == pytest.approx(whole["losses"], rel=within)
+    for key, value in split["weights"].items():
+        assert value.dtype == whole["weights"][key].dtype
+        far = float((value - whole["weights"][key]).double().norm() / whole["weights"][key].double().norm())
+        assert far <= within, key
 
 
 CHAINS: list[Any] = [

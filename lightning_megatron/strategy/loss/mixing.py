@@ -221,7 +221,7 @@ class _Gathers(TorchDispatchMode):
         self._group, self.seen = group, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if self._group is not None and func.namespace == "c10d" and ("gather" in str(func) or "reduce" in str(func)):
+        if self._group is not None and func.namespace == "c10d":  # a gather may be sent as messages between pairs
             self.seen |= any(group.group_name == self._group.group_name for group in _groups_in(args))
         return func(*args, **dict(kwargs or {}))
 
