@@ -17,17 +17,6 @@ from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
 
-class InTraining(Talks):
-    """Generates in its training step."""
-
-    def __init__(self) -> None:
-        super().__init__("gpt2")
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        rolled = self.model.generate(batch, max_new_tokens=2)
-        return super().training_step(rolled, index)
-
-
 class Guarded(Talks):
     """Generates on rank 0 only."""
 
@@ -79,7 +68,6 @@ class WithGradients(Network):
 
 
 REFUSALS: dict[str, tuple[Any, str]] = {
-    "training": (InTraining, "generate text in `on_train_batch_start`"),
     "guarded": (Guarded, "`trainer.is_global_zero`"),
     "dropping": (Dropping, "draws random numbers in a step that calls the model repeatedly"),
     "unknown": (Unknown, "cache of class `Odd`"),
@@ -94,8 +82,8 @@ def refused(info: RankInfo, name: str) -> str:
     trainer = make_trainer(info, MegatronStrategy(2), max_epochs=1, num_sanity_val_steps=0)
     loader = DataLoader(prompts(4), batch_size=2)
     try:
-        if name in ("training", "gradients"):
-            trainer.fit(module, loader, loader if name == "training" else None)
+        if name == "gradients":
+            trainer.fit(module, loader)
         elif name == "guarded":
             trainer.validate(module, loader, verbose=False)
         else:

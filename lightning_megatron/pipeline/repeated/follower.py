@@ -54,18 +54,22 @@ class _Form(NamedTuple):
     talks: bool
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
     """What the other stages have to know about a call besides what it gave.
 
     Attributes:
         grown: what it added to caches.
         left: what it left behind, as bytes.
         form: of the layer, where this is its first call.
+        wants: places of the tensors it gave to which gradients go back, in a training step.
+        position: of the random generators, where it has drawn from the stream of the code around it.
     """
 
     grown: tuple[Grown, ...]
     left: bytes | None
-    form: _Form | None
+    form: _Form | None = None
+    wants: tuple[int, ...] = ()
+    position: Any = None
 
 
 class CallFollower:
@@ -133,7 +137,7 @@ class CallFollower:
             form = form or _form_of(output, x, left, grown)
             self._forms[key] = form
             if first or form.talks:
-                self.wire.tell(index, output, _Note(grown, left, form if first else None), caches.found)
+                self.wire.tell(index, output, Note(grown, left, form if first else None), caches.found)
                 return output
             if left is not None or grown != _grown(form, x) or _form_of(output, x, None, grown) != form:
                 _refuse_change(name)
@@ -173,7 +177,7 @@ class CallFollower:
         caches = Caches(args, kwargs, name)
         if owner == self._stage:
             output, left, grown = self._compute(name, unit, runs, args, kwargs, caches)
-            note = _Note(grown, left, None) if grown or left is not None else None
+            note = Note(grown, left) if grown or left is not None else None
             self.wire.tell(unit, output, note, caches.found)
             return output
         output, note = self.wire.hear(owner, unit, name, caches.found)
@@ -219,7 +223,7 @@ class CallFollower:
         if grown:
             caches.grow(grown, x.shape[0], self._device, x.dtype)
 
-    def _follow(self, note: _Note, caches: Caches, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _follow(self, note: Note, caches: Caches, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do here what a call on another stage did besides giving something."""
         self._grow(caches, note.grown, x)
         if note.left is not None:

@@ -19,9 +19,11 @@ from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.parts.names import outwards
+from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.repeated.follower import CallFollower
 from lightning_megatron.pipeline.repeated.wire import Wire
+from lightning_megatron.pipeline.repeated.with_gradients import TrainingFollower
 from lightning_megatron.pipeline.stage.calls import HookedCall
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -31,10 +33,11 @@ _PATIENCE_S = 180.0
 class _OwnPart:
     """Around a part that this stage has and some other has not, while code calls the model repeatedly."""
 
-    def __init__(self, follower: CallFollower, name: str, module: nn.Module) -> None:
-        self._follower, self._name, self._module = follower, name, module
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module = name, module
 
-    def install(self) -> None:
+    def install(self, follower: CallFollower) -> None:
+        self._follower = follower
         self._module.__dict__["_call_impl"] = self.enter
 
     def remove(self) -> None:
@@ -72,7 +75,8 @@ class ModelCalls:
 
     def __init__(self, module: nn.Module, stage: Stage) -> None:
         self.stage, self._module = stage, module
-        self._follower = CallFollower(module, stage.presence, stage.cursor.side_effects, stage.device)
+        around = module, stage.presence, stage.cursor.side_effects, stage.device
+        self._follower, self._training = CallFollower(*around), TrainingFollower(*around)
         self._parts = self._own_parts()
         self._place = ""
         self._met = 0
@@ -91,7 +95,8 @@ class ModelCalls:
 
     def connect(self, mesh: ParallelMesh) -> None:
         """Go through the pipeline of this rank in ``mesh``."""
-        self._follower.wire = Wire(mesh.group("pipeline_parallel"), mesh.pipeline_ranks, mesh.stage, self.stage.device)
+        wire = Wire(mesh.group("pipeline_parallel"), mesh.pipeline_ranks, mesh.stage, self.stage.device)
+        self._follower.wire = self._training.wire = wire
         self._place = "model_calls/" + "_".join(map(str, mesh.pipeline_ranks))
 
     def step_begins(self) -> None:
@@ -113,17 +118,30 @@ class ModelCalls:
             owner, _, leaf = name.rpartition(".")
             unit = self._module.get_submodule(owner)._modules.get(leaf)
             if unit is not None and id(unit) not in followed:
-                found.setdefault(id(unit), _OwnPart(self._follower, name, unit))
+                found.setdefault(id(unit), _OwnPart(name, unit))
         return list(found.values())
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def training(self, streams: SegmentStreams) -> Iterator[TrainingFollower]:
+        """Around a training step; gives what answers its calls, and runs its backward."""
+        follower = self._training
+        follower.prepare(self.stage.presence, self.stage.cursor, streams)
+        with follower.counting_once(), self.running(follower):
+            follower.lend()
+            yield follower
+
+    @contextmanager
+    def running(self, follower: CallFollower | None = None) -> Iterator[None]:
         """Around code that every stage of the pipeline runs.
+
+        Args:
+            follower: answers the calls; by default, one that knows of no gradients.
 
         Raises:
             RuntimeError: the tokens of a sequence are split over ranks.
         """
-        stage, wire = self.stage, self._follower.wire
+        stage, follower = self.stage, follower or self._follower
+        wire = follower.wire
         if stage.cursor.tokens is not None:
             raise RuntimeError(
                 "a model that is called repeatedly in a step, or outside of one, is given a token at a time, which "
@@ -134,9 +152,9 @@ class ModelCalls:
         torch.backends.mha.set_fastpath_enabled(False)
         wire.begin()
         for call, _ in followed:
-            call.cursor = self._follower
+            call.cursor = follower
         for part in self._parts:
-            part.install()
+            part.install(follower)
         stage.repeats = True
         try:
             yield
@@ -198,9 +216,9 @@ class ModelCalls:
         Raises:
             RuntimeError: it does; only its own stage knows of it.
         """
-        if self.stage.repeats and self._follower.inside:
+        if self.stage.repeats and (inside := self._follower.inside or self._training.inside):
             raise RuntimeError(
-                f"`{self._follower.inside}` calls `self.log` in a step that calls the model repeatedly; only its own "
+                f"`{inside}` calls `self.log` in a step that calls the model repeatedly; only its own "
                 "pipeline stage would know. Return the value, or keep it on the layer, and log it in the step."
             )
         return False

@@ -63,6 +63,7 @@ class StageCursor:
         self.tells_always = False  # with each boundary, what calls have returned, and not only for new shapes
         self.computes_parts = True  # those before the layers are called as in one process, and nobody needs to know
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
+        self.outside: int | None = None  # before the layers, where something else follows the step: its micro-batch
         self._next = self.first = 0
 
     def isolate_parts(self, parts: list[nn.Module]) -> None:
@@ -70,7 +71,7 @@ class StageCursor:
         self._parts = PartHooks(parts, self._streams, self._before_trunk)
 
     def _before_trunk(self) -> int | None:
-        return self.micro_batch if self.running and self._next == 0 else None
+        return self.micro_batch if self.running and self._next == 0 else self.outside
 
     def use_streams(self, streams: SegmentStreams) -> None:
         """Draw from other streams from now on: a later run's."""

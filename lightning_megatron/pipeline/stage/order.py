@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-EVALUATION = frozenset(("validation_step", "test_step", "predict_step"))
+from lightning_megatron.pipeline.stage.final_state import TRIAL
+
+STARTS_OVER = frozenset(("validation_step", "test_step", "predict_step", TRIAL))
 
 
 class CalledAgain(BaseException):
-    """A step of evaluation calls the layers a second time; no ``Exception``, so that user code does not catch it."""
+    """A step of evaluation, or a trial, calls the layers again; no ``Exception``, which user code might catch."""
 
 
 def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
@@ -21,10 +23,10 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
         where: name of the step; ``""`` for none.
 
     Raises:
-        CalledAgain: a step of evaluation calls it again, which may be started over.
+        CalledAgain: a step calls it again, which may be started over.
         RuntimeError: all else.
     """
-    if where in EVALUATION and index < expected:
+    if where in STARTS_OVER and index < expected:
         raise CalledAgain
     if not where:
         raise RuntimeError(
@@ -38,8 +40,8 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
     else:
         what = f"layer {index} of `{trunk}` was called, but layer {expected} comes next: a layer was left out"
     raise RuntimeError(
-        f"{what} in one step. A pipeline needs every layer exactly once, in order; change the step (no second forward, "
-        "no layer dropping; generate text in `on_train_batch_start` or in a step of validation, test or prediction) or "
+        f"{what} in one step. A pipeline needs every layer exactly once, in order, or to see in the first step that "
+        "they are called several times: let the first step call them as often as the later ones, drop no layers, or "
         "use `pipeline_parallel_size=1`."
     )
 
@@ -68,10 +70,10 @@ def refuse_part(trunk: str, part: str, expected: int, where: str = "", *, again:
     """Complain about a call of a part that is not on this stage, where layer ``expected`` comes next.
 
     Raises:
-        CalledAgain: the step ``where``, one of evaluation, has called all layers, and begins anew.
+        CalledAgain: the step ``where``, which may be started over, has called all layers, and begins anew.
         RuntimeError: all else; ``again`` in manual optimization, behind all layers.
     """
-    if where in EVALUATION:
+    if where in STARTS_OVER:
         raise CalledAgain
     if again:
         refuse_again(f"`{part}`")
@@ -81,8 +83,7 @@ def refuse_part(trunk: str, part: str, expected: int, where: str = "", *, again:
         raise RuntimeError(f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}.")
     raise RuntimeError(
         f"`{part}` was called when layer {expected} of `{trunk}` was expected, and it is not on this stage. If the "
-        "step leaves layers out, or a training step runs the model again (generate text in `on_train_batch_start`, or "
-        "in a step of validation, test or prediction), it cannot run under a pipeline (use "
-        "`pipeline_parallel_size=1`); "
+        "step leaves layers out, or a later training step runs the model again and the first did not, it cannot run "
+        "under a pipeline (use `pipeline_parallel_size=1`); "
         f"if `{part}` belongs there, {keep}."
     )

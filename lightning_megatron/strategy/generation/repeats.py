@@ -23,9 +23,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
-from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.loss.traces import Traces
 
@@ -88,6 +89,13 @@ class Repeats:
     def note(self, name: str) -> None:
         """Say that the step of this name has called the layers again."""
         self._known[name] = True
+        if name == "training_step":
+            rank_zero_info(
+                "`training_step` calls the layers more than once. Each batch runs whole, on every pipeline stage: each "
+                "call of a layer goes through all stages, one of which computes at a time, and so do its gradients. "
+                "To let it run in micro-batches, call the model once (`torch.cat` the inputs)."
+            )
+            return
         rank_zero_info(
             f"`{name}` calls the model repeatedly. It was started over, and runs on every pipeline stage from now on: "
             "each call goes through all stages, and every stage gets what the model gives."
@@ -108,6 +116,24 @@ class Repeats:
                     refuse_away(output, f"what `{step.name}` returned")
                 step.outputs[index] = output
 
+    def train(self, step: PipelineStep, undone: Callable[[], Any], streams: SegmentStreams) -> None:
+        """Run a training step likewise, with its backwards; fills its outputs.
+
+        Args:
+            step: of training.
+            undone: see :meth:`run`.
+            streams: random streams per segment.
+        """
+        with self.model_calls.training(streams) as follower, nullcontext() if self._last else undone():
+            for index, part in enumerate(step.micro_batches):
+                follower.begin(index)
+                output = step.call(part, index)
+                if self._last:
+                    refuse_away(output, "what `training_step` returned")
+                if output is not None or step.goes_on is None:
+                    follower.backward(trained_loss_of(output), step.loss_scales[index])
+                    step.outputs[index] = map_tensors(output, torch.detach)
+
     def take_log(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of ``self.log`` belongs to another stage; see :class:`LogRecorder`."""
         return self.model_calls.refuse_log() or self._stage.cursor.side_effects.take_log(args, kwargs)
@@ -115,8 +141,13 @@ class Repeats:
 
 def generates(kind: type, name: str) -> bool:
     """Whether a method, or one of the same class that it calls, calls a method ``generate`` of anything."""
+    return any(_GENERATES.search(source) for source in sources(kind, name))
+
+
+def sources(kind: type, name: str) -> list[str]:
+    """The code of a method, and of those of the same class that it calls; "" for what has none."""
     seen: set[str] = set()
-    todo = [name]
+    todo, found = [name], []
     while todo:
         method = todo.pop()
         function = getattr(kind, method, None)
@@ -125,11 +156,9 @@ def generates(kind: type, name: str) -> bool:
         seen.add(method)
         if (getattr(function, "__module__", "") or "").split(".")[0] in ("lightning", "torch"):
             continue
-        source = _source_of(function)
-        if _GENERATES.search(source):
-            return True
-        todo += _CALLS.findall(source)
-    return False
+        found.append(_source_of(function))
+        todo += _CALLS.findall(found[-1])
+    return found
 
 
 def _source_of(function: Callable[..., Any]) -> str:

@@ -19,6 +19,7 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.buckets.bucket import NARROW
 from lightning_megatron.mesh.batches import checksum
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.clock import StepClock, gather_timeline
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
@@ -29,6 +30,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.lowering import halve_backwards, join_halves, lower
 from lightning_megatron.pipeline.schedules.plain import mirrored
 from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
@@ -309,10 +311,18 @@ class SeveralStages:
             outcome = self._delivery.receive()
             self._leftovers.apply(outcome.state)
             return outcome
-        outcome = Outcome(no_logs(self._device), output=StartOver()) if self._stage.called_again else make()
+        again = self._agree(self._stage.called_again) if name == TRIAL else self._stage.called_again
+        outcome = Outcome(no_logs(self._device), output=StartOver()) if again else make()
         outcome.state = self._leftovers.changes()
         self._delivery.send(outcome)
         return outcome
+
+    def _agree(self, again: bool) -> bool:
+        """Whether the step called the layers again in any replica; their next steps have to run alike."""
+        if self._mesh.layout.data == 1:
+            return again
+        flag = torch.tensor(int(again), device=self._device)
+        return bool(raw_all_reduce(flag, self._mesh.group("data_parallel"), maximum=True))
 
     def share(self, value: Tensor) -> Tensor:
         """See :class:`Stages`."""

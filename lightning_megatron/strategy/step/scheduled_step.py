@@ -28,7 +28,8 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
-from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
+from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
@@ -85,16 +86,17 @@ class ScheduledStep:
         self._mean = ReplicaMean(mesh, device)
         self._uncut: dict[int, int] = {}
         self._outcome: Outcome | None = None
+        self._probed = False
         self.schedules: dict[tuple[int, bool], Schedule] = {}
         self.around: dict[int, Schedule] = {}
-        forwards = partial(self._schedule, forward_only=True)
+        self._forwards = partial(self._schedule, forward_only=True)
         self._writes = LastStageWrites(module, layers)
         self._skips = Skips(module, alone=mesh.layout.data == 1)
         self._layers = layers
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         always = options.whole_batch_loss is True
         self._trials = LossTrials(
-            module, layers, mesh, device, stages, streams, recording, forwards, always_whole=always
+            module, layers, mesh, device, stages, streams, recording, self._forwards, always_whole=always
         )
         both = partial(self._schedule, forward_only=False)
         self.mixing = MixingTrials(
@@ -167,6 +169,11 @@ class ScheduledStep:
     def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], _Cut]:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
         whole, replicas = self._options.whole_batch_loss, self._mesh.layout.data
+        repeats = self._stages.repeats
+        if repeats is not None and self._repeats(repeats, call, parts):
+            parts = [batch] if whole and self._options.loss_weight is None else parts
+            weights = self._weights(parts)
+            return parts, _Cut(weights, self._over_replicas(weights, self._options.loss_weight is not None))
         if self._skips.may and whole and len(parts) > 1:
             if whole == "auto":
                 self._skips.say(len(parts), self._mesh.layout.pipeline)
@@ -177,6 +184,9 @@ class ScheduledStep:
         layers: list[Any] = []
         if whole and weigh is None and (len(parts) > 1 or self._trials.reading.fits):
             read = self._trials.read(call, batch, parts) if len(parts) > 1 else self._trials.reading
+            if repeats is not None and self._trials.again:
+                repeats.note("training_step")
+                return self._cut(call, batch, parts)
             if read.whole:
                 layers, parts = parts if self._trials.around and len(parts) > 1 else [], [batch]
                 counters = self._trials.counters.of_layers()
@@ -191,6 +201,18 @@ class ScheduledStep:
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
         return parts, _Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters, layers=layers)
+
+    def _repeats(self, repeats: Repeats, call: Callable[[Any], Any], parts: Sequence[Any]) -> bool:
+        """Whether the training step calls the layers more than once, as far as is known; tried once, if need be."""
+        tried, self._probed = self._probed, True
+        if (known := repeats.includes("training_step")) or tried:
+            return known
+        whole = self._options.whole_batch_loss and self._options.loss_weight is None and not self._skips.may
+        if not (whole and len(parts) > 1) and may_call_again(self._module, self._layers[0].rpartition(".")[0]):
+            around = self._stages, self._streams, self._recording, self._forwards, self._device
+            if calls_again(self._module, call, parts[0], *around):
+                repeats.note("training_step")
+        return repeats.includes("training_step")
 
     def _weights(self, parts: Sequence[Any]) -> list[float]:
         """Weight of each micro-batch in the means of this replica."""
@@ -218,10 +240,13 @@ class ScheduledStep:
     ) -> Outcome:
         training = bool(scales)
         repeats = self._stages.repeats
-        passes = repeats.run if repeats is not None and not training and repeats.includes(name) else None
+        passes: Callable[..., None] | None = None
+        if repeats is not None and repeats.includes(name):
+            passes = partial(repeats.train, streams=self._streams) if training else repeats.run
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
-        streams = self._streams.step(training=training) if passes is None else nullcontext()  # it draws as one process
+        own = training or passes is None
+        streams = self._streams.step(training=training) if own else nullcontext()  # else it draws as one process
         with self._recording.step(len(parts), cut.logs) as recorder, streams:
             call = asks.hears(call) if asks is not None else call
             if cut.layers:
@@ -276,7 +301,8 @@ class ScheduledStep:
             loss = torch.stack(losses).sum() if cut.sums else weighted_mean(losses, weights)
             if not cut.sums and cut.total:  # of what all replicas count, rather than their mean
                 loss = loss * (sum(weights) * self._mesh.layout.data / cut.total)
-            outputs = [_without_loss(output) for output in outputs]
+            entries = [output.items() if isinstance(output, Mapping) else () for output in outputs]
+            outputs = [{key: value for key, value in items if key != "loss"} or None for items in entries]
         if self._compares:
             self._losses.compare(loss, step.name, self._device)
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
@@ -372,9 +398,3 @@ class _RecordedAround:
         """On the whole batch, from the layers' output on."""
         self._recorder.begin_micro_batch(self._weight, self._weight)
         return self._call(batch)
-
-
-def _without_loss(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return {key: value for key, value in output.items() if key != "loss"} or None
-    return None

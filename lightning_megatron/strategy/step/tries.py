@@ -6,9 +6,8 @@ random numbers for the same samples, and what the step writes and logs is put ba
     trial      F0 F1 F01 F2 F12 ...    losses of each, and of two    ──▶ how to weigh; or keep the batch whole
     step       F0 B0 F1 B1 ...         as found
 
-Two at once, and not all: a trial holds no more than a step would. Several times two: a loss that is divided by the
-number of its positives looks like a mean where two micro-batches happen to have as many. And four where a micro-batch
-is one sample: the classes of two are as many each, or one.
+Two at once, and not all: a trial holds no more than a step would. Several times two: a loss divided by the number of
+its positives looks like a mean where two micro-batches have as many. And four where a micro-batch is one sample.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
 the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
@@ -40,6 +39,7 @@ from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.traces import Counters, Name, Traces, judge
@@ -70,7 +70,8 @@ class LossTrials:
     Attributes:
         reading: what the loss is made of, as far as it was seen.
         counters: values that a step writes once per batch.
-        around: whether the layers of a batch whose loss is one of the whole batch may run in micro-batches.
+        around: whether layers may run in micro-batches where the loss is one of the whole batch.
+        again: whether the step was seen to call the layers again.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LossTrials:
         self._new_keys, self._fresh = False, False
         self.reading = Reading(stays=always_whole)
         self.counters = Counters()
-        self.around, self._apart = False, ""
+        self.around, self._apart, self.again = False, "", False
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -149,13 +150,16 @@ class LossTrials:
         self._new_keys, self._fresh = False, True
         tried = _Tried(call, self._recording, Traces(self._module), joins, self._stages)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
-        largest = max(joins.pieces, key=batch_size_of)
-        with self._streams.trial(), self._stages.running(largest, len(joins.pieces), training=False) as executor:
+        checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
+        with self._streams.trial(), self._stages.running(*checked, training=False) as executor:
             executor.run(step)
         names, writes = tried.written(self._layers)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
+        if isinstance(found, StartOver):
+            self.again = True
+            return
         inside = writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         alone = self._stages.may_run_around and not inside
         told = objects.gather((writes, alone), self._mesh.group("world"))

@@ -1,0 +1,379 @@
+"""Several passes through the layers in one training step: gradients go back call by call, on every stage.
+
+Every stage runs all of the step on real numbers, as in :mod:`.follower`: whoever has a layer or a part computes it and
+tells the others. So every stage computes the loss, and autograd has the same graph everywhere, in which each call is a
+single node; what is inside of the node only its owner has. Autograd runs nodes in the reverse order of their making,
+which is one order on all stages::
+
+    stage 0   embed ─▶ layer 0 ─▶ (layer 1) ─▶ loss ─▶ (layer 1: heard) ─▶ layer 0: computed, told ─▶ embed
+    stage 1   (embed) ─▶ (layer 0) ─▶ layer 1 ─▶ loss ─▶ layer 1: computed, told ─▶ (layer 0: heard) ─▶ (embed)
+
+A call may thus depend on any call before it, be frozen, or run without gradients. What all stages compute alike, a
+parameter used between calls for instance, would count once for each: its gradient is taken from its first holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.layers.whole.base import WholeTensor
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.key_value_caches import is_cache
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
+from lightning_megatron.pipeline.elsewhere.effects import Snapshot
+from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.repeated.caches import Caches
+from lightning_megatron.pipeline.repeated.follower import CallFollower, Note
+from lightning_megatron.pipeline.stage.calls import InnerCall, LayerCall
+from lightning_megatron.pipeline.stage.cursor import StageCursor
+
+_OUTSIDE = -1  # segment of a call that draws from the stream of the code around it
+
+
+class TrainingFollower(CallFollower):
+    """A :class:`CallFollower` for a training step.
+
+    Attributes:
+        differentiates: whether the backward of the step runs.
+        computing: how many backwards of calls run here.
+        reads: names of what has left its arguments as they were.
+    """
+
+    differentiates = False
+    computing = 0
+    _streams: SegmentStreams
+
+    def prepare(self, presence: Presence, cursor: StageCursor, streams: SegmentStreams) -> None:
+        """Called before each step.
+
+        Args:
+            presence: what of the module is on this rank.
+            cursor: told while code before the layers runs, whose parts draw from streams of their own.
+            streams: random streams per segment.
+        """
+        self._presence, self._cursor, self._streams = presence, cursor, streams
+        self._wants: dict[int, tuple[int, ...]] = {}
+        self.reads: set[str] = set()
+        self._mine: set[int] = set()
+        self._lent: list[tuple[nn.Module, str, Any]] = []
+
+    @contextmanager
+    def counting_once(self) -> Iterator[None]:
+        """Around a step: of parameters that several stages hold, what all of them compute alike counts once."""
+        handles = []
+        for name, parameter in self._module.named_parameters():
+            entry = self._presence.entries.get(name)
+            stages = entry.stages if entry is not None else frozenset((self._stage,))
+            if min(stages, default=self._stage) == self._stage:
+                self._mine.add(id(parameter))
+            elif self._stage in stages and parameter.requires_grad:
+                handles.append(parameter.register_hook(self._of_calls_only))
+        try:
+            yield
+        finally:
+            self._cursor.outside = None
+            for owner, leaf, absent in self._lent:
+                owner.__dict__[leaf] = absent
+            for handle in handles:
+                handle.remove()
+
+    def lend(self) -> None:
+        """Let every stage have the numbers of the parameters that user code may use by themselves, for this step."""
+        for name in sorted(self._units):
+            above, _, leaf = name.rpartition(".")
+            owner, stages = self._module.get_submodule(above), self._units[name]
+            if leaf in owner._modules or len(stages) == len(set(self._owners)):
+                continue
+            unit, first = self._numbers[name], min(stages)
+            if first == self._stage:
+                tensor = getattr(owner, leaf)
+                self.wire.tell(unit, tensor.detach(), Note((), None, None, (0,) * int(tensor.requires_grad)), [])
+                continue
+            number, note = self.wire.hear(first, unit, name, [])
+            if self._stage not in stages and leaf in owner.__dict__:
+                self._lent.append((owner, leaf, owner.__dict__[leaf]))
+                owner.__dict__[leaf] = number.requires_grad_(bool(note.wants))
+
+    def _of_calls_only(self, gradient: Tensor) -> Tensor:
+        return gradient if self.computing else torch.zeros_like(gradient)
+
+    def begin(self, micro_batch: int) -> None:
+        """Prepare for the user's step on a micro-batch."""
+        self._micro_batch, self._counts = micro_batch, dict[int, int]()
+        self._cursor.outside = micro_batch
+        self._streams.enter_micro_batch(micro_batch)
+
+    def backward(self, loss: Tensor, scale: float) -> None:
+        """The backward of a loss, which all stages run at once."""
+        self._cursor.outside = None
+        self._check_path("the loss", [loss])
+        loss, self.differentiates = plain(loss), True
+        try:
+            torch.autograd.backward(loss, torch.full_like(loss, scale, requires_grad=False))
+        finally:
+            self.differentiates = False
+
+    def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        self._cursor.outside = None
+        return self._answer(call.sentinel.name, index, self._owners[index], call.runs, args, kwargs)
+
+    def call_unit(self, name: str, runs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`CallFollower`."""
+        return self._answer(name, self._numbers[name], min(self._units[name]), runs, args, kwargs)
+
+    def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`~..stage.calls.Follower`."""
+        name, owner, last = call.sentinel.name, self._owners[index], len(self._owners) - 1
+        if self.inside or in_backward():
+            return self._answer(name, index, owner, call.runs, args, kwargs)
+        self._cursor.outside = None
+        output = self._answer(name, index, owner, call.runs, args, kwargs, 1 + index)
+        self._counts[index] = self._counts.get(index, 0) + 1
+        if index == last:
+            self._streams.enter(self._micro_batch, 2 + index, self._counts[index] - 1)
+        return output
+
+    def _answer(
+        self,
+        name: str,
+        unit: int,
+        owner: int,
+        runs: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        segment: int = _OUTSIDE,
+    ) -> Any:
+        """Compute a call where it can be, and tell the others what it gave."""
+        if in_backward():  # checkpointing of the user's own: it recomputes what only the owner has kept
+            return self._run_again(unit, runs, args, kwargs)
+        if self.inside:
+            return self._everywhere(name, unit, owner, runs, args, kwargs)
+        call = _Call(self, name, unit, owner, (self._micro_batch, segment, self._counts.get(unit, 0)))
+        caches = Caches(args, kwargs, name)
+        given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
+        inputs = [leaf for leaf in given if _goes_back(leaf)] if torch.is_grad_enabled() else []
+        if owner == self._stage:
+            output, note = self._computed(call, runs, given, spec, caches)
+            known = note.grown == () and note.left is None and note.position is None
+            known = known and self._wants.get(unit) == note.wants
+            told = pytree.tree_map(_numbers, output, is_leaf=is_cache)
+            self.wire.tell(unit, told, None if known else note, caches.found)
+        else:
+            self._check_path(f"an argument of `{name}`", inputs)
+            output, note = self.wire.hear(owner, unit, name, caches.found)
+            if note is not None:
+                self._take(note, caches, output, args, kwargs)
+        wants = self._wants[unit] = note.wants if note is not None else self._wants[unit]
+        leaves, out = pytree.tree_flatten(output, is_leaf=is_cache)
+        if wants:
+            call.gives([leaves[place] for place in wants])
+            anchor = torch.empty(0, requires_grad=True)
+            for place, tensor in zip(wants, _Told.apply(call, anchor, *map(plain, inputs)), strict=True):
+                leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, out)
+
+    def _computed(
+        self, call: _Call, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches
+    ) -> tuple[Any, Note]:
+        """What a call gives here, with a graph that begins at its arguments, and what the others have to know of it."""
+        name, unit, streams = call.name, call.unit, self._streams
+        refuse_away(given, f"an argument of `{name}`")
+        args, kwargs = pytree.tree_unflatten(call.takes(given), spec)
+        containers = self._effects.containers(unit, name, *caches.bare(args, kwargs))
+        before, lengths, position = Snapshot(containers), caches.lengths(), streams.position()
+        if call.at[1] != _OUTSIDE:
+            streams.enter(*call.at)
+        self.inside = name
+        try:
+            output = runs(*args, **kwargs)
+        finally:
+            self.inside = ""
+        now: Any = streams.position()
+        drew = call.at[1] == _OUTSIDE and not all(map(_alike, position, now))
+        if call.at[1] != _OUTSIDE:
+            streams.go_to(position)
+        found = list(before.effects(unit))
+        if any(_has_graph(effect.value) for effect in found):
+            _refuse_graph(name)
+        call.check_written()
+        output = pytree.tree_map(lambda leaf: leaf.full() if isinstance(leaf, WholeTensor) else leaf, output)
+        leaves = pytree.tree_leaves(output, is_leaf=is_cache)
+        wants = tuple(place for place, leaf in enumerate(leaves) if _goes_back(leaf))
+        return output, Note(caches.grown(lengths), self._effects.packed(found), None, wants, now if drew else None)
+
+    def _take(self, note: Note, caches: Caches, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do here what a call on another stage did besides giving something."""
+        x = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), torch.empty(1))
+        self._follow(note, caches, x, args, kwargs)
+        if note.position is not None:
+            self._streams.go_to(note.position)
+
+    def _run_again(self, unit: int, runs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._at[1] == 1 + unit:
+            self._streams.enter(*self._at)
+        return runs(*args, **kwargs)
+
+    def resume(self, at: tuple[int, int, int]) -> None:
+        """Let what is recomputed in a backward draw the numbers of its forward."""
+        self._at = at
+
+    def _check_path(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Complain if a gradient would go on here through numbers that this stage lacks.
+
+        Where they only lead to calls of other stages it does no harm: those tell what their gradients are.
+
+        Raises:
+            RuntimeError: they lead to a call of this stage, or to a parameter whose gradient is taken from here.
+        """
+        away = [tensor for tensor in tensors if tensor.__class__ is Away]
+        waiting, seen = [tensor.grad_fn for tensor in away], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            call = getattr(node, "told", None)
+            if getattr(call, "owner", None) == self._stage or id(getattr(node, "variable", None)) in self._mine:
+                source = source_of(away) or Source(what)
+                raise RuntimeError(
+                    f"{what}, in a training step that calls the layers more than once, depends on `{source.name}`, "
+                    "which another pipeline stage has, and on what this stage computes, whose gradient would need "
+                    f"its numbers. {source.remedy()}"
+                )
+            if call is None:
+                waiting += [following for following, _ in node.next_functions]
+
+
+class _Call:
+    """A call of a layer or part, from its forward until its backward.
+
+    Args:
+        follower: answers it.
+        name: of what is called.
+        unit: its number.
+        owner: stage that computes it.
+        at: micro-batch, segment and number of the call, for random streams.
+    """
+
+    def __init__(self, follower: TrainingFollower, name: str, unit: int, owner: int, at: tuple[int, int, int]) -> None:
+        self._follower, self.name, self.unit, self.owner, self.at = follower, name, unit, owner, at
+        self._starts: list[Tensor] = []
+        self._taken: list[tuple[Tensor, int]] = []
+        self.outputs: list[Tensor] | None = None
+
+    def takes(self, given: list[Any]) -> list[Any]:
+        """Arguments for the owner to compute with: its graph begins at them, and each may be written into."""
+        self._taken = [(leaf, leaf._version) for leaf in given if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled():
+            return given
+        starts: dict[int, Tensor] = {}
+        taken = []
+        for leaf in given:
+            if _goes_back(leaf) and id(leaf) not in starts:
+                start = leaf.detach().requires_grad_()
+                self._starts.append(start)
+                starts[id(leaf)] = start.clone() if self.name not in self._follower.reads else start
+                self._taken.append((starts[id(leaf)], starts[id(leaf)]._version))
+            elif _goes_back(leaf):
+                self._starts.append(self._starts[list(starts).index(id(leaf))])
+            taken.append(starts.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf)
+        return taken
+
+    def check_written(self) -> None:
+        """Complain about a call that writes into its arguments, of which other stages have copies of their own."""
+        if any(tensor._version != version for tensor, version in self._taken):
+            raise RuntimeError(
+                f"`{self.name}` writes into its input (an `inplace=True`, `x += ...`), of which other pipeline stages "
+                "have copies, in a training step that calls the layers more than once. Let it write into a tensor of "
+                "its own, or use `pipeline_parallel_size=1`."
+            )
+        self._taken = []
+        self._follower.reads.add(self.name)
+
+    def gives(self, outputs: list[Tensor]) -> None:
+        """Keep what the gradients will come back to."""
+        self.outputs = outputs
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of the arguments: computed by the owner, heard by the others.
+
+        Raises:
+            RuntimeError: it is not the backward of the step's loss that runs.
+        """
+        follower = self._follower
+        if not follower.differentiates or torch.is_grad_enabled() or self.outputs is None:
+            _refuse_gradient(self.name)
+        outputs, self.outputs = self.outputs, None
+        if follower._stage != self.owner:
+            found = follower.wire.hear(self.owner, self.unit, self.name, [])[0]
+            return [found] if isinstance(found, Tensor) else list(found)
+        follower.resume(self.at)
+        pairs = [
+            (one, gradient) for one, gradient in zip(outputs or (), gradients, strict=True) if gradient is not None
+        ]
+        follower.computing += 1
+        try:
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        finally:
+            follower.computing -= 1
+        starts, self._starts = self._starts, []
+        first = {id(start): place for place, start in reversed(list(enumerate(starts)))}
+        grads = [start.grad if first[id(start)] == place else None for place, start in enumerate(starts)]
+        alone = len(grads) == 1 and grads[0] is not None
+        follower.wire.tell(self.unit, grads[0] if alone else grads, None, [])
+        return grads
+
+
+class _Told(torch.autograd.Function):
+    """The node of a call, on every stage."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.told = call
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in call.outputs or ())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.told.backward(gradients))
+
+
+def _goes_back(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _numbers(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _has_graph(value: Any) -> bool:
+    return any(_goes_back(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _refuse_graph(name: str) -> None:
+    raise RuntimeError(
+        f"`{name}` leaves a tensor with a gradient behind (on a module, in a list) in a training step that calls the "
+        "layers more than once; only its own pipeline stage has the gradient's path. Return it from the layer and pass "
+        "it through the layers, detach it, or use `pipeline_parallel_size=1`."
+    )
+
+
+def _refuse_gradient(name: str) -> None:
+    raise RuntimeError(
+        f"a training step that calls the layers more than once takes a gradient through `{name}` itself "
+        "(`torch.autograd.grad`, `.backward()`, `create_graph=True`, or one backward through a graph twice). Under a "
+        "pipeline gradients go back once, in the backward of the loss that the step returns. Return the loss, or use "
+        "`pipeline_parallel_size=1`."
+    )

@@ -1,0 +1,76 @@
+"""Whether a training step calls the layers more than once, found out before its first schedule runs.
+
+A stage of a schedule ends its run behind its own layers, so only the last one would see the second call, with forwards
+of others under way. A trial of the loss sees it beforehand (:mod:`~lightning_megatron.strategy.step.tries`). Where
+there is none, the step is tried here on one micro-batch, forward only, and what it writes is put back. That is left out
+where its code, as far as it can be read, names the model no more than once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
+from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.generation.repeats import Attempt, StartOver, sources
+from lightning_megatron.strategy.logs.step_logs import Recording, no_logs
+from lightning_megatron.strategy.step.among_stages import Stages
+from lightning_megatron.strategy.step.step import Outcome
+
+_LOOPS = re.compile(r"^\s*(for|while)\b|\bfor\b.*\bin\b", re.MULTILINE)
+
+
+def calls_again(
+    module: pl.LightningModule,
+    call: Callable[[Any], Any],
+    part: Any,
+    stages: Stages,
+    streams: SegmentStreams,
+    recording: Recording,
+    schedule: Callable[[int], Schedule],
+    device: torch.device,
+) -> bool:
+    """Try the training step on a micro-batch; equal on all ranks.
+
+    Args:
+        module: the user's.
+        call: the step.
+        part: the micro-batch.
+        stages: of this rank's pipeline.
+        streams: random streams per segment.
+        recording: of the logs.
+        schedule: of a forward of so many micro-batches.
+        device: where tensors live.
+    """
+    attempt = Attempt(module, part)
+    eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+    step = PipelineStep(schedule(1), lambda batch, _: call(batch), [part], TRIAL)
+    with streams.trial(), stages.running(part, 1, training=False) as executor, recording.step(), eager:
+        executor.run(step)
+    attempt.take_back()
+    outcome = stages.outcome(lambda: Outcome(no_logs(device)), TRIAL)
+    stages.settle()
+    return isinstance(outcome.output, StartOver)
+
+
+def may_call_again(module: pl.LightningModule, layers: str) -> bool:
+    """Whether the code of a training step names more than once, or in a loop, what has the layers in it; or has no
+    source.
+
+    Args:
+        module: the user's.
+        layers: name of the container of the layers.
+    """
+    names, holders = layers.split(".")[:-1], ["self"]
+    for name in names:
+        holders.append(f"{holders[-1]}.{name}")
+    mentions = re.compile("|".join(rf"\b{re.escape(holder)}(?:\.forward)?(?=[(,)])" for holder in holders))
+    code = sources(type(module), "training_step")
+    return not all(code) or any(_LOOPS.search(text) for text in code) or len(mentions.findall("\n".join(code))) > 1

@@ -1,0 +1,71 @@
+"""Training steps that call the layers more than once are those of one process, under pipelines too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generation.passes import ALONE, MODULES, REFUSALS, trained
+from tests.harness import one_process, run_trainers
+
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": PIPELINE,
+    "pp2xtp2": {**PIPELINE, "tensor_parallel_size": 2},
+    "pp2xdp2": {**PIPELINE, "data_parallel_size": 2},
+    "pp4": {"pipeline_parallel_size": 4},
+    "recompute": {**PIPELINE, "activation_recompute": "full"},
+    "micro": {**PIPELINE, "micro_batch_size": 2, "whole_batch_loss": False},
+    "interleaved": {**PIPELINE, "pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2},
+    "zb-v": {**PIPELINE, "pipeline_schedule": "zb-v"},
+    "shards": {**PIPELINE, "data_parallel_size": 2, "optimizer_sharding": True},
+}
+wide = pytest.mark.wide
+
+
+def check(name: str, layout: str) -> None:
+    options = LAYOUTS[layout]
+    devices = 4 if layout in ("pp2xtp2", "pp2xdp2", "pp4", "shards") else 2
+    if name == "dropped":  # one process draws from one stream, unless it runs micro-batches too
+        parts = {"micro_batch_size": 4, "whole_batch_loss": False}
+        options, expected = {**options, **parts}, one_process(trained, name, parts)
+    else:
+        expected = one_process(trained, name, None)
+    ranks = [outcome.value for outcome in run_trainers(trained, name, options, devices=devices)]
+    losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
+    tolerance = 1e-5 if name in ("preferring", "rolling") else 1e-9
+    assert losses == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
+    weights = ranks[0][1]  # the other ranks are given none
+    assert weights.keys() == expected[1].keys()
+    for key, value in expected[1].items():
+        torch.testing.assert_close(weights[key], value, rtol=tolerance, atol=tolerance, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro")),
+        *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring")),
+    ],
+)
+def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str) -> None:
+    check(name, layout)
+
+
+@wide
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_steps_of_several_passes_are_those_of_one_process(name: str, layout: str) -> None:
+    if name in ALONE and (layout in ("pp2xdp2", "shards", "micro")):
+        pytest.skip("a loss over all samples of a batch, or numbers of its own in each part of it")
+    check(name, layout)
+
+
+@pytest.mark.parametrize("name", ["keeping", *(pytest.param(name, marks=wide) for name in ("writing", "penalised"))])
+def test_a_pass_whose_gradient_only_one_stage_knows_is_refused_on_every_rank(name: str) -> None:
+    for outcome in run_trainers(trained, name, PIPELINE, devices=2, check=False, grace=20):
+        assert "killed" not in (outcome.error or ""), f"rank {outcome.rank} hung"
+        words = REFUSALS[name][1]
+        assert words in f"{outcome.error}\n{outcome.output}", outcome
