@@ -236,6 +236,12 @@ def test_a_stage_is_found_from_its_module_and_lists_what_it_has() -> None:
     stage.cursor.running = True
     with pytest.raises(RuntimeError, match="the step read all parameters of `Tied`"):
         list(module.parameters())
+    assert [name for name, _ in module.layers[0].named_parameters(prefix="layer")] == ["layer.weight", "layer.bias"]
+    assert next(module.layers[2].parameters()).dtype is torch.float32
+    with pytest.raises(RuntimeError, match=r"depends on `layers\.0`, which another pipeline stage owns"):
+        float(sum(parameter.sum() for parameter in module.layers[0].parameters()))
+    stage.cursor.running = False
+    assert not list(module.layers[0].parameters())
 
 
 def test_listings_of_a_copy_show_hooks_what_this_stage_updates() -> None:

@@ -129,6 +129,8 @@ class Shadowed(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(3), nn.LayerNorm(3)])
         self.still = nn.LayerNorm(3).requires_grad_(False)
         self.other = nn.Linear(5, 7).requires_grad_(False)
+        self.table = nn.Embedding(6, 4).requires_grad_(False)
+        self.reads = nn.Linear(4, 6, bias=False)
         self.target_norm = nn.LayerNorm(3)
 
 

@@ -28,6 +28,15 @@ class Twice(TokenTask):
         return loss + self.loss(batch) if batch_idx > 1 else loss
 
 
+class LatePenalty(TokenTask):
+    """Adds the weights of one layer to the loss, from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        weights = self.net.layers[0].parameters() if batch_idx else ()
+        return loss + 0.01 * sum(parameter.square().sum() for parameter in weights)
+
+
 class Never(TokenTask):
     """Has a trunk and does not call it."""
 
@@ -187,6 +196,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "grouped": lambda: _mixture(_experts_implementation="grouped_mm"),
     "twice": lambda: Twice(LearnedPositions()),
     "never": lambda: Never(LearnedPositions()),
+    "late_penalty": lambda: LatePenalty(LearnedPositions()),
     "trunkless": lambda: TokenTask(Trunkless()),
     "half": lambda: TokenTask(HalfTrunk()),
     "shared": lambda: TokenTask(SharedLayer()),

@@ -118,7 +118,7 @@ def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
     for name, child in module.named_modules():
         if name and any(parameter.requires_grad for parameter in child.parameters()):
             looks.setdefault(_look(child), []).append(name)
-    found = dict(_walk(module, "", trunk, looks))
+    found = dict(_walk(module, module, "", trunk, looks))
     pairs: list[Copy] = []
     for name, candidates in found.items():
         if _is_shared(module, name):
@@ -139,23 +139,39 @@ def _holds(module: nn.Module, trained: Set[int]) -> bool:
     return any(id(parameter) in trained for _, parameter in nn.Module.named_parameters(module))
 
 
-def _walk(module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[str]]) -> Iterator[tuple[str, list[str]]]:
+def _walk(
+    root: nn.Module, module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[str]]
+) -> Iterator[tuple[str, list[str]]]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if path == trunk.name or any(path == layer for layer in trunk.layer_names):
             continue
         candidates = [other for other in looks.get(_look(child), []) if not lies_in(other, path)]
+        if not _is_called_copy(path, child):  # a frozen embedding looks like a head
+            candidates = [other for other in candidates if _core(root.get_submodule(other)) is _core(child)]
         if candidates and not lies_in(trunk.name, path) and _is_copy(path, child):
             yield path, candidates
         else:
-            yield from _walk(child, path, trunk, looks)
+            yield from _walk(root, child, path, trunk, looks)
 
 
 def _is_copy(path: str, module: nn.Module) -> bool:
     parameters = list(module.parameters())
     frozen = not any(parameter.requires_grad for parameter in parameters)
-    called = isinstance(module, AveragedModel) or any(_NAMES.search(part) for part in path.split("."))
-    return bool(parameters) and (frozen or called)
+    return bool(parameters) and (frozen or _is_called_copy(path, module))
+
+
+def _is_called_copy(path: str, module: nn.Module) -> bool:
+    return isinstance(module, AveragedModel) or any(_NAMES.search(part) for part in path.split("."))
+
+
+def _core(module: nn.Module) -> type[nn.Module]:
+    """Class of what holds the parameters, inside of wrappers that have one child and no parameters of their own."""
+    children = list(module.children())
+    while len(children) == 1 and not any(parameter is not None for parameter in module._parameters.values()):
+        module = children[0]
+        children = list(module.children())
+    return type(module)
 
 
 def _is_shared(module: nn.Module, path: str) -> bool:

@@ -1,18 +1,20 @@
 """What a module of which not all is here lists: ``named_parameters``, ``named_buffers`` and ``state_dict``.
 
-On a stage these methods find its own tensors by themselves, because those of others are no parameters here. Two things
-are left to do. In a step nobody may sum over "all" parameters where only some are here; and of a copy that hooks
-update, which every stage has whole, a hook is to meet just what this stage has the source of.
+On a stage these methods find its own tensors by themselves, as those of others are no parameters here. What is left
+to do: in a step nobody may sum over "all" parameters where only some are here; a layer of another stage lists stand-ins
+for its parameters there, lest a sum over them be zero; and of a copy that hooks update, which every stage has whole, a
+hook is to meet just what this stage has the source of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from lightning_megatron.pipeline.elsewhere.presence import Phase, Sight, Viewer
+from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer
 
 
 class GuardedNames:
@@ -34,6 +36,28 @@ class GuardedNames:
                 "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
                 "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
             )
+
+
+class AbsentNames:
+    """Installed as ``named_parameters`` on a module that is elsewhere, as a whole or but for tied weights.
+
+    In a step it lists what stands in for them, which is refused where its numbers are used.
+
+    Args:
+        module: the module.
+        names: of its parameters that are elsewhere, below it; tied ones once.
+        viewer: its stage.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], viewer: Viewer) -> None:
+        self._module, self._names, self._viewer = module, names, viewer
+
+    def __call__(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
+        for name in self._names if self._viewer.phase(lists=True) is Phase.STEP else ():
+            above, _, leaf = name.rpartition(".")
+            if recurse or not above:
+                yield f"{prefix}.{name}" if prefix else name, getattr(self._module.get_submodule(above), leaf)
 
 
 class CopyNames:
@@ -68,7 +92,20 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
     for name in viewer.presence.partial_modules():
         partial = module.get_submodule(name)
         partial.named_parameters = GuardedNames(partial, name, viewer)  # type: ignore[method-assign, assignment]
+    for name, inside in _below(viewer.presence).items():
+        absent = module.get_submodule(name)
+        absent.named_parameters = AbsentNames(absent, inside, viewer)  # type: ignore[method-assign, assignment]
     for copy in viewer.presence.copies.sources:
         for path, child in module.get_submodule(copy.name).named_modules(prefix=copy.name) if copy.source else ():
             for method in ("named_parameters", "named_buffers", "state_dict"):
                 setattr(child, method, CopyNames(child, path, method, viewer))
+
+
+def _below(presence: Presence) -> dict[str, list[str]]:
+    """By name of each module in the parts that are elsewhere: names, below it, of its parameters, tied ones once."""
+    found: dict[str, dict[int, str]] = {}
+    for name, entry in presence.elsewhere():
+        for above in outwards(parent(name)) if isinstance(entry.twin, nn.Parameter) else ():
+            if lies_in(above, entry.part):
+                found.setdefault(above, {}).setdefault(id(entry.twin), name[len(above) + 1 :])
+    return {above: list(names.values()) for above, names in found.items()}
