@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _PERMUTES = "aten::randperm"  # of two parts joined it is no permutation
 _DROPOUT = "aten::native_dropout"
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SameDraws:
@@ -28,9 +29,13 @@ class SameDraws:
 
     Args:
         joins: number of a run -> the earlier runs whose samples it has, one behind the other.
+
+    Attributes:
+        narrow: whether anything was computed in a type narrower than float64.
     """
 
     def __init__(self, joins: Mapping[int, tuple[int, ...]]) -> None:
+        self.narrow = False
         self._joins = joins
         self._latest = {part: run for run in sorted(joins) for part in joins[run]}
         self._calls: Counter[int] = Counter()
@@ -44,16 +49,18 @@ class SameDraws:
         if index not in self._joins:
             noted: list[Tensor] = []
             self._drawn[index, call] = noted
-            with _Draws(lambda own: noted.append(own.clone()) or own):  # type: ignore[func-returns-value]
+            with _Draws(lambda own: noted.append(own.clone()) or own) as seen:  # type: ignore[func-returns-value]
                 yield
+            self.narrow |= seen.narrow
             return
         drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
         for part in self._joins[index]:
             if self._latest[part] == index:
                 self._drawn.pop((part, call), None)
         rows = iter(zip(*drawn, strict=False))
-        with _Draws(lambda own: _joined(next(rows, ()), own)):
+        with _Draws(lambda own: _joined(next(rows, ()), own)) as seen:
             yield
+        self.narrow |= seen.narrow
 
 
 def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
@@ -73,12 +80,15 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._take = take
+        self._take, self.narrow = take, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **given)
+            output = func(*args, **given)
+            if type(output) is Tensor and output.dtype in _NARROW:
+                self.narrow = True
+            return output
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # attention, whose mask nobody sees: none for the parts, and none for the whole
             place = names.index("dropout_p")

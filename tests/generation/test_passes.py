@@ -60,6 +60,8 @@ def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str)
 def test_steps_of_several_passes_are_those_of_one_process(name: str, layout: str) -> None:
     if name in ALONE and (layout in ("pp2xdp2", "shards", "micro")):
         pytest.skip("a loss over all samples of a batch, or numbers of its own in each part of it")
+    if (name, layout) == ("dropped", "pp2xtp2"):
+        pytest.skip("masks inside of split layers are drawn by each tensor rank, in one pass or several")
     check(name, layout)
 
 

@@ -204,6 +204,16 @@ def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
     assert not find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], counts).tells
 
 
+def test_a_way_that_fits_as_in_float32_does_not_where_all_is_computed_in_float64() -> None:
+    for exact, off, fits in ((True, 1e-8, []), (False, 1e-8, [None]), (True, 1e-14, [None])):
+        found = find([_part(2.0), _part(1.0)], _part(1.5 + off), [2, 2], {})
+        found.settle("", exact=exact)
+        assert list(found.fits) == fits
+    opaque = find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], {})
+    opaque.settle("", exact=True)
+    assert opaque.fits
+
+
 def test_logged_values_combine_as_they_do_over_the_batch() -> None:
     parts = [_part(2.0, mean=1.0, sum=3.0, most=4.0, other=1.0), _part(1.0, mean=3.0, sum=5.0, most=2.0, other=2.0)]
     found = find(parts, _part(1.5, mean=2.0, sum=8.0, most=4.0, other=9.0), [2, 2], {})

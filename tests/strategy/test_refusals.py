@@ -152,9 +152,9 @@ def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> No
             assert torch.allclose(weight, expected[name], rtol=1e-9, atol=1e-9), name
 
 
-def test_a_part_that_is_called_once_more_says_how_to_generate() -> None:
+def test_a_part_that_is_called_once_more_in_a_later_step_says_so() -> None:
     with pytest.raises(RuntimeError) as failure:
         refuse_part("layers", "embed", 4)
     said = str(failure.value)
     assert "`embed` was called when layer 4 of `layers` was expected" in said
-    assert "generate text in `on_train_batch_start`" in said and ONE_STAGE in said
+    assert "a later training step runs the model again and the first did not" in said and ONE_STAGE in said

@@ -33,7 +33,7 @@ class FlatWeights:
     low: int | None = None
 
     def __post_init__(self) -> None:
-        self.nothing = self.flat.new_full((), float("nan"))
+        self.nothing = self.flat.new_full(() if self.low is not None else (0,), float("nan"))  # parameters while hidden
 
     @property
     def shown(self) -> bool:

@@ -22,6 +22,7 @@ from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 
 IGNORED = (-100, 0)  # torch's `ignore_index`, and what most tokenizers pad with
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
+_EXACT = 1e-10
 _NARROW = 2e-3
 _MOST = 24  # candidates
 
@@ -108,6 +109,18 @@ class Finding:
     opaque: bool = False
     empty: bool = False
     failed: str = ""
+
+    def settle(self, writes: str, *, exact: bool) -> None:
+        """Take over what all ranks have found.
+
+        Args:
+            writes: see above.
+            exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
+        """
+        self.writes = writes
+        scale = max(abs(number) for number in self.numbers)
+        if exact and math.isfinite(scale):
+            self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """What all findings say."""

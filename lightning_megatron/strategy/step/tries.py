@@ -162,14 +162,14 @@ class LossTrials:
             return
         inside = writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         alone = self._stages.may_run_around and not inside
-        told = objects.gather((writes, alone), self._mesh.group("world"))
-        found.writes = next((writes for writes, _ in told if writes), "")
+        told = objects.gather((writes, alone, tried.draws.narrow), self._mesh.group("world"))
+        found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
         self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
         could, self.around = self.around, False
-        if self.reading.whole and all(alone for _, alone in told):
-            tells = joins.pieces[:2], joins.pieces[2]
-            self._apart = self._try_around(call, *((parts, batch) if found.opaque else tells))
+        if self.reading.whole and all(alone for _, alone, _ in told):
+            tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
+            self._apart = self._try_around(call, *tells)
             self.around = not self._apart
         if not (could and self.around) and not (before.opaque and self.reading.opaque):
             self._say(before, found, len(parts), why)
@@ -312,16 +312,15 @@ class _Tried:
         self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: _Joins, stages: Stages
     ) -> None:
         self._call, self._recording, self.traces, self._joins = call, recording, traces, joins.joins
-        self._draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
+        self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
         self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
-        self._runs = [0 for _ in joins.pieces]
-        self._turns: dict[Name, int] = {}
+        self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
     def __call__(self, part: Any, index: int) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            with self._recording.step() as recorder, self._draws.run(index), eager:
+            with self._recording.step() as recorder, self.draws.run(index), eager:
                 self._recorders[index] = recorder
                 return map_tensors(self._call(part), torch.detach)
         except Exception as error:
