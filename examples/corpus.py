@@ -1,7 +1,8 @@
 """Text in, blocks of tokens out: the data side of ``pretrain_gpt.py``.
 
 Kept apart from the training script because it is an idea of its own: how documents become equally long blocks that
-many processes can read at once without each holding a copy. The route is
+many processes can read at once without each holding a copy. Where it tokenises, packs, caches and deals out,
+``lightning_megatron.data`` does the work. The route is
 
     documents -> split by document -> byte-level BPE -> token lists -> packed blocks -> Arrow files, memory-mapped
 
@@ -9,14 +10,9 @@ and everything left of the Arrow files happens once, on one process; a second ru
 options finds the finished folder and starts training at once.
 """
 
-import hashlib
-import json
 import math
-import os
-import shutil
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +23,14 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 
+from lightning_megatron import data
+
 STANDARD_LIBRARY = "stdlib"
 END_OF_TEXT = "<|endoftext|>"
 TABLE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # Of the standard library: what is not part of it, its tests, and folders of generated tables.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-FORMAT_VERSION = 1  # part of the cache key: raise it when the meaning of the stored blocks changes
+FORMAT_VERSION = 2  # part of the cache key: raise it when the meaning of the stored blocks changes
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Recipe:
 
     def key(self) -> str:
         """Name of the cache folder: changes with the options and with any file's name, size or time of change."""
-        described = {**asdict(self), "format": FORMAT_VERSION, "files": describe_files(find_files(self.source))}
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+        return data.cache_key({**asdict(self), "format": FORMAT_VERSION}, find_files(self.source))
 
 
 def find_files(source: str) -> list[Path]:
@@ -86,11 +83,6 @@ def find_files(source: str) -> list[Path]:
     if source.startswith((".", "/", "~")):
         raise ValueError(f"`--data {source}`: there is no such file or folder.")
     return []
-
-
-def describe_files(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and time of the last change in ns: cheap to collect, different as soon as a file changes."""
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def read_documents(files: list[str], by_paragraph: bool) -> Iterator[dict[str, str]]:
@@ -182,81 +174,15 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     return number
 
 
-def tokenise(batch: dict[str, list[str]], tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    """Token numbers of each document, each followed by end-of-text. Called by ``Dataset.map`` with batches of rows."""
-    end = end_of_text(tokenizer)
-    return {"tokens": [[*encoding.ids, end] for encoding in tokenizer.encode_batch(batch["text"])]}
-
-
-def pack(documents: Iterable[list[int]], sequence: int, filler: int) -> Iterator[dict[str, list[int]]]:
-    """Cut the documents, one after the other, into blocks of ``sequence + 1`` tokens.
-
-    A block's last token is the next block's first, so every token but the very first is predicted exactly once::
-
-        documents  a b c | d e f g h          sequence=3, filler=.
-        blocks     [a b c d]  [d e f g]  [g h . .]
-    """
-    buffer: list[int] = []
-    for tokens in documents:
-        buffer.extend(tokens)
-        cuts = range(0, len(buffer) - sequence, sequence)
-        for start in cuts:
-            yield {"tokens": buffer[start : start + sequence + 1]}
-        buffer = buffer[len(cuts) * sequence :]
-    if len(buffer) > 1:
-        yield {"tokens": buffer + [filler] * (sequence + 1 - len(buffer))}
-
-
-def pack_dataset(tokenised: Dataset, sequence: int, filler: int) -> Iterator[dict[str, list[int]]]:
-    """``pack`` over a dataset's column "tokens", reading a hundred documents at a time."""
-    documents = (tokens for batch in tokenised.iter(batch_size=100) for tokens in batch["tokens"])
-    return pack(documents, sequence, filler)
-
-
-def build_once(folder: Path, make: Callable[[Path, Path], None]) -> None:
-    """Let ``make(scratch, result)`` fill the folder ``result``, which then becomes ``folder``, whole or not at all.
-
-    The work is done in a temporary folder that is renamed at the end, so an interrupted run leaves no half result
-    behind under the final name, and two nodes that share a file system cannot mix their files.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as temporary:
-        scratch, result = Path(temporary, "scratch"), Path(temporary, "result")
-        make(scratch, result)
-        move_into_place(result, folder)
-
-
 def make_blocks(recipe: Recipe, scratch: Path, result: Path) -> None:
     """Follow ``recipe`` from text to blocks; ``result`` gets ``tokenizer.json`` and the splits' Arrow files."""
     documents = split_documents(load_documents(recipe.source, scratch), recipe.validation_fraction, recipe.seed)
     tokenizer = train_tokenizer(documents["train"], recipe.vocabulary)
-    tokenised = documents.map(
-        tokenise,
-        batched=True,
-        batch_size=100,
-        fn_kwargs={"tokenizer": tokenizer},
-        remove_columns=["text"],
-        cache_file_names={name: str(scratch / f"{name}.arrow") for name in documents},
-        desc="Tokenising",
-    )
-    blocks = DatasetDict()
-    for name, part in tokenised.items():
-        arguments = {"tokenised": part, "sequence": recipe.sequence, "filler": end_of_text(tokenizer)}
-        blocks[name] = Dataset.from_generator(
-            pack_dataset, gen_kwargs=arguments, cache_dir=str(scratch), split=f"packed_{name}"
-        )
-    blocks.save_to_disk(str(result))
+    end, files = end_of_text(tokenizer), {name: str(scratch / f"{name}.arrow") for name in documents}
+    tokens = data.tokenise(documents, tokenizer, end=end, batch_size=100, cache_file_names=files)
+    blocks = data.pack(tokens, recipe.sequence + 1, filler=end, cache_dir=str(scratch))
+    blocks.select_columns(["input_ids"]).save_to_disk(str(result))
     tokenizer.save(str(result / "tokenizer.json"))
-
-
-def move_into_place(result: Path, folder: Path) -> None:
-    """Rename ``result`` to ``folder``; if another process was first, its equal folder stays and ours is dropped."""
-    try:
-        os.replace(result, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(result)
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
@@ -270,15 +196,15 @@ def unigram_entropy(tokens: torch.Tensor) -> float:
 
 
 class CorpusDataModule(L.LightningDataModule):
-    """The packed blocks of a recipe as Lightning loaders; every batch is ``{"tokens": [batch, sequence + 1]}``.
+    """The packed blocks of a recipe as Lightning loaders; every batch is ``{"input_ids": [batch, sequence + 1]}``.
 
     ``prepare_data`` runs on one process and builds the cache, ``setup`` runs on all of them and maps it into memory.
 
     Args:
         recipe: Where the text comes from and how it is cut.
         cache: Folder that holds one subfolder per recipe.
-        batch_size: Blocks per step and data-parallel replica.
-        replicas: Data-parallel replicas that share the blocks.
+        batch_size: Blocks per step, over all replicas.
+        replicas: Data-parallel replicas that share them.
         validation_blocks: Upper limit for the blocks that a validation run reads; what is left over when they are dealt
             out to the replicas is left out, so that no block counts twice in the mean.
     """
@@ -296,7 +222,7 @@ class CorpusDataModule(L.LightningDataModule):
             print(f"Corpus: blocks of an earlier run, {self.folder}")
         else:
             print(f"Corpus: building blocks from {self.recipe.source} into {self.folder}")
-            build_once(self.folder, partial(make_blocks, self.recipe))
+            data.build_once(self.folder, partial(make_blocks, self.recipe))
 
     def setup(self, stage: str) -> None:
         blocks = load_from_disk(str(self.folder)).with_format("torch")
@@ -305,18 +231,18 @@ class CorpusDataModule(L.LightningDataModule):
         held_out = held_out // self.replicas * self.replicas or held_out
         self.held_out = blocks["validation"].select(range(held_out))
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        if len(self.train_blocks) < self.batch_size * self.replicas:
+        if len(self.train_blocks) < self.batch_size:
             raise ValueError(
                 f"The corpus makes {len(self.train_blocks)} blocks to train on, fewer than the {self.batch_size} of a "
-                f"batch times {self.replicas} replicas; use more text, a smaller `--batch` or a smaller `--sequence`."
+                "batch; use more text, a smaller `--batch` or a smaller `--sequence`."
             )
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_blocks, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return data.deal(self.train_blocks, self.batch_size, self.trainer, shuffle=True, seed=self.recipe.seed)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.held_out, batch_size=self.batch_size)
+        return DataLoader(self.held_out, batch_size=max(1, self.batch_size // self.replicas))
 
     def held_out_entropy(self) -> float:
         """Unigram entropy, in nats, of exactly the tokens that the validation loss is the mean over."""
-        return unigram_entropy(self.held_out[:]["tokens"][:, 1:])
+        return unigram_entropy(self.held_out[:]["input_ids"][:, 1:])

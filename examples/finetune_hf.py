@@ -14,9 +14,8 @@ loads.
 """
 
 import argparse
-import hashlib
-import json
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,8 +25,6 @@ import torch
 from corpus import (
     END_OF_TEXT,
     STANDARD_LIBRARY,
-    build_once,
-    describe_files,
     find_files,
     load_documents,
     split_documents,
@@ -39,7 +36,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, data
 
 TINY = "tiny"
 IGNORED = -100  # the label that Hugging Face's losses leave out
@@ -96,6 +93,9 @@ def count_targets(batch: dict[str, Tensor]) -> int:
 class Rows(L.LightningDataModule):
     """Documents as rows of at most ``sequence`` tokens, padded per batch: "input_ids", "attention_mask", "labels".
 
+    With ``--pack`` documents are laid end to end in rows of exactly ``sequence`` tokens, and nothing is padded; their
+    positions tell the model where one ends.
+
     Args:
         args: The command line.
         folder: Where the tokenised rows and the tokenizer are kept between runs.
@@ -107,8 +107,7 @@ class Rows(L.LightningDataModule):
         self.folder = folder
 
     def prepare_data(self) -> None:
-        if not self.folder.is_dir():
-            build_once(self.folder, partial(make_rows, self.args))
+        data.build_once(self.folder, partial(make_rows, self.args))
 
     def setup(self, stage: str) -> None:
         rows = load_from_disk(str(self.folder))
@@ -116,15 +115,16 @@ class Rows(L.LightningDataModule):
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
 
     def train_dataloader(self) -> DataLoader:
-        return self.loader(self.rows, shuffle=True, drop_last=True)
+        batch = self.args.batch * self.args.data_parallel
+        return data.deal(self.rows, batch, self.trainer, shuffle=True, seed=self.args.seed, collate_fn=self.collate())
 
     def val_dataloader(self) -> DataLoader:
-        return self.loader(self.held_out)
+        return DataLoader(self.held_out, batch_size=self.args.batch, collate_fn=self.collate())
 
-    def loader(self, rows: Dataset, **options: Any) -> DataLoader:
-        return DataLoader(rows, batch_size=self.args.batch, collate_fn=self.collate, **options)
+    def collate(self) -> Callable[[list[Any]], dict[str, Tensor]]:
+        return data.CollatePacked() if self.args.pack else self.pad
 
-    def collate(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def pad(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         """Pad on the right to the longest row; padding is neither attended to nor a target. All [batch, seq]."""
         longest = max(len(row["input_ids"]) for row in rows)
 
@@ -144,14 +144,15 @@ def make_rows(args: argparse.Namespace, scratch: Path, result: Path) -> None:
     documents = load_documents(args.data, scratch, by_paragraph=True).shuffle(seed=args.seed)
     parts = split_documents(documents.select(range(min(args.examples, len(documents)))), 0.1, args.seed)
     tokenizer = load_tokenizer(args.model, parts["train"])
-    rows = parts.map(
-        lambda batch: {"input_ids": tokenizer(batch["text"], truncation=True, max_length=args.sequence)["input_ids"]},
-        batched=True,
-        remove_columns=["text"],
-        cache_file_names={name: str(scratch / f"{name}.arrow") for name in parts},
-        desc="Tokenising",
-    )
-    rows.filter(lambda row: len(row["input_ids"]) > 1, desc="Dropping rows without a target").save_to_disk(str(result))
+    files = {name: str(scratch / f"{name}.arrow") for name in parts}
+    if args.pack:
+        end = tokenizer.eos_token_id
+        rows = data.tokenise(parts, tokenizer, end=end, cache_file_names=files)
+        rows = data.pack(rows, args.sequence, filler=end, cache_dir=str(scratch))
+    else:
+        rows = data.tokenise(parts, tokenizer, longest=args.sequence, cache_file_names=files)
+        rows = rows.filter(lambda row: len(row["input_ids"]) > 1, desc="Dropping rows without a target")
+    rows.save_to_disk(str(result))
     tokenizer.save_pretrained(result)
 
 
@@ -164,8 +165,8 @@ def load_tokenizer(model: str, documents: Dataset) -> Any:
 
 def cache_folder(args: argparse.Namespace) -> Path:
     """A folder per combination of text, model and row options."""
-    described = [args.data, args.model, args.examples, args.sequence, args.seed, describe_files(find_files(args.data))]
-    return args.cache / f"rows-{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]}"
+    described = [args.data, args.model, args.examples, args.sequence, args.seed, args.pack]
+    return args.cache / f"rows-{data.cache_key(described, find_files(args.data))}"
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -200,13 +201,13 @@ def make_trainer(args: argparse.Namespace) -> L.Trainer:
     )
 
 
-def save(weights: dict[str, Tensor], args: argparse.Namespace, data: Rows) -> Path:
+def save(weights: dict[str, Tensor], args: argparse.Namespace, rows: Rows) -> Path:
     """Write the whole model as Hugging Face folders are; runs on the one process that has all ``weights``."""
     model = load_model(args.model)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
     folder = args.output / "model"
     model.save_pretrained(folder)
-    data.tokenizer.save_pretrained(folder)
+    rows.tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -221,6 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     task.add_argument("--data", default=STANDARD_LIBRARY, metavar="SOURCE", help="folder, file or hub dataset")
     task.add_argument("--examples", type=int, default=4000, help="rows to use, a tenth of them held out")
     task.add_argument("--sequence", type=int, default=64, help="longest row in tokens")
+    task.add_argument("--pack", action="store_true", help="lay documents end to end instead of padding them")
     task.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
     layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
     layout.add_argument("--pipeline", type=int, default=2, help="stages that the layers are cut into")
@@ -242,16 +244,16 @@ def main() -> None:
     args = parse_arguments()
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     L.seed_everything(args.seed, verbose=False)
-    data = Rows(args, cache_folder(args))
+    rows = Rows(args, cache_folder(args))
     module = FineTuning(load_model(args.model), args.lr)
     trainer = make_trainer(args)
-    before = trainer.validate(module, data, verbose=False)[0]["validation_loss"]
-    trainer.fit(module, data)
-    after = trainer.validate(module, data, verbose=False)[0]["validation_loss"]
+    before = trainer.validate(module, rows, verbose=False)[0]["validation_loss"]
+    trainer.fit(module, rows)
+    after = trainer.validate(module, rows, verbose=False)[0]["validation_loss"]
     weights = cast(MegatronStrategy, trainer.strategy).full_state_dict()
     if trainer.is_global_zero:
         print(f"\nLoss on held-out rows  {before:.3f} nats per token before, {after:.3f} after")
-        print(f"Model                  {save(weights, args, data)}")
+        print(f"Model                  {save(weights, args, rows)}")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class LanguageModel(L.LightningModule):
         self.model = GPT(**model)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        tokens = batch["tokens"]
+        tokens = batch["input_ids"]
         logits = self.model(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -272,7 +272,7 @@ def make_data(args: argparse.Namespace, replicas: int) -> CorpusDataModule:
             f"`--batch {args.batch}` cannot be shared by {replicas} replicas; use a multiple of {replicas}."
         )
     recipe = Recipe(source=args.data, sequence=args.sequence, vocabulary=args.vocabulary, seed=args.seed)
-    return CorpusDataModule(recipe, args.cache, args.batch // replicas, replicas, args.validation_blocks)
+    return CorpusDataModule(recipe, args.cache, args.batch, replicas, args.validation_blocks)
 
 
 def make_module(args: argparse.Namespace) -> LanguageModel:

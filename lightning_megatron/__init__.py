@@ -12,6 +12,7 @@ from lightning_megatron.strategy.registration import register_when_lightning_is_
 
 if TYPE_CHECKING:
     from lightning_megatron.checkpoints.state.pretrained import load_hf_weights as load_hf_weights
+    from lightning_megatron.strategy import data as data
     from lightning_megatron.strategy.lightning.precision import MegatronMixedPrecision as MegatronMixedPrecision
     from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO as MegatronCheckpointIO
     from lightning_megatron.strategy.strategy import MegatronStrategy as MegatronStrategy
@@ -23,12 +24,13 @@ else:
             "MegatronCheckpointIO": "strategy.saving.checkpoint_io",
             "MegatronMixedPrecision": "strategy.lightning.precision",
             "MegatronStrategy": "strategy.strategy",
+            "data": "strategy.data",
             "load_hf_weights": "checkpoints.state.pretrained",
         },
     )
 
 __version__ = "0.1.0"
-__all__ = ["MegatronCheckpointIO", "MegatronMixedPrecision", "MegatronStrategy", "load_hf_weights"]
+__all__ = ["MegatronCheckpointIO", "MegatronMixedPrecision", "MegatronStrategy", "data", "load_hf_weights"]
 
 
 def __dir__() -> list[str]:

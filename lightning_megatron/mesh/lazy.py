@@ -15,12 +15,13 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its dotted name.
-        homes: name -> module, relative to the package, that defines it.
+        homes: name -> module, relative to the package, that defines it, or that it is, where both have the same name.
     """
 
     def find(name: str) -> Any:
         if name in homes:
-            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            home = importlib.import_module(f"{package}.{homes[name]}")
+            return home if homes[name].endswith(f".{name}") else getattr(home, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
