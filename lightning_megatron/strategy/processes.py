@@ -6,6 +6,7 @@ Nothing here knows of modules or steps.
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -268,6 +269,27 @@ class Processes:
     def can_meet(self) -> bool:
         """Whether all ranks can still take part in something: no rank has failed, or all have, together."""
         return self._watch is None or not self._watch.reported or self._watch.gather(seconds=5.0)
+
+    def all_stand_at(self, place: str, group: Any, seconds: float = 5.0) -> bool:
+        """Whether all ranks of ``group`` ask this within ``seconds``, with the same ``place``; beside all collectives.
+
+        Args:
+            place: how far this rank has come, in words; the same on ranks that have made the same collectives.
+            group: of ranks.
+            seconds: to wait for the others.
+        """
+        ranks, deadline = dist.get_process_group_ranks(group), time.monotonic() + seconds
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            run = store.add(f"lightning_megatron/runs/{self.mesh.rank}", 0)
+            key = f"lightning_megatron/stands/{run}/{ranks[0]}/{place}"
+            arrived = store.add(key, 1)
+            while arrived < len(ranks) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                arrived = store.add(key, 0)
+        except RuntimeError:  # the process that hosts the store is gone
+            return False
+        return arrived == len(ranks)
 
 
 def _cause(watch: FailureWatch, error: BaseException, wait_s: float) -> Failure | None:

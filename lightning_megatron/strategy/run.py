@@ -50,7 +50,7 @@ from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize, whole_view
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
-from lightning_megatron.strategy.step.updates import prepare_updates
+from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
 from lightning_megatron.strategy.weight_checks import check_sharded_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -315,6 +315,7 @@ class Run:
 
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and torch."""
+        show_weights(self.engine.model_gradients, self._processes)
         self.engine.close()
         if self.assembled.tokens is not None:
             self.assembled.tokens.close()

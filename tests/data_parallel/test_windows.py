@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron import MegatronStrategy
 from tests.data_parallel.sharing_scenarios import Setup
-from tests.data_parallel.window_scenarios import spread
+from tests.data_parallel.window_scenarios import failed, spread
 from tests.harness import JobFailed, one_process, run_trainers
 
 SPREAD = {"weight_sharding": True}
@@ -104,6 +104,15 @@ def test_sixteen_bits_are_those_of_whole_weights(precision: str) -> None:
 def test_replicas_that_run_other_layers_are_told_which() -> None:
     with pytest.raises(JobFailed, match=r"`net.transformer.h.\d` runs while other replicas run another layer"):
         run_trainers(spread, Setup((1, 2, 1), SPREAD), "dropping", devices=2)
+
+
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=WIDE), pytest.param("hook", marks=WIDE)])
+def test_weights_are_whole_after_a_step_that_failed_everywhere(where: str) -> None:
+    setup = Setup((1, 2, 1), SPREAD, {}, {"where": where})
+    wanted = one_process(failed, replace(setup, layout=None, strategy={}))
+    for outcome in run_trainers(failed, setup, devices=2):
+        for name, weight in outcome.value.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,51 @@ class Validated(SharedTask):
         self.log("val", self.net(*batch)[1], sync_dist=True)
 
 
+class Failing(SharedTask):
+    """Fails in the second step.
+
+    Args:
+        where: in its forward behind a layer, in its backward, or in a hook.
+        **others: of `SharedTask`.
+    """
+
+    def __init__(self, where: str = "forward", **others: Any) -> None:
+        super().__init__(**others)
+        self.where = where
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.where == "forward":
+            self.net.transformer.h[1].register_forward_pre_hook(_fail)
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.where == "backward":
+            loss.register_hook(_fail)
+        return loss
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        if self.global_step == 1 and self.where == "hook":
+            _fail()
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("as it was meant to")
+
+
+def failed(info: RankInfo, setup: Setup) -> dict[str, Tensor]:
+    """The weights that this rank has of a module whose second step has failed."""
+    strategy: Any = "auto"
+    if setup.layout is not None:
+        from lightning_megatron import MegatronStrategy
+
+        strategy = MegatronStrategy(*setup.layout, **setup.strategy)
+    trainer = make_trainer(info, strategy, max_epochs=1, limit_val_batches=0, **setup.trainer)
+    task = Failing(**setup.module)
+    try:
+        trainer.fit(task)
+    except (ArithmeticError, RuntimeError):  # the latter repeats what another replica has told
+        return {name: p.detach().clone() for name, p in task.named_parameters() if not p.is_meta and p.stride() != ()}
+    raise AssertionError("it did not fail")
+
+
 MODULES: dict[str, Any] = {
     "plain": SharedTask,
     "strange": Strange,

@@ -57,6 +57,7 @@ class StepWindows:
         looks_before_backward: bool = False,
     ) -> None:
         self._stays_whole, self._looks_before_backward = stays_whole, looks_before_backward
+        self._buckets = buckets
         names = list(dict.fromkeys(layers.values()))
         parts: dict[str, list[Any]] = {name: [] for name in names}
         for bucket in buckets.buckets:
@@ -91,6 +92,13 @@ class StepWindows:
         self._recent = []
         for window in self.windows:
             window.close()
+
+    @property
+    def place(self) -> str | None:
+        """How far this rank has come, equal on replicas that made the same collectives; ``None`` if all is whole."""
+        if all(window.is_open for window in self.windows):
+            return None
+        return f"{sum(window.opened for window in self.windows)} {[b.launched for b in self._buckets.buckets]}"
 
     @contextmanager
     def step(self) -> Iterator[None]:

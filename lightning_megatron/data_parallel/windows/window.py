@@ -34,12 +34,14 @@ class Window:
     Attributes:
         is_open: whether the weights are whole.
         held: whether it stays open to the end of the step, as code outside of the layer has used the weights.
+        opened: how often it was opened.
     """
 
     def __init__(self, name: str, number: int, buckets: Sequence[Bucket]) -> None:
         self.name, self.number = name, number
         self._buckets = list(buckets)
         self.is_open, self.held = True, False
+        self.opened = 0
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -64,6 +66,7 @@ class Window:
         """
         if self.is_open:
             return
+        self.opened += 1
         with torch.no_grad(), torch._C.DisableTorchFunction():  # else those who watch uses would see one here
             self._agree()
             for bucket in self._buckets:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
-from lightning_megatron.data_parallel.model_gradients import has_narrow_weights
+from lightning_megatron.data_parallel.model_gradients import ModelGradients, has_narrow_weights
 from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
@@ -109,3 +109,22 @@ def _least_independence(
         shards = 1
     checks.check_independence(optimizers, least, layout, shards, lowered)
     return least
+
+
+def show_weights(gradients: ModelGradients, processes: Processes) -> None:
+    """Make weights whole after a step that failed on every replica alike; else say that this rank has shards only.
+
+    Args:
+        gradients: of the module.
+        processes: of the strategy.
+    """
+    place = gradients.windows.place if gradients.windows is not None else None
+    if place is None:
+        return
+    if processes.all_stand_at(place, gradients.replicas.group):
+        gradients.finish_gather()
+    else:
+        print(
+            f"{processes.place}: the module keeps its shard of the layers' weights, and NaN elsewhere: not all "
+            "replicas have failed in the same place, so none can gather them; load a checkpoint before it is used again"
+        )
