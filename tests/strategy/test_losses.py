@@ -18,10 +18,10 @@ from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.traces import Traces, judge
 from lightning_megatron.strategy.loss.weighing import Counted, Part, Reading, candidates, find
 from lightning_megatron.strategy.options import Options
-from lightning_megatron.strategy.step import tries
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
@@ -36,7 +36,7 @@ def _steps(module: Task, mesh: ParallelMesh, batches: list[Any], **options: Any)
     engine = engine_of(module, mesh, **options)
     found = _found(engine, module, batches)
     cuts = [count for count, forward_only in engine.schedules if not forward_only]
-    return found, engine._in_parts._trials.reading, max(cuts, default=0)
+    return found, engine._in_parts.cuts.trials.reading, max(cuts, default=0)
 
 
 def _found(engine: StepEngine, module: Task, batches: list[Any]) -> list[Any]:
@@ -170,7 +170,7 @@ def test_statistics_in_the_layers_are_those_of_the_batch(mesh: ParallelMesh, bui
 def test_statistics_over_micro_batches_are_said_once(mesh: ParallelMesh) -> None:  # noqa: F811
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tries, "rank_zero_info", said.append)
+        patch.setattr(said_of_losses, "rank_zero_info", said.append)
         _steps(Normed(), mesh, BATCHES, micro_batch_size=2, whole_batch_loss=False)
     assert len(said) == 1 and "`layers.0` (BatchNorm1d)" in said[0]
 

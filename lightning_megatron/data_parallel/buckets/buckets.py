@@ -18,13 +18,15 @@ embeddings) have buckets of their own, which are reduced last, over those stages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook
 from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece, make_bucket
+from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
 
@@ -78,7 +80,7 @@ class GradientBuckets:
         self._reduce = False
         self._copy_late = False
         self._divide_by = 1.0
-        self._hooks: dict[int, _ArrivalHook] = {}
+        self._hooks: dict[int, ArrivalHook] = {}
         self._asleep: set[int] = set()
         self._rests = False
         self._own: list[Bucket] = []
@@ -251,14 +253,9 @@ class GradientBuckets:
         """Make buckets for trained parameters that have none yet: all at first, later those just unfrozen."""
         new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self._places}
         own = [(n, p) for n, p in new.items() if n not in self._shared]
-        for members in self._fill(reversed(own)):
+        for members in fill(reversed(own), self._bucket_bytes, self._lowered, self._apart):
             self._own.append(self._make(members, self._replicas, shared=False))
-        by_group: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, sharing in self._shared.items():
-            if name in new:
-                key = (id(sharing.group), new[name].dtype, self._lowered.get(name))
-                by_group.setdefault(key, []).append((name, new[name]))
-        for members in by_group.values():
+        for members in fill_by_holders(new, self._shared, self._lowered):
             self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
@@ -267,7 +264,7 @@ class GradientBuckets:
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index
-            self._hooks[id(parameter)] = _ArrivalHook(self, bucket, index)
+            self._hooks[id(parameter)] = ArrivalHook(self.arrived, bucket, index)
         return bucket
 
     def arrived(self, bucket: Bucket, index: int) -> bool:
@@ -355,46 +352,3 @@ class GradientBuckets:
             bucket.let_go()
         if self._divide_by != 1:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
-
-    def _fill(self, members: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-        """Group consecutive parameters of one dtype, device, layer into runs of at most ``bucket_bytes``, or of one."""
-        runs: list[list[tuple[str, nn.Parameter]]] = []
-        kind, size = None, 0
-        for name, parameter in members:
-            bytes_ = parameter.numel() * parameter.element_size()
-            now = (parameter.dtype, parameter.device, self._lowered.get(name), self._apart.get(name))
-            if kind != now or size + bytes_ > self._bucket_bytes:
-                runs.append([])
-                kind, size = now, 0
-            runs[-1].append((name, parameter))
-            size += bytes_
-        return runs
-
-
-class _ArrivalHook:
-    """Autograd's post-accumulate hook of one parameter.
-
-    Once the gradient accumulates in place, the hook has nothing to do until the last micro-batch. It unregisters itself
-    until then, as one call per parameter and micro-batch costs more than a small layer.
-    """
-
-    def __init__(self, owner: GradientBuckets, bucket: Bucket, index: int) -> None:
-        self._owner, self._bucket, self._index = owner, bucket, index
-        self._parameter = bucket.parameters[index]
-        self._handle = self._parameter.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, parameter: Tensor) -> None:
-        if self._owner.arrived(self._bucket, self._index):
-            self._others().pop(self._handle.id, None)
-
-    def wake(self) -> None:
-        """Register the hook again, behind all other hooks of the parameter."""
-        self._others()[self._handle.id] = self
-
-    def remove(self) -> None:
-        """Remove the hook for good."""
-        self._handle.remove()
-
-    def _others(self) -> dict[int, Any]:
-        hooks: dict[int, Any] = self._parameter._post_accumulate_grad_hooks
-        return hooks

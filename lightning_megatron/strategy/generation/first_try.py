@@ -1,7 +1,7 @@
 """Whether a training step calls the layers more than once, found out before its first schedule runs.
 
 A stage of a schedule ends its run behind its own layers, so only the last one would see the second call, with forwards
-of others under way. A trial of the loss sees it beforehand (:mod:`~lightning_megatron.strategy.step.tries`). Where
+of others under way. A trial of the loss sees it beforehand (:mod:`~lightning_megatron.strategy.loss.tries`). Where
 there is none, the step is tried here on one micro-batch, forward only, and what it writes is put back. That is left out
 where its code, as far as it can be read, names the model no more than once.
 """
@@ -15,47 +15,32 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
-from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import Attempt, StartOver, sources
-from lightning_megatron.strategy.logs.step_logs import Recording, no_logs
-from lightning_megatron.strategy.step.among_stages import Stages
+from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.step.step_context import StepContext
 
 _LOOPS = re.compile(r"^\s*(for|while)\b|\bfor\b.*\bin\b", re.MULTILINE)
 
 
-def calls_again(
-    module: pl.LightningModule,
-    call: Callable[[Any], Any],
-    part: Any,
-    stages: Stages,
-    streams: SegmentStreams,
-    recording: Recording,
-    schedule: Callable[[int], Schedule],
-    device: torch.device,
-) -> bool:
+def calls_again(context: StepContext, call: Callable[[Any], Any], part: Any) -> bool:
     """Try the training step on a micro-batch; equal on all ranks.
 
     Args:
-        module: the user's.
+        context: what steps run on.
         call: the step.
         part: the micro-batch.
-        stages: of this rank's pipeline.
-        streams: random streams per segment.
-        recording: of the logs.
-        schedule: of a forward of so many micro-batches.
-        device: where tensors live.
     """
-    attempt = Attempt(module, part)
+    attempt, stages = Attempt(context.module, part), context.stages
     eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-    step = PipelineStep(schedule(1), lambda batch, _: call(batch), [part], TRIAL)
-    with streams.trial(), stages.running(part, 1, training=False) as executor, recording.step(), eager:
+    step = PipelineStep(context.schedule(1, forward_only=True), lambda batch, _: call(batch), [part], TRIAL)
+    trial, records = context.streams.trial(), context.recording.step()
+    with trial, stages.running(part, 1, training=False) as executor, records, eager:
         executor.run(step)
     attempt.take_back()
-    outcome = stages.outcome(lambda: Outcome(no_logs(device)), TRIAL)
+    outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
     stages.settle()
     return isinstance(outcome.output, StartOver)
 

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -25,22 +24,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron.data_parallel.gradient_hooks import GradientSink, has_gradient_hooks
+from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
-from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
-from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
-from lightning_megatron.strategy.logs.step_logs import Recording, no_logs
+from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.step.among_stages import Stages
-from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
 _MOST = 8  # samples in each part
@@ -53,32 +48,12 @@ class MixingTrials:
     """Tries whether a mixture's loss mixes samples.
 
     Args:
-        module: the user's, divided.
-        mesh: the grid.
-        device: where tensors live.
-        stages: of this rank's pipeline.
-        streams: random streams per segment.
-        recording: of the logs.
-        sink: where gradients collect.
-        schedule: gives the schedule of a step of so many micro-batches.
-        options: the user's choices.
+        context: what steps run on.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        mesh: ParallelMesh,
-        device: torch.device,
-        stages: Stages,
-        streams: SegmentStreams,
-        recording: Recording,
-        sink: Callable[[], GradientSink],
-        schedule: Callable[[int], Schedule],
-        options: EngineOptions,
-    ) -> None:
-        self._module, self._mesh, self._device = module, mesh, device
-        self._stages, self._streams, self._recording = stages, streams, recording
-        self._sink, self._schedule = sink, schedule
+    def __init__(self, context: StepContext) -> None:
+        module, mesh, options = context.module, context.mesh, context.options
+        self._context, self._module, self._mesh, self._device = context, module, mesh, context.device
         self._replicas, self._experts = mesh.layout.data, options.gradients.experts
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
         self._cuts = cuts and options.whole_batch_loss == "auto" and options.loss_weight is None
@@ -143,7 +118,7 @@ class MixingTrials:
     def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> str | None:
         traces, draws = Traces(self._module), SameDraws({2: (0, 1)})
         gathers = _Gathers(self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None)
-        sink = self._sink()
+        sink, stages = self._context.gradients.sink, self._context.stages
         found: list[dict[str, Tensor]] = []
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
         failed = False
@@ -152,7 +127,7 @@ class MixingTrials:
             nonlocal failed
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             try:
-                with self._recording.aside(), draws.run(len(found)), gathers, eager:
+                with self._context.recording.aside(), draws.run(len(found)), gathers, eager:
                     output = call(map_tensors(piece, torch.clone))
                     trained_loss_of(output)
                     return output
@@ -165,14 +140,15 @@ class MixingTrials:
                 with torch._C.DisableTorchFunction():
                     traces.put_back()
 
-        with self._streams.trial(), self._stages.running(pieces[2], 1, training=False) as executor:
+        schedule = self._context.schedule(1, forward_only=False)
+        with self._context.streams.trial(), stages.running(pieces[2], 1, training=False) as executor:
             for piece in pieces:
                 sink.begin(fresh=True, reduce=False)
-                executor.run(PipelineStep(self._schedule(1), run, [piece], TRIAL_WITH_BACKWARD, [1.0], sink))
+                executor.run(PipelineStep(schedule, run, [piece], TRIAL_WITH_BACKWARD, [1.0], sink))
                 found.append({name: _kept(p.grad) for name, p in self._routers.items() if p.grad is not None})
         sink.begin(fresh=True, reduce=False)
-        self._stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
-        self._stages.settle()
+        stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
+        stages.settle()
         return None if failed or gathers.seen else mixed(found[2], found[0], found[1], self._tolerance())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -41,67 +41,6 @@ from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.world import World
-
-
-class Stages(Protocol):
-    """One stage or several."""
-
-    def schedule(self, micro_batches: int, *, forward_only: bool, around: bool = False) -> Schedule:
-        """The lowered schedule of a step.
-
-        Args:
-            micro_batches: how many there are.
-            forward_only: whether no backward follows.
-            around: whether the loss is computed behind all forwards.
-        """
-
-    @property
-    def repeats(self) -> Repeats | None:
-        """The steps that call the model repeatedly; ``None`` with one stage, which runs them as any other."""
-
-    @property
-    def may_run_around(self) -> bool:
-        """Whether layers may run in micro-batches, and the code around them on the whole batch; equal on all ranks."""
-
-    @property
-    def is_behind_layers(self) -> bool:
-        """Whether the user's step is running, and in or past the last layer."""
-
-    def leaves_behind(self, where: str) -> bool:
-        """Whether layers of this stage were seen to leave anything behind besides their outputs in this step."""
-
-    def begin_training(self) -> None:
-        """Called before each training step."""
-
-    def begin_evaluation(self) -> None:
-        """Called before each step of evaluation."""
-
-    def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
-        """Around the schedule of a step; gives what runs it."""
-
-    def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
-        """The outcome of a step, which ``make`` gives on the stage that computes the loss; equal on all stages."""
-
-    def share(self, value: Tensor) -> Tensor:
-        """A scalar of the stage that computes the loss, on every stage, in the middle of a step."""
-
-    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""
-
-    def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
-        """Called after a backward; whether a parameter ``has_gradient`` is known alike on all stages that share it."""
-
-    def share_copies(self) -> None:
-        """Make these copies equal again, after hooks have run; collective over the pipeline."""
-
-    def settle(self) -> None:
-        """Wait until the other stages have fetched what was sent to them."""
-
-    def timeline(self) -> Timeline | None:
-        """The latest training step on all stages; ``None`` with one stage, and before the first."""
-
-    def close(self) -> None:
-        """Release hooks and connections."""
 
 
 class OneStage:

@@ -21,12 +21,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.batches import map_tensors
-from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
 from lightning_megatron.pipeline.run.passes import Passes
@@ -34,10 +31,9 @@ from lightning_megatron.pipeline.run.pipeline_step import loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import stops
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
-from lightning_megatron.strategy.step.among_stages import SeveralStages
-from lightning_megatron.strategy.step.losses import LossChecks
+from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Step, Window
+from lightning_megatron.strategy.step.step_context import StepContext
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
 
@@ -145,39 +141,19 @@ class StepByHand:
     the replicas, and the number of the loss. Updates in between are the user's.
 
     Args:
-        module: the user's module, cut.
-        mesh: the grid.
-        device: this rank's device.
-        stages: of this rank's pipeline.
+        context: what steps run on, with several stages.
         stage: this rank's.
-        streams: random streams per segment.
-        gradients: of the module.
-        recording: of the logs.
-        losses: looked at here.
         evaluates: runs the steps of evaluation.
         copies: weights that tensor-parallel ranks hold whole.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        mesh: ParallelMesh,
-        device: torch.device,
-        stages: SeveralStages,
-        stage: Stage,
-        streams: SegmentStreams,
-        gradients: ModelGradients,
-        recording: Recording,
-        losses: LossChecks,
-        evaluates: Step,
-        copies: WeightCopies | None,
-    ) -> None:
-        self._module, self._mesh, self._device = module, mesh, device
-        self._stages, self._stage, self._streams = stages, stage, streams
-        self._gradients, self._recording, self._losses = gradients, recording, losses
-        self._copies, self._has_loss = copies, mesh.rank == mesh.loss_rank
+    def __init__(self, context: StepContext, stage: Stage, evaluates: Step, copies: WeightCopies | None) -> None:
+        self._module, self._mesh, self._device = context.module, context.mesh, context.device
+        self._stages, self._stage, self._streams = context.stages, stage, context.streams
+        self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
+        self._copies, self._has_loss = copies, self._mesh.rank == self._mesh.loss_rank
         self.evaluate = evaluates.evaluate
-        self._mean = ReplicaMean(mesh, device)
+        self._mean = ReplicaMean(self._mesh, self._device)
         self._schedule: Schedule | None = None
         self._passes: Passes | None = None
         self._outcome: Outcome | None = None

@@ -27,14 +27,15 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.step_logs import Recording
-from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages, Stages
+from lightning_megatron.strategy.loss.loss_checks import LossChecks
+from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
 from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
-from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.refusals import check_by_hand
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
+from lightning_megatron.strategy.step.step_context import Stages, StepContext
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
@@ -103,14 +104,15 @@ class StepEngine:
         self._stages, self.has_stages = stages, stage is not None
         self.recording = Recording(module, check, take)
         shared = self.model_gradients, self.recording, self.losses
-        self._in_parts = ScheduledStep(module, mesh, device, stages, streams, options, *shared, layers)
+        self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
+        self._in_parts = ScheduledStep(self._context)
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
-            self.whole = PlainStep(module, mesh, device, *shared, copies, self._in_parts.mixing)
-        elif not module.automatic_optimization and isinstance(stages, SeveralStages):
+            self.whole = PlainStep(self._context, copies, self._in_parts.cuts.mixing)
+        elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
-            self.whole = StepByHand(module, mesh, device, stages, stage, streams, *shared, self._in_parts, copies)
+            self.whole = StepByHand(self._context, stage, self._in_parts, copies)
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
@@ -137,7 +139,7 @@ class StepEngine:
     @property
     def schedules(self) -> dict[tuple[int, bool], Schedule]:
         """Schedules that were run, by number of micro-batches and whether only forwards ran."""
-        return dict(self._in_parts.schedules)
+        return dict(self._context.schedules)
 
     def note_trained(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Say that all stages hold the same copies of trained parts, and which parameters an optimizer updates."""

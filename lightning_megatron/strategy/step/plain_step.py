@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
-from lightning_megatron.data_parallel.model_gradients import ModelGradients
-from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
-from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
-from lightning_megatron.strategy.step.losses import LossChecks
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+from lightning_megatron.strategy.step.step_context import StepContext
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -29,39 +24,27 @@ class PlainStep:
     """Runs the user's step on whole batches; see :class:`~lightning_megatron.strategy.step.step.Step`.
 
     Args:
-        module: the user's module, not cut.
-        mesh: the grid, with one stage.
-        device: this rank's device.
-        gradients: of the module.
-        recording: of the logs.
-        losses: looked at here.
+        context: what steps run on, with one stage.
         copies: weights that tensor-parallel ranks hold whole, looked at where a step has updated them itself.
         mixing: tries whether a mixture's loss is one of the whole batch.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
-        mesh: ParallelMesh,
-        device: torch.device,
-        gradients: ModelGradients,
-        recording: Recording,
-        losses: LossChecks,
+        context: StepContext,
         copies: WeightCopies | None = None,
         mixing: MixingTrials | None = None,
     ) -> None:
-        self._module = module
-        self._device = device
+        self._module, self._device, mesh = context.module, context.device, context.mesh
         self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
         self._alone = mesh.layout.data == 1
-        self._gradients = gradients
-        self._recording = recording
-        self._losses, self._copies, self._mixing = losses, copies, mixing
-        self._mean = ReplicaMean(mesh, device)
+        self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
+        self._copies, self._mixing = copies, mixing
+        self._mean = ReplicaMean(mesh, self._device)
         self._outcome: Outcome | None = None
         self._awaits_backward = False
         self._window = Window()
-        self._backwards = BackwardsByHand(self._summing, lambda: gradients.shows_parts())
+        self._backwards = BackwardsByHand(self._summing, lambda: self._gradients.shows_parts())
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward of one batch; the output keeps its graph."""

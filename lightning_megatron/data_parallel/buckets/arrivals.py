@@ -1,0 +1,44 @@
+"""Autograd's hooks that tell when the gradient of a parameter has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
+
+
+class ArrivalHook:
+    """Autograd's post-accumulate hook of one parameter.
+
+    Once the gradient accumulates in place, the hook has nothing to do until the last micro-batch. It unregisters itself
+    until then, as one call per parameter and micro-batch costs more than a small layer.
+
+    Args:
+        arrived: told of the gradient, by bucket and place; says whether the hook may sleep.
+        bucket: of the parameter.
+        index: its place there.
+    """
+
+    def __init__(self, arrived: Callable[[Bucket, int], bool], bucket: Bucket, index: int) -> None:
+        self._arrived, self._bucket, self._index = arrived, bucket, index
+        self._parameter = bucket.parameters[index]
+        self._handle = self._parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self._arrived(self._bucket, self._index):
+            self._others().pop(self._handle.id, None)
+
+    def wake(self) -> None:
+        """Register the hook again, behind all other hooks of the parameter."""
+        self._others()[self._handle.id] = self
+
+    def remove(self) -> None:
+        """Remove the hook for good."""
+        self._handle.remove()
+
+    def _others(self) -> dict[int, Any]:
+        hooks: dict[int, Any] = self._parameter._post_accumulate_grad_hooks
+        return hooks

@@ -1,0 +1,79 @@
+"""The user's step as micro-batches run it: its logs are told what they count, and it writes once per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.loss.cuts import Cut
+from lightning_megatron.strategy.loss.traces import LastStageWrites
+
+
+class Recorded:
+    """The user's step, telling the recorder which micro-batch its logs belong to."""
+
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        recorder: LogRecorder,
+        parts: Sequence[Any],
+        cut: Cut,
+        writes: LastStageWrites,
+        chunks: int,
+    ) -> None:
+        self._call, self._recorder, self._writes = call, recorder, writes
+        self._chunks, self._left = chunks, [chunks] * len(parts)
+        self._weights = cut.weights
+        self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
+        self._counters = cut.counters if len(cut.counters) else None
+        if self._counters is not None:
+            self._counters.begin()
+
+    def __call__(self, part: Any, index: int) -> Any:
+        if self._counters is not None:
+            self._counters.put_back(self._chunks - self._left[index])
+        self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
+        self._left[index] -= 1
+        with self._writes.undone() if self._left[index] else nullcontext():
+            return self._call(part)
+
+
+class RecordedAround:
+    """The user's step on a whole batch, of which the layers run in micro-batches: it writes and logs once."""
+
+    def __init__(
+        self,
+        call: Callable[[Any], Any],
+        recording: Recording,
+        recorder: LogRecorder,
+        cut: Cut,
+        writes: tuple[LastStageWrites, LastStageWrites],
+        *,
+        reaches_end: bool,
+    ) -> None:
+        self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
+        self._counters, self._weight, self._reaches_end = cut.counters, cut.weights[0], reaches_end
+        self._turns = [0] * len(cut.layers)
+        self._counters.begin()
+
+    def layers(self, part: Any, index: int) -> Any:
+        """On a micro-batch, for its layers."""
+        self._counters.put_back(self._turns[index])
+        self._turns[index] += 1
+        with self._writes[0].undone(), self._recording.aside():
+            return self._call(part)
+
+    def before(self, batch: Any, _: int) -> Any:
+        """On the whole batch, up to the layers."""
+        if not self._reaches_end:
+            return self._call(batch)
+        with self._writes[1].undone(), self._recording.aside():
+            return self._call(batch)
+
+    def behind(self, batch: Any, _: int) -> Any:
+        """On the whole batch, from the layers' output on."""
+        self._recorder.begin_micro_batch(self._weight, self._weight)
+        return self._call(batch)

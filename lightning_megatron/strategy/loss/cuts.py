@@ -1,0 +1,169 @@
+"""Into which micro-batches a batch of training is cut, and what each of them counts in the loss of the batch.
+
+What the user says goes first (``micro_batch_loss_weight=``, ``whole_batch_loss=``), then what the step's code shows (it
+may return ``None``, it calls the layers again), then what trials of the step find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
+from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
+from lightning_megatron.strategy.generation.repeats import Repeats
+from lightning_megatron.strategy.loss.mixing import MixingTrials
+from lightning_megatron.strategy.loss.skips import Asks, Skips
+from lightning_megatron.strategy.loss.traces import Counters
+from lightning_megatron.strategy.loss.tries import LossTrials
+from lightning_megatron.strategy.loss.weighing import Counted
+from lightning_megatron.strategy.step.step_context import StepContext
+
+
+@dataclass
+class Cut:
+    """What the micro-batches of a batch count.
+
+    Attributes:
+        weights: in means.
+        total: of the weights, over all replicas.
+        logs: how logged values combine, where that is known.
+        counters: put back before each of them.
+        sums: whether their losses are added up.
+        layers: the micro-batches in which layers run, where the loss is one of the whole batch.
+    """
+
+    weights: list[float]
+    total: float = 1.0
+    logs: Mapping[str, str] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    sums: bool = False
+    layers: list[Any] = field(default_factory=list)
+
+
+class Cuts:
+    """Cuts the batches of a run.
+
+    Args:
+        context: what steps run on.
+
+    Attributes:
+        mixing: tries whether a mixture's loss is one of the whole batch.
+        trials: of the loss.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context, self._options, self._stages = context, context.options, context.stages
+        self._layout = context.mesh.layout
+        self._uncut: dict[int, int] = {}
+        self._probed = False
+        self._skips = Skips(context.module, alone=self._layout.data == 1)
+        self.trials = LossTrials(context)
+        self.mixing = MixingTrials(context)
+
+    def candidates(self, batch: Any) -> list[Any]:
+        """The micro-batches of ``micro_batch_size=``; the batch, where the user has said that it stays whole."""
+        if self._options.whole_batch_loss is True and not self._stages.may_run_around:
+            return [batch]
+        return self.split(batch, self._options.micro_batch_size, alike=True)
+
+    def split(self, batch: Any, chosen: int | str, *, alike: bool = False) -> list[Any]:
+        """A batch in micro-batches of a chosen size, or of one found by the number of stages.
+
+        Args:
+            batch: the whole.
+            chosen: samples of a micro-batch, or "auto".
+            alike: whether to refuse tensors that are not cut because they have no sample in each row.
+        """
+        size = batch_size_of(batch)
+        part = auto_micro_batch_size(size, self._layout.pipeline) if chosen == "auto" else int(chosen)
+        if alike and part < size:
+            check_alike(batch, size, self._uncut)
+        return split_batch(batch, part)
+
+    def choose(self, call: Callable[[Any], Any], batch: Any, split: list[Any], *, first: bool) -> tuple[list[Any], Cut]:
+        """The micro-batches in which a batch runs, and what they count; tries the step where need be.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            batch: equal on all stages of a replica.
+            split: what :meth:`candidates` gives for it.
+            first: whether no gradients have been collected for the next update.
+        """
+        parts, cut = self._cut(call, batch, split)
+        if self.mixing.mixes(call, batch, split, first=first) and len(parts) > 1:
+            self.trials.keep_whole()
+            parts, cut = self._cut(call, batch, split)
+        return parts, cut
+
+    def asks(self, parts: Sequence[Any]) -> Asks | None:
+        """What tells the stages that a step leaves its batch out; ``None`` where no step does."""
+        if not self._skips.may or len(parts) > 1:
+            return None
+        return self._skips.asks(self._stages.share, self._context.device)
+
+    def weights(self, parts: Sequence[Any]) -> list[float]:
+        """Weight of each micro-batch in the means of this replica."""
+        weight_of = self._options.loss_weight
+        return [float(weight_of(part) if weight_of is not None else batch_size_of(part)) for part in parts]
+
+    def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], Cut]:
+        """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
+        whole, replicas = self._options.whole_batch_loss, self._layout.data
+        repeats = self._stages.repeats
+        if repeats is not None and self._repeats(repeats, call, parts):
+            parts = [batch] if whole and self._options.loss_weight is None else parts
+            weights = self.weights(parts)
+            return parts, Cut(weights, self._over_replicas(weights, self._options.loss_weight is not None))
+        if self._skips.may and whole and len(parts) > 1:
+            if whole == "auto":
+                self._skips.say(len(parts), self._layout.pipeline)
+            return [batch], Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
+        logs: Mapping[str, str] = {}
+        counters, sums = Counters(), False
+        weigh: Callable[[Any], float] | None = self._options.loss_weight
+        layers: list[Any] = []
+        if whole and weigh is None and (len(parts) > 1 or self.trials.reading.fits):
+            read = self.trials.read(call, batch, parts) if len(parts) > 1 else self.trials.reading
+            if repeats is not None and self.trials.again:
+                repeats.note("training_step")
+                return self._cut(call, batch, parts)
+            if read.whole:
+                layers, parts = parts if self.trials.around and len(parts) > 1 else [], [batch]
+                counters = self.trials.counters.of_layers()
+            else:
+                logs, counters, sums = read.logs, self.trials.counters, read.way == "sum"
+                weigh = read.way if isinstance(read.way, Counted) else None
+        elif len(parts) > 1:
+            self.trials.say_statistics()
+        if sums:
+            return parts, Cut([1.0] * len(parts), float(replicas), logs, counters, sums)
+        weights = [float((weigh or batch_size_of)(part)) for part in parts]
+        if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
+            parts, weights = [batch], [sum(weights) or 1.0]
+        return parts, Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters, layers=layers)
+
+    def _repeats(self, repeats: Repeats, call: Callable[[Any], Any], parts: Sequence[Any]) -> bool:
+        """Whether the training step calls the layers more than once, as far as is known; tried once, if need be."""
+        tried, self._probed = self._probed, True
+        if (known := repeats.includes("training_step")) or tried:
+            return known
+        whole = self._options.whole_batch_loss and self._options.loss_weight is None and not self._skips.may
+        will_be_tried = whole and len(parts) > 1
+        module, model = self._context.module, self._context.layers[0].rpartition(".")[0]
+        if not will_be_tried and may_call_again(module, model) and calls_again(self._context, call, parts[0]):
+            repeats.note("training_step")
+        return repeats.includes("training_step")
+
+    def _over_replicas(self, weights: Sequence[float], differ: bool) -> float:
+        """The total of the weights over all replicas, so that losses divided by it add up."""
+        total, replicas = sum(weights), self._layout.data
+        if not differ or replicas == 1:
+            return total * replicas
+        shared = torch.tensor(total, dtype=torch.float64, device=self._context.device)
+        dist.all_reduce(shared, group=self._context.mesh.group("data_parallel"))
+        return float(shared)

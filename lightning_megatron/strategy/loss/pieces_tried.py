@@ -1,0 +1,120 @@
+"""What a trial of the loss runs: some neighbouring micro-batches, two of them at once, and the user's step on each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
+from lightning_megatron.strategy.loss.traces import Name, Traces, judge
+from lightning_megatron.strategy.loss.weighing import candidates
+from lightning_megatron.strategy.step.step_context import Stages
+
+_PARTS = 5  # most micro-batches that are tried
+_FEW = 4  # samples at once, of fewer of which some losses look like means
+
+
+class Joins:
+    """What a trial runs: some neighbouring micro-batches, each two neighbours at once, and four if two are too few.
+
+    Args:
+        batch: the whole.
+        parts: its micro-batches, two or more.
+
+    Attributes:
+        pieces: in the order in which they run.
+        joins: place of two or four at once among the pieces -> places of the one, the other, ...
+    """
+
+    def __init__(self, batch: Any, parts: Sequence[Any]) -> None:
+        start = max(0, min(_pair(batch, parts) - 1, len(parts) - _PARTS))
+        ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
+        self.pieces = [parts[start]]
+        self.joins: dict[int, tuple[int, ...]] = {}
+        for index in range(start + 1, min(start + _PARTS, len(parts))):
+            last = len(self.pieces)
+            before = 0 if last == 1 else last - 2
+            self.pieces += [parts[index], samples_of(batch, ends[index - 1], ends[index + 1])]
+            self.joins[last + 1] = (before, last)
+        if len(parts) > 2 and ends[start + 2] - ends[start] < _FEW:
+            singles = [0, *(places[-1] for places in self.joins.values())][:_FEW]
+            self.joins[len(self.pieces)] = tuple(singles)
+            self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
+        self.pieces = [map_tensors(piece, torch.clone) for piece in self.pieces]
+
+
+class Tried:
+    """The user's step on the pieces of a trial; leaves nothing behind.
+
+    Attributes:
+        failed: why it does not run on one of them, as far as the code behind the layers is concerned; or "".
+    """
+
+    def __init__(
+        self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: Joins, stages: Stages
+    ) -> None:
+        self._call, self._recording, self.traces, self._joins = call, recording, traces, joins.joins
+        self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
+        self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
+        self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
+        self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
+
+    def __call__(self, part: Any, index: int) -> Any:
+        try:
+            eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+            with self._recording.step() as recorder, self.draws.run(index), eager:
+                self._recorders[index] = recorder
+                return map_tensors(self._call(part), torch.detach)
+        except Exception as error:
+            if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
+                raise
+            self.failed = self.failed or f"{type(error).__name__}: {error}"
+            return torch.tensor(math.nan, dtype=torch.float64)
+        finally:
+            with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                changes = self.traces.changes()
+                self.traces.put_back()
+            self._changes[index] |= changes
+            for name in changes:
+                self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
+            self._runs[index] += 1
+
+    def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
+        """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
+        joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._joins.items()]
+        return judge(joins, layers, self.traces.buffers)
+
+    def turn(self, name: Name, layers: Sequence[str]) -> int | None:
+        """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
+        layer, or in each of them, by the code around the layers (``None``).
+        """
+        return self._turns[name] if name[0] in Parts(layers) else None
+
+    def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
+        """What was logged as numbers, run by run."""
+        for recorder in self._recorders:
+            logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
+            plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
+            yield {name: float(row[0]) for name, row in plain}
+
+
+def _pair(batch: Any, parts: Sequence[Any]) -> int:
+    """The first of two neighbouring micro-batches that have as unlike numbers of targets as any."""
+    best, place = 0.0, 0
+    for way in candidates(batch, *parts):
+        counts = [way(part) / batch_size_of(part) for part in parts]
+        for index, (one, other) in enumerate(pairwise(counts)):
+            unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else 0.0
+            if way.ignored == -100:
+                unlike *= math.e  # torch's own mark for what is no target goes before a token that may be one
+            if unlike > best + 1e-9:
+                best, place = unlike, index
+    return place

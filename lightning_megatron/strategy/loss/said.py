@@ -1,0 +1,100 @@
+"""What the user is told of how a batch is cut and weighed: a line where the answer is not the mean over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_megatron.strategy.loss.weighing import Finding, Reading
+
+
+def say_statistics(module: nn.Module, layers: Iterable[str]) -> None:
+    """One line about layers that compute over what they see of a batch; for runs that are not tried."""
+    for name in layers:
+        for path, child in module.get_submodule(name).named_modules(prefix=name):
+            if isinstance(child, _BatchNorm) or type(child).__name__ == "_SpectralNorm":
+                rank_zero_info(
+                    f"`{path}` ({type(child).__name__.lstrip('_')}), and whatever else in the layers computes "
+                    "statistics in each forward, does so micro-batch by micro-batch; `whole_batch_loss=True` lets "
+                    "it see whole batches."
+                )
+                return
+
+
+def say_around(found: Finding, now: Reading, parts: int) -> None:
+    """One line where layers run in micro-batches, and the code around them on the whole batch.
+
+    Args:
+        found: by the trial.
+        now: what is known with it.
+        parts: how many micro-batches a batch has.
+    """
+    rank_zero_info(
+        f"{_why_whole(found, now)}. So that the step is that of one process, the layers run in {parts} micro-batches, "
+        "and the code before and behind them once on the whole batch: all forwards, then all backwards, with the "
+        f"activations of all {parts} micro-batches."
+    )
+
+
+def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stages: int, apart: str) -> None:
+    """One line about what differs from the mean over samples, and one about logged values.
+
+    Args:
+        before: what was known before the trial.
+        found: by it.
+        now: what is known with it.
+        parts: how many micro-batches a batch has.
+        stages: of the pipeline.
+        apart: why the layers cannot run in micro-batches where the loss is one of the whole batch; or "".
+    """
+    if now.whole:
+        idle = f", in which each of the {stages} stages is busy a {stages}th of the time" if stages > 1 else ""
+        idle += f" (its layers cannot run in micro-batches: {apart})" if apart else ""
+        rank_zero_info(
+            f"{_why_whole(found, now)}. So that the step is that of one process, each batch runs whole{idle}, with the "
+            f"activations of all {parts} micro-batches. A loss that is a mean over samples, or "
+            "`micro_batch_loss_weight=...`, lets it run in micro-batches; `whole_batch_loss=False` takes the mean of "
+            "their losses as it is."
+        )
+        return
+    if now.way != (before.way if before.fits else None):
+        what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
+        how = "added up" if now.way == "sum" else "weighted by their number of these"
+        rank_zero_info(f"the loss of `training_step` is {what}: micro-batches are {how}.")
+    new = [key for key, how in now.logs.items() if not how and before.logs.get(key)]
+    new += [key for key, how in now.logs.items() if not how and key not in before.logs]
+    if new:
+        rank_zero_info(
+            f"what `self.log` is given as {', '.join(f'`{key}`' for key in new)} for a batch is not made of what "
+            "its micro-batches give; the mean of theirs is logged. Log a torchmetrics object, or pass "
+            "`whole_batch_loss=True`."
+        )
+
+
+def warn_of_earlier_steps(steps: int) -> None:
+    """Say that steps before may have differed from those of one process.
+
+    Args:
+        steps: how many there were.
+    """
+    rank_zero_warn(
+        f"up to step {steps} the micro-batches' losses could not be told from those of a mean over their samples; "
+        "those steps may differ from the steps of one process. Pass `whole_batch_loss=True`."
+    )
+
+
+def _why_whole(found: Finding, now: Reading) -> str:
+    if now.stays:
+        return "`whole_batch_loss=True`"
+    if now.writes:
+        return f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
+    if found.failed:
+        return f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
+    whole, mean = found.numbers
+    return (
+        f"the loss of `training_step` is {whole:.6g} for two micro-batches at once, and {mean:.6g} as the mean of "
+        "their losses"
+    )

@@ -1,0 +1,223 @@
+"""Trying a step on parts of a batch before it is run, to learn what the loss of the batch is made of.
+
+Some neighbouring micro-batches, and each two of them at once, go through the pipeline, forward only, with the same
+random numbers for the same samples, and what the step writes and logs is put back and forgotten::
+
+    trial      F0 F1 F01 F2 F12 ...    losses of each, and of two    ──▶ how to weigh; or keep the batch whole
+    step       F0 B0 F1 B1 ...         as found
+
+Two at once, and not all: a trial holds no more than a step would. Several times two: a loss divided by the number of
+its positives looks like a mean where two micro-batches have as many. And four where a micro-batch is one sample.
+
+It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
+the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
+and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
+from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.logs.step_logs import StepLogs
+from lightning_megatron.strategy.loss.apart import AroundTrial
+from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
+from lightning_megatron.strategy.loss.traces import Counters, Traces
+from lightning_megatron.strategy.loss.weighing import Counted, Finding, Part, Reading, candidates, find
+from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.step.step_context import StepContext
+
+_AGAIN = 8  # factor between the steps at which it is tried anyhow
+_UNSETTLED = 16  # steps in which equal losses are tried again
+
+
+class LossTrials:
+    """What is known of the losses of a run.
+
+    Args:
+        context: what steps run on.
+
+    Attributes:
+        reading: what the loss is made of, as far as it was seen.
+        counters: values that a step writes once per batch.
+        around: whether layers may run in micro-batches where the loss is one of the whole batch.
+        again: whether the step was seen to call the layers again.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context, self._mesh, self._device = context, context.mesh, context.device
+        self._module, self._layers, self._recording = context.module, context.layers, context.recording
+        self._stages, self._streams = context.stages, context.streams
+        self._schedule = partial(context.schedule, forward_only=True)
+        self._steps, self._next = 0, 1
+        self._looks: set[Any] = set()
+        self._keys: set[str] = set()
+        self._new_keys, self._fresh = False, False
+        self.reading = Reading(stays=context.options.whole_batch_loss is True)
+        self.counters = Counters()
+        self.around, self._apart, self.again = False, "", False
+
+    def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
+        """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            batch: equal on all stages of a replica.
+            parts: its micro-batches, two or more.
+        """
+        self._steps += 1
+        if not self.reading.whole or self._steps == 1 or self.around or self.reading.opaque:
+            why = self._due(batch, parts)
+            if why:
+                self._try(call, batch, parts, why)
+        return self.reading
+
+    def keep_whole(self) -> None:
+        """Say that the loss is one of the whole batch, in layers and behind them."""
+        self.reading, self.around = replace(self.reading, stays=True), False
+
+    def note_logged(self, names: Sequence[str]) -> None:
+        """Say what a step has logged, on every stage alike."""
+        if not self._keys.issuperset(names):
+            self._new_keys = not self._fresh
+            self._keys.update(names)
+        self._fresh = False
+
+    def _due(self, batch: Any, parts: Sequence[Any]) -> str:
+        """Why the step has to be tried on this batch; "" if it need not be."""
+        look = _look_of(batch)
+        if look not in self._looks:
+            self._looks.add(look)
+            return "look"
+        if self._steps >= self._next:
+            return "time"
+        if self.reading.whole and not self.reading.opaque:
+            return ""
+        if self._new_keys or (not self.reading.settled and self._steps <= _UNSETTLED):
+            return "keys"
+        counts = list(self.reading.open())
+        if not counts:
+            return ""
+        differs = torch.tensor(int(_weighs_otherwise(counts, self.reading.way, batch, parts)), device=self._device)
+        if self._mesh.layout.data > 1:
+            differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
+        return "counts" if int(differs) else ""
+
+    def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
+        joins = Joins(batch, parts)
+        if self._steps >= self._next:
+            self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
+        self._new_keys, self._fresh = False, True
+        tried = Tried(call, self._recording, Traces(self._module), joins, self._stages)
+        step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
+        checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
+        with self._streams.trial(), self._stages.running(*checked, training=False) as executor:
+            executor.run(step)
+        names, writes = tried.written(self._layers)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
+        self._stages.settle()
+        before, found = self.reading, outcome.output
+        if isinstance(found, StartOver):
+            self.again = True
+            return
+        inside = writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
+        alone = self._stages.may_run_around and not inside
+        told = objects.gather((writes, alone, tried.draws.narrow), self._mesh.group("world"))
+        found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))
+        self.reading = before.after(found)
+        self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
+        could, self.around = self.around, False
+        if self.reading.whole and all(alone for _, alone, _ in told):
+            tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
+            self._apart = self._try_around(call, *tells)
+            self.around = not self._apart
+        if not (could and self.around) and not (before.opaque and self.reading.opaque):
+            self._say(before, found, len(parts), why)
+
+    def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
+        """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
+        tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule)
+        with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
+            tried.run(executor)
+
+        def judged() -> Outcome:
+            why = tried.verdict(self._device, lambda loss: _narrowest(loss, self._device))
+            return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=[why])
+
+        why = self._stages.outcome(judged, TRIAL).output[0]
+        self._stages.settle()
+        return next(filter(None, objects.gather(tried.failed or why, self._mesh.group("world"))), "")
+
+    def _found(self, step: PipelineStep, tried: Tried, joins: Joins) -> Outcome:
+        """The finding of all replicas, on the stage that computes the loss."""
+        outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
+        runs = [
+            Part(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
+            for output, logs in zip(outputs, tried.logs(self._device), strict=True)
+        ]
+        findings = []
+        for both, pair in joins.joins.items():
+            parts = [joins.pieces[index] for index in pair]
+            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
+            sizes = [float(batch_size_of(part)) for part in parts]
+            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
+        found = replace(findings[0].joined(findings[1:]), failed=tried.failed)
+        for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
+            first, *others = objects.gather(found, self._mesh.group(axis))
+            found = first.joined(others)
+        return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=found)
+
+    def say_statistics(self) -> None:
+        """Say once which layers compute over what they see of a batch; for runs that are not tried."""
+        layers, self._layers = self._layers, ()
+        say_statistics(self._module, layers)
+
+    def _say(self, before: Reading, found: Finding, parts: int, why: str) -> None:
+        if self.reading.whole and self.around:
+            say_around(found, self.reading, parts)
+            return
+        say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
+        if self.reading.whole and before.settled and before.fits and why in ("time", "keys"):
+            warn_of_earlier_steps(self._steps - 1)
+
+
+def _look_of(batch: Any) -> Any:
+    """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
+    size = batch_size_of(batch)
+    return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))
+
+
+def _narrowest(loss: Tensor, device: torch.device) -> torch.dtype:
+    """Type of the loss, or that in which layers compute under autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else loss.dtype
+
+
+def _weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether counting would give the micro-batches of this batch other weights than those in use."""
+    tensors = tensors_of(batch)
+    places = dict.fromkeys((way.place, way.ignored) for way in ways)
+    if isinstance(used, Counted):
+        places[used.place, used.ignored] = None
+    if not any(bool((tensors[place] == ignored).any()) for place, ignored in places):
+        return False
+    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
+    weights = _shares([weigh(part) for part in parts])
+    return any(_shares([way(part) for part in parts]) != weights for way in ways)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [round(weight / total, 9) for weight in weights] if total else []
