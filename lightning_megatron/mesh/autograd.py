@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,24 @@ import torch
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread, so that a module called now is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_behind(nodes: Iterable[Any], stops: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """The nodes of an autograd graph from which ``nodes`` were computed, each once, with ``nodes`` themselves.
+
+    Args:
+        nodes: such as ``grad_fn`` of some tensors; ``None`` for one that has no graph.
+        stops: whether what is behind a node is left out.
+    """
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not stops(node):
+            waiting += [following for following, _ in node.next_functions]
 
 
 _depth = 0

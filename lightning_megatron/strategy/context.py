@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.context_parallel.region import check_options
-from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_CONTEXT = {
     "sequence_parallel": False,
@@ -30,14 +29,9 @@ def check_context(options: Any) -> None:
         ValueError: with both options.
     """
     size = options.context_parallel_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"`context_parallel_size={size!r}` must be an integer of at least 1.")
-    for name, only in _WITHOUT_CONTEXT.items() if size > 1 else ():
-        if getattr(options, name) != only:
-            raise ValueError(
-                f"`context_parallel_size={size}` does not go together with `{name}={getattr(options, name)!r}`; use "
-                f"`{name}={only!r}`, or `context_parallel_size=1`."
-            )
+    check_size("context_parallel_size", size)
+    if size > 1:
+        check_options_with(f"context_parallel_size={size}", options, _WITHOUT_CONTEXT, "context_parallel_size=1")
     check_options(size, options.context_parallel_options)
 
 
@@ -49,14 +43,12 @@ def check_context_run(size: int, precision: str, module: pl.LightningModule) -> 
     """
     if size == 1:
         return
-    wrong = None
+    given = f"context_parallel_size={size}"
     if precision not in ("32-true", "64-true"):
-        wrong = f"`precision={precision!r}`: it computes in '32-true' and '64-true'"
-    elif not module.automatic_optimization:
-        wrong = "`automatic_optimization=False`: gradients taken inside of a step are those of a rank's own tokens"
-    elif splits_itself(module):
-        wrong = "a module whose own `configure_model` has split it"
-    elif any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
-        wrong = "`torch.compile`: compiled code does not see that a tensor's tokens are split"
-    if wrong is not None:
-        raise MisconfigurationException(f"`context_parallel_size={size}` does not go together with {wrong}.")
+        refuse_with(given, f"`precision={precision!r}`: it computes in '32-true' and '64-true'")
+    check_module_with(
+        given,
+        module,
+        by_hand="gradients taken inside of a step are those of a rank's own tokens",
+        compiled="compiled code does not see that a tensor's tokens are split",
+    )

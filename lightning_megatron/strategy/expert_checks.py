@@ -10,12 +10,12 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ExpertGroups
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_EXPERTS = {
     "tensor_parallel_size": 1,
@@ -37,16 +37,11 @@ def check_experts(options: Any) -> None:
         ValueError: with both options.
     """
     size = options.expert_parallel_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"`expert_parallel_size={size!r}` must be an integer of at least 1.")
+    check_size("expert_parallel_size", size)
     if options.expert_balance not in (None, "replica"):
         raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None or 'replica'.")
-    for name, only in _WITHOUT_EXPERTS.items() if size > 1 else ():
-        if getattr(options, name) != only:
-            raise ValueError(
-                f"`expert_parallel_size={size}` does not go together with `{name}={getattr(options, name)!r}`; use "
-                f"`{name}={only!r}`, or `expert_parallel_size=1`."
-            )
+    if size > 1:
+        check_options_with(f"expert_parallel_size={size}", options, _WITHOUT_EXPERTS, "expert_parallel_size=1")
 
 
 def check_expert_ranks(size: int, layout: Layout) -> None:
@@ -71,21 +66,22 @@ def check_expert_run(size: int, trainer: pl.Trainer, module: pl.LightningModule)
     """
     if size == 1:
         return
-    precision, wrong = str(trainer.precision_plugin.precision), None
+    precision, given = str(trainer.precision_plugin.precision), f"expert_parallel_size={size}"
     if precision not in _PRECISIONS:
-        wrong = f"`precision={precision!r}`: it computes in {', '.join(map(repr, _PRECISIONS))}"
-    elif not module.automatic_optimization:
-        wrong = "`automatic_optimization=False`: gradients taken inside of a step are those of a rank's own experts"
-    elif splits_itself(module):
-        wrong = "a module whose own `configure_model` has split it"
-    elif any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
-        wrong = "`torch.compile`: how many tokens a rank's experts get is not known when code is compiled"
-    elif any(isinstance(callback, ModelPruning) for callback in getattr(trainer, "callbacks", ())):
-        wrong = "ModelPruning: it puts masks in the place of weights, of which every rank has its own experts' only"
-    elif noisy := _jitter(module):
-        wrong = f"`{noisy}`: noise on what the router sees is drawn by each rank for its own tokens; set it to 0"
-    if wrong is not None:
-        raise MisconfigurationException(f"`expert_parallel_size={size}` does not go together with {wrong}.")
+        refuse_with(given, f"`precision={precision!r}`: it computes in {', '.join(map(repr, _PRECISIONS))}")
+    check_module_with(
+        given,
+        module,
+        by_hand="gradients taken inside of a step are those of a rank's own experts",
+        compiled="how many tokens a rank's experts get is not known when code is compiled",
+    )
+    if any(isinstance(callback, ModelPruning) for callback in getattr(trainer, "callbacks", ())):
+        masks = "it puts masks in the place of weights, of which every rank has its own experts' only"
+        refuse_with(given, f"ModelPruning: {masks}")
+    if noisy := _jitter(module):
+        refuse_with(
+            given, f"`{noisy}`: noise on what the router sees is drawn by each rank for its own tokens; set it to 0"
+        )
 
 
 def _jitter(module: pl.LightningModule) -> str:

@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, watches_weights
+from lightning_megatron.strategy.together import check_module_with, check_options_with, refuse_with
 
 _WITHOUT = {
     "tensor_parallel_size": 1,
@@ -48,12 +48,8 @@ def check_weight_sharding(options: Any) -> None:
     sharding = options.weight_sharding
     if not isinstance(sharding, bool):
         raise ValueError(f"`weight_sharding={sharding!r}` must be True or False.")
-    for name, only in _WITHOUT.items() if sharding else ():
-        if getattr(options, name) != only:
-            raise ValueError(
-                f"`weight_sharding=True` does not go together with `{name}={getattr(options, name)!r}`; use "
-                f"`{name}={only!r}`, or `weight_sharding=False`."
-            )
+    if sharding:
+        check_options_with("weight_sharding=True", options, _WITHOUT, "weight_sharding=False")
     if sharding and options.optimizer_sharding is False:
         raise ValueError(
             "`weight_sharding=True` needs `optimizer_sharding`: a replica updates the part of the weights that it "
@@ -69,21 +65,20 @@ def check_sharded_weights(sharding: bool, trainer: pl.Trainer, module: pl.Lightn
     """
     if not sharding:
         return
-    wrong = None
+    given = "weight_sharding=True"
     if layout.data == 1:
-        wrong = f"one replica: {layout.world_size} devices make {layout.pipeline} stages; use more devices"
-    elif splits_itself(module):
-        wrong = "a module whose own `configure_model` has split it; leave that to the strategy"
-    elif not module.automatic_optimization:
-        wrong = "`automatic_optimization=False`: a step of your own may update weights while a layer needs them"
-    elif takes_second_gradients(module):
-        wrong = "`create_graph=True`: gradients of gradients need weights that have been freed"
-    elif any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
-        wrong = "`torch.compile`: compiled code does not wait for weights"
-    elif Stage.of(module) is None and (said := _without_layers(module)) is not None:
-        wrong = f"a module without a list of layers, whose weights it would share out: {said}"
-    if wrong is not None:
-        raise MisconfigurationException(f"`weight_sharding=True` does not go together with {wrong}; or leave it out.")
+        devices = f"{layout.world_size} devices make {layout.pipeline} stages"
+        refuse_with(given, f"one replica: {devices}; use more devices")
+    check_module_with(
+        given,
+        module,
+        by_hand="a step of your own may update weights while a layer needs them",
+        compiled="compiled code does not wait for weights",
+    )
+    if takes_second_gradients(module):
+        refuse_with(given, "`create_graph=True`: gradients of gradients need weights that have been freed")
+    if Stage.of(module) is None and (said := _without_layers(module)) is not None:
+        refuse_with(given, f"a module without a list of layers, whose weights it would share out: {said}")
 
 
 def _without_layers(module: pl.LightningModule) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megatron.mesh.autograd import graph_behind
 from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.reading.kinds import is_attention, is_table
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
@@ -230,17 +231,9 @@ class Nodes:
         """Names of the nearest layers before ``nodes``, and ids of the parameters used on the way."""
         sources: set[str] = set()
         parameters: set[int] = set()
-        seen, stack = set(), list(nodes)
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
+        for node in graph_behind(nodes, self._owner.__contains__):
             if node in self._owner:
                 sources.add(self._owner[node])
-                continue
-            variable = getattr(node, "variable", None)
-            if variable is not None:
+            elif (variable := getattr(node, "variable", None)) is not None:
                 parameters.add(id(variable))
-            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
         return sources, parameters

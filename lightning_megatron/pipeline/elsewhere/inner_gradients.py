@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.autograd import graph_behind
+
 _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
@@ -63,14 +65,7 @@ def _begins_elsewhere(tensor: Tensor, received: Sequence[Tensor]) -> bool:
     if any(tensor is other for other in received):
         return True
     starts = {id(other.grad_fn) for other in received if other.grad_fn is not None}
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if id(node) in starts or any(variable is other for other in received):
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    return any(
+        id(node) in starts or any(getattr(node, "variable", None) is other for other in received)
+        for node in graph_behind([tensor.grad_fn])
+    )

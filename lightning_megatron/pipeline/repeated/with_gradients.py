@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.whole.base import WholeTensor
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.autograd import graph_behind, in_backward
 from lightning_megatron.mesh.key_value_caches import is_cache
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
@@ -234,12 +234,7 @@ class TrainingFollower(CallFollower):
             RuntimeError: they lead to a call of this stage, or to a parameter whose gradient is taken from here.
         """
         away = [tensor for tensor in tensors if tensor.__class__ is Away]
-        waiting, seen = [tensor.grad_fn for tensor in away], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in graph_behind((tensor.grad_fn for tensor in away), lambda node: hasattr(node, "told")):
             call = getattr(node, "told", None)
             if getattr(call, "owner", None) == self._stage or id(getattr(node, "variable", None)) in self._mine:
                 source = source_of(away) or Source(what)
@@ -248,8 +243,6 @@ class TrainingFollower(CallFollower):
                     "which another pipeline stage has, and on what this stage computes, whose gradient would need "
                     f"its numbers. {source.remedy()}"
                 )
-            if call is None:
-                waiting += [following for following, _ in node.next_functions]
 
 
 class _Call:
