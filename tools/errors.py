@@ -24,6 +24,7 @@ ROOMS = {
     "parallelize": "Tensor-parallel plans",
     "layers": "Drop-in layers",
     "context_parallel": "Long context",
+    "experts": "Experts",
     "pipeline": "Pipelines and schedules",
     "data_parallel": "Gradients and optimizers",
     "checkpoints": "Checkpoints",

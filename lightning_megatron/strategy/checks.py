@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
+from lightning_megatron.experts.balancing import is_known
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.partition import PLACES
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
@@ -212,20 +213,19 @@ def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Lay
             )
         if getattr(config, "output_router_logits", False) is not True:
             continue
-        balances = f"`{called}` has `config.output_router_logits=True`: its auxiliary loss"
-        if layout.pipeline > 1:
-            raise MisconfigurationException(
-                f"{balances} collects values from the layers of all stages. Set it to False, or use "
-                "`pipeline_parallel_size=1`."
-            )
         counts = getattr(config, "router_aux_loss_coef", None) != 0 and trainer.state.fn == TrainerFn.FITTING
-        if layout.data > 1 and counts and balance is None:
+        what = f"`{called}` has `config.output_router_logits=True`: its auxiliary loss"
+        if layout.data > 1 and counts and balance is None and not is_known(child):
             raise MisconfigurationException(
-                f"{balances} is a product of two means over the tokens of a replica, so that its mean over "
-                f"`data_parallel_size={layout.data}` replicas is not that of the whole batch. "
-                "`expert_balance='replica'` says that each replica's own is meant, as in DDP; for that of the whole "
-                "batch set it to False and add a loss of your own, on what `self.all_gather(router_logits, "
-                "sync_grads=True)` gives."
+                f"{what} is not made by a `load_balancing_loss_func(gate_logits, ...)`, so that over "
+                f"`data_parallel_size={layout.data}` replicas it would be that of each of them. "
+                "`expert_balance='replica'` says that this is meant, as in DDP; for that of the whole batch set it to "
+                "False and add a loss of your own, on what `self.all_gather(router_logits, sync_grads=True)` gives."
+            )
+        if layout.context > 1 and counts:
+            raise MisconfigurationException(
+                f"{what} is of all tokens of a sequence, of which a rank has some with `context_parallel_size="
+                f"{layout.context}`. Set it to False, or use `context_parallel_size=1`."
             )
 
 

@@ -53,7 +53,7 @@ class Options:
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         expert_parallel_size: replicas that share out the experts of mixtures, and send each other the tokens for them.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
-            each replica's, as in DDP; else it is warned of, and refused where experts are shared out.
+            each replica's, as in DDP; else it is refused, but for Hugging Face's, which are of all replicas' tokens.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).

@@ -199,15 +199,16 @@ class Pretrained(LightningModule):
 
     Args:
         family: key of `FAMILIES`.
+        more: of its configuration.
     """
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, **more: Any) -> None:
         super().__init__()
         import transformers
 
-        name, more = FAMILIES[family]
+        name, own = FAMILIES[family]
         sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0, use_cache=False, **more)
+        config = getattr(transformers, f"{family}Config")(**{**sizes, **own, **more}, pad_token_id=0, use_cache=False)
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.net = getattr(transformers, name)._from_config(config, **kinds)
 
@@ -219,6 +220,29 @@ class Pretrained(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+class Balanced(Pretrained):
+    """One that adds a balancing loss of its own, and masks some of its tokens.
+
+    Args:
+        family: key of `FAMILIES`; or ``passed`` to ask for the loss in the call only, or ``rewritten`` to make it of
+            the logits anew.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.kind = family if family in ("passed", "rewritten") else ""
+        more = {"router_aux_loss_coef": 0.5, "num_hidden_layers": 4, "output_router_logits": self.kind != "passed"}
+        super().__init__("Mixtral" if self.kind else family, **more)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mask = torch.ones_like(batch[0])
+        mask[:, -2:] = batch[1][:, -2:] % 2
+        out = self.net(input_ids=batch[0], attention_mask=mask, output_router_logits=True)
+        loss = F.cross_entropy(out.logits.double().flatten(0, 1), batch[1].flatten())
+        if self.kind == "rewritten":
+            return loss + torch.cat(out.router_logits).softmax(-1).mean(0).square().sum()
+        return loss + 0.5 * out.aux_loss
 
 
 class OneLess(Words):
@@ -326,6 +350,8 @@ def built(name: str) -> LightningModule:
     torch.manual_seed(3)
     if name.startswith("strange_"):
         return Strange(name.removeprefix("strange_"))
+    if name.startswith("balanced_"):
+        return Balanced(name.removeprefix("balanced_"))
     if name in FAMILIES:
         return Pretrained(name)
     return MODULES.get(name, Words)()

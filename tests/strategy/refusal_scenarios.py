@@ -183,17 +183,17 @@ def _input_gradient(late: bool) -> InputGradient:
     return InputGradient(network, late)
 
 
-def _mixture(**options: Any) -> PretrainedTask:
-    """A mixture of experts of Hugging Face's, with other options set on its configuration."""
-    task = PretrainedTask("mixtral", labels=True)
+def _pretrained(name: str, **options: Any) -> PretrainedTask:
+    """A model of Hugging Face's, with other options set on its configuration."""
+    task = PretrainedTask(name, labels=True)
     for name, value in options.items():
         setattr(task.model.config, name, value)
     return task
 
 
 MODULES: dict[str, Callable[[], Any]] = {
-    "balanced": lambda: _mixture(output_router_logits=True),
-    "grouped": lambda: _mixture(_experts_implementation="grouped_mm"),
+    "balanced": lambda: _pretrained("llama", output_router_logits=True),
+    "grouped": lambda: _pretrained("mixtral", _experts_implementation="grouped_mm"),
     "twice": lambda: Twice(LearnedPositions()),
     "never": lambda: Never(LearnedPositions()),
     "late_penalty": lambda: LatePenalty(LearnedPositions()),

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
+from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
@@ -60,6 +61,12 @@ class MixingTrials:
         wanted = self._cuts or (self._replicas > 1 and options.expert_balance is None)
         self._routers = routers_of(module) if wanted and module.automatic_optimization else {}
         self._balance = options.expert_balance
+        alone = self._replicas == 1 or self._balance is not None
+        group = None if alone else mesh.group("data_parallel")
+        collect_once(module)
+        self._known = BalancingLosses(module, group, lambda: context.recording.recorder is not None)
+        self._kept = KeptLogits(module) if mesh.layout.pipeline > 1 else None
+        self._keeps_whole = self._cuts and bool(balances(module))
         self._steps, self._next = 0, 1.0
         self._found = False
 
@@ -76,38 +83,60 @@ class MixingTrials:
             ValueError: experts are shared out over replicas, each of which would have a loss of its own.
         """
         self._steps += 1
+        keeps, self._keeps_whole = self._keeps_whole, False
+        return self._tries(call, batch, parts, first=first) or keeps
+
+    def _tries(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
         if self._found or not self._routers or self._steps < self._next or not first:
             return False
         pieces = _pieces(batch, parts) if len(parts) > 1 or self._mesh.layout.pipeline == 1 else []
         pieces = [] if has_gradient_hooks(self._module) else pieces
-        if not all(objects.gather(bool(pieces), self._mesh.group("world"))):
-            return False  # tried again with the next batch
+        world = self._mesh.group("world")
+        if not all(objects.gather(bool(pieces), world)):
+            pieces = self._borrowed(batch) if self._mesh.layout.pipeline == 1 and not self._cuts else []
+            if not all(objects.gather(bool(pieces), world)):
+                return False  # tried again with the next batch
         own_clearing = is_overridden("optimizer_zero_grad", self._module)
         self._next = math.inf if own_clearing else self._steps * _AGAIN
-        told = objects.gather(self._try(call, pieces), self._mesh.group("world"))
-        router = next(filter(None, told), "")
-        self._found = bool(router) and None not in told  # else it gathers what it needs, or nothing is known
-        if self._found:
-            self._say(router)
-        return self._found
+        told = objects.gather(self._try(call, pieces), world)
+        if None in told:  # nothing is known
+            return False
+        router = next((router for router, *_ in told if router), "")
+        self._found = bool(router)
+        if router:
+            self._say(router, gathers=any(gathers for _, gathers, _ in told))
+        return self._found or any(known for *_, known in told)
 
-    def _say(self, router: str) -> None:
+    def _borrowed(self, batch: Any) -> list[Any]:
+        """Batches of two replicas, and both at once, on all of them; nothing, if they differ in shape."""
+        if self._replicas == 1 or batch_size_of(batch) > _MOST:
+            return []
+        told = objects.gather(map_tensors(batch, Tensor.cpu), self._mesh.group("data_parallel"))[:2]
+        one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
+        both = _joined(one, other)
+        return [] if both is None or has_gradient_hooks(self._module) else [one, other, both]
+
+    def close(self) -> None:
+        """Give back what was replaced in models."""
+        self._known.close()
+        if self._kept is not None:
+            self._kept.close()
+
+    def _say(self, router: str, *, gathers: bool) -> None:
         what = (
             f"the gradient of `{router}` for a batch is no combination of its gradients for two parts of the batch: "
             "the loss holds something of the whole batch, such as a balancing loss, or experts have a capacity for it"
         )
         if self._cuts:
             rank_zero_info(f"{what}. So that the step is that of one process, each batch runs whole.")
-        if self._replicas == 1 or self._balance is not None:
+        if self._replicas == 1 or self._balance is not None or gathers:
             return
         ways = (
             "`expert_balance='replica'` says that each replica's own is meant, as in DDP; for that of the whole batch "
             "compute it from what `self.all_gather(router_logits, sync_grads=True)` gives"
         )
         over = f"over `data_parallel_size={self._replicas}` replicas that is not what one process computes"
-        if self._experts > 1:
-            raise ValueError(f"{what}; {over}. {ways}.")
-        rank_zero_warn(f"{what}; {over}: the mean of the replicas' own losses is trained. {ways}.")
+        raise ValueError(f"{what}; {over}. {ways}.")
 
     def _tolerance(self) -> float:
         """By how much gradients may differ, relative to their size, by rounding."""
@@ -115,13 +144,16 @@ class MixingTrials:
             return _NARROW
         return max(_TOLERANCE.get(parameter.dtype, _NARROW) for parameter in self._routers.values())
 
-    def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> str | None:
+    def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> tuple[str, bool, bool] | None:
+        """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
+        whether there are balancing losses beside, that are known.
+        """
         traces, draws = Traces(self._module), SameDraws({2: (0, 1)})
         gathers = _Gathers(self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None)
         sink, stages = self._context.gradients.sink, self._context.stages
         found: list[dict[str, Tensor]] = []
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
-        failed = False
+        failed, self._known.called, self._known.left_out = False, False, True
 
         def run(piece: Any, _: int) -> Any:
             nonlocal failed
@@ -149,7 +181,10 @@ class MixingTrials:
         sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
         stages.settle()
-        return None if failed or gathers.seen else mixed(found[2], found[0], found[1], self._tolerance())
+        self._known.left_out = False
+        if failed:
+            return None
+        return mixed(found[2], found[0], found[1], self._tolerance()), gathers.seen, self._known.called
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:
@@ -176,6 +211,29 @@ def _pieces(batch: Any, parts: Sequence[Any]) -> list[Any]:
         return [parts[0], parts[1], samples_of(batch, 0, batch_size_of(parts[0]) + batch_size_of(parts[1]))]
     half = min(batch_size_of(batch) // 2, _MOST)
     return [samples_of(batch, *ends) for ends in ((0, half), (half, 2 * half), (0, 2 * half))] if half else []
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """The samples of two batches in one, if their samples are alike; else ``None``.
+
+    Example:
+        Tokens [1, 9] and [1, 9] give [2, 9]; [1, 9] and [1, 7] give nothing.
+    """
+    size, further = batch_size_of(one), batch_size_of(other)
+    tensors: list[Tensor] = []
+    map_tensors(other, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    left, fits = iter(tensors), True
+
+    def join(tensor: Tensor) -> Tensor:
+        nonlocal fits
+        beside = next(left, tensor)
+        if tensor.dim() == 0 or len(tensor) != size:
+            return tensor
+        fits &= beside.shape[:1] == (further,) and beside.shape[1:] == tensor.shape[1:]
+        return torch.cat((tensor, beside)) if fits else tensor
+
+    both = map_tensors(one, join)
+    return both if fits else None
 
 
 def _kept(gradient: Tensor) -> Tensor:

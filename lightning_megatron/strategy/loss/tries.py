@@ -68,7 +68,7 @@ class LossTrials:
         self._new_keys, self._fresh = False, False
         self.reading = Reading(stays=context.options.whole_batch_loss is True)
         self.counters = Counters()
-        self.around, self._apart, self.again = False, "", False
+        self.around, self._apart, self.again, self._in_layers = False, "", False, False
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -87,7 +87,7 @@ class LossTrials:
 
     def keep_whole(self) -> None:
         """Say that the loss is one of the whole batch, in layers and behind them."""
-        self.reading, self.around = replace(self.reading, stays=True), False
+        self.reading, self.around, self._in_layers = replace(self.reading, stays=True), False, True
 
     def note_logged(self, names: Sequence[str]) -> None:
         """Say what a step has logged, on every stage alike."""
@@ -133,7 +133,7 @@ class LossTrials:
         if isinstance(found, StartOver):
             self.again = True
             return
-        inside = writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
+        inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         alone = self._stages.may_run_around and not inside
         told = objects.gather((writes, alone, tried.draws.narrow), self._mesh.group("world"))
         found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))

@@ -171,6 +171,7 @@ class StepEngine:
 
     def close(self) -> None:
         """Release hooks, buffers and connections."""
+        self._in_parts.cuts.mixing.close()
         self.model_gradients.close()
         self._stages.close()
 
