@@ -9,7 +9,7 @@ any strategy), and the only line that speaks of parallelism is the ``MegatronStr
     python examples/pretrain_gpt.py --resume last --steps 1000       # go on from the newest checkpoint
 
 It ends by printing the loss on held-out documents beside the unigram entropy of the same tokens (what a model that
-ignores context could reach at best), a sample of generated text, and where the checkpoint is.
+ignores context could reach at best), a sample of generated text, where the checkpoint is, and a report of the run.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.callbacks import RunReport
 
 PROMPT = "    def __init__(self"  # no space at the end: to the tokenizer a space begins the next word
 
@@ -293,6 +294,7 @@ def make_trainer(args: argparse.Namespace, accelerator: str, pipeline: int, repl
             tensor_parallel_size=args.tensor,
             micro_batch_size=args.micro_batch,
             pipeline_schedule=args.schedule,
+            record_timeline=pipeline > 1,
         ),
         accelerator=accelerator,
         devices=pipeline * replicas * args.tensor // args.nodes,
@@ -304,10 +306,12 @@ def make_trainer(args: argparse.Namespace, accelerator: str, pipeline: int, repl
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         logger=CSVLogger(args.output),
+        enable_model_summary=False,  # RunReport begins with one
         callbacks=[
             ProgressBar(refresh_rate=5),
             TokensPerSecond(args.batch * args.sequence),
             LearningRateMonitor(),
+            RunReport(args.output),
             ModelCheckpoint(checkpoints, monitor="validation_loss", save_last=True),
             SaveAtEnd(checkpoints / "last.ckpt"),
         ],
@@ -326,6 +330,7 @@ def report(trainer: L.Trainer, module: LanguageModel, data: CorpusDataModule, ar
     print(f"Validation loss  {loss:.3f} nats per token")
     print(f"Unigram entropy  {data.held_out_entropy():.3f} nats, of the same tokens: what counting tokens reaches")
     print(f"Checkpoint       {args.output / 'checkpoints' / 'last.ckpt'}")
+    print(f"Report           {args.output / 'report.html'}")
 
 
 def silence_advice() -> None:
@@ -346,7 +351,6 @@ def main() -> None:
     except ValueError as problem:
         raise SystemExit(f"error: {problem}") from None
     trainer = make_trainer(args, accelerator, pipeline, replicas)
-    say(f"Layout: pipeline {pipeline} x data {replicas} x tensor {args.tensor} on {accelerator}")
     trainer.fit(module, data, ckpt_path=args.resume)
     report(trainer, module, data, args)
 

@@ -37,5 +37,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+offer("__version__", __name__)
 offer("rehearse", "lightning_megatron.tools.rehearsal")  # `MegatronStrategy.rehearse` is below the tools
 register_when_lightning_is_imported()

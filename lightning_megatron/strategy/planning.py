@@ -157,7 +157,7 @@ def facts(module: pl.LightningModule, options: Mapping[str, Any]) -> tuple[Model
         )
     if (shape := options.get("shape")) is not None:
         return shape, batch
-    seq = options.get("seq") or _sample_length(loader)
+    seq = options.get("seq") or sample_length(loader)
     if seq is None:
         raise ValueError(
             "the sequence length cannot be read from the first sample of the training loader; give "
@@ -205,7 +205,7 @@ def _loader(module: pl.LightningModule) -> Any:
     return given
 
 
-def _sample_length(loader: Any) -> int | None:
+def sample_length(loader: Any) -> int | None:
     """Tokens in the first sample of a loader's dataset."""
     dataset = getattr(loader, "dataset", None)
     try:

@@ -60,6 +60,11 @@ def assert_learnt(first: Run, folder: Path, layout: str) -> None:
     assert re.search(r"loss=\d", first.output)
     assert "tokens/s=" in first.output
     assert first.number("Validation loss") < first.number("Unigram entropy")
+    for name in ("report.html", "curves.png"):
+        assert (folder / "runs" / "pretrain_gpt" / name).stat().st_size > 10_000
+    assert "Total FLOPs" not in first.output
+    for said in ("weights_only", "GLOBAL_RANK"):
+        assert first.output.count(said) <= 1, said
     checkpoint = folder / re.search(r"^Checkpoint\s+(.+)$", first.output, re.MULTILINE).group(1)
     assert checkpoint.exists()
 
@@ -76,15 +81,15 @@ def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint_in_
 ) -> None:
     options = ("--data", str(texts), *OPTIONS)
     first = run_script(SCRIPT, tmp_path, *options, "--data-parallel=1", "--steps=40")
-    assert_learnt(first, tmp_path, "pipeline 2 x data 1 x tensor 1")
+    assert_learnt(first, tmp_path, "2 ranks = pipeline 2, cpu")
     second = run_in_workers(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last", processes=4)
-    assert_resumed(second, first, "pipeline 2 x data 2 x tensor 1")
+    assert_resumed(second, first, "4 ranks = pipeline 2 × data 2, cpu")
 
 
 @pytest.mark.wide
 @pytest.mark.launch
 def test_the_main_job_starts_its_four_processes_and_resumes(texts: Path, tmp_path: Path) -> None:
-    options, layout = ("--data", str(texts), *OPTIONS), "pipeline 2 x data 2 x tensor 1"
+    options, layout = ("--data", str(texts), *OPTIONS), "4 ranks = pipeline 2 × data 2, cpu"
     first = run_script(SCRIPT, tmp_path, *options, "--steps=40")
     assert_learnt(first, tmp_path, layout)
     assert_resumed(run_script(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last"), first, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -16,11 +17,26 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh.messages.collectives import gather_for_shards
+
+_SAID_BY_ALL = ("lightning.fabric.utilities.distributed", "lightning.pytorch.trainer.connectors.checkpoint_connector")
+_said: set[str] = set()
+
+
+def _said_once(record: logging.LogRecord) -> bool:
+    """Whether a note of Lightning's is to be printed: once, by rank 0, instead of by every rank in every save."""
+    text = record.getMessage()
+    if record.levelno > logging.INFO:
+        return True
+    if getattr(rank_zero_only, "rank", 0) != 0 or text in _said:
+        return False
+    _said.add(text)
+    return True
 
 
 def default_backend(device: torch.device) -> str:
@@ -42,6 +58,8 @@ def connect(
     """
     if environment.world_size() > 1:  # Lightning's own use of torch, said by every process and for nobody to change
         warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
+    for name in _SAID_BY_ALL:
+        logging.getLogger(name).addFilter(_said_once)  # adding it again changes nothing
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(environment, backend, rank, timeout=timeout, device_id=device_id)
 
