@@ -363,3 +363,19 @@ def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
             "`overlap_parameter_gather=True` waits in the hooks of layers, which `compile_layers` compiles away; leave "
             "out one of the two."
         )
+
+
+def check_loss_chunks(chunks: Any, weight_sharding: Any) -> None:
+    """Refuse a number of pieces that is none, and weights that are gone when a piece is computed.
+
+    Raises:
+        ValueError: with the option to change.
+    """
+    if chunks is None or chunks == "auto" or (type(chunks) is int and chunks >= 1):
+        if chunks is not None and weight_sharding:
+            raise ValueError(
+                f"`loss_chunks={chunks!r}` multiplies by the head's weight again in the backward, when "
+                "`weight_sharding=True` has freed it; leave out one of the two."
+            )
+        return
+    raise ValueError(f"`loss_chunks={chunks!r}` must be a number of pieces, 'auto' or None.")

@@ -95,6 +95,8 @@ class Options:
             layer's weights are whole while it runs. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
             Does nothing where a hook of the module or of a callback may look at weights in between.
+        loss_chunks: compute logits in this many pieces of the tokens, in the loss and again in its backward, so that
+            they are never whole; ``"auto"`` makes pieces of at most 64 MiB. See ``docs/long_context.md``.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
             default that of the main gradients: float32, or float64 for parameters of that.
         nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
@@ -143,6 +145,7 @@ class Options:
     optimizer_sharding: OptimizerSharding = True
     weight_sharding: bool = False
     overlap_parameter_gather: bool = False
+    loss_chunks: int | str | None = None
     gradient_reduce_dtype: torch.dtype | None = None
     nonfinite: NonFinite = None
     log_gradient_norm: bool = False
@@ -181,6 +184,7 @@ class Options:
         check_compile(self.compile_layers, self.pipeline_schedule, self.activation_recompute)
         check_sharding(self.optimizer_sharding)
         checks.check_gradient_options(self.gradient_reduce_dtype, self.nonfinite)
+        checks.check_loss_chunks(self.loss_chunks, self.weight_sharding)
         checks.check_overlap(self.overlap_parameter_gather, self.optimizer_sharding, self.compile_layers)
         check_context(self)
         check_experts(self)
@@ -244,6 +248,7 @@ class Options:
             compile_layers=self.compile_layers,
             tensor_plan=self.tensor_parallel_plan,
             context=check_context_options(self.context_parallel_size, self.context_parallel_options),
+            loss_chunks=self.loss_chunks,
             experts=self.expert_parallel_size,
             stage_speeds=stage_speeds,
         )

@@ -93,8 +93,7 @@ class Run:
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
         self._replay = LogReplay()
         self._reduces = True
-        if assembled.tokens is not None:
-            assembled.tokens.open()
+        assembled.open()
         self._step = self.engine.whole
         self.saving = Saving(assembled, trainer, processes, io, options.details)
         if earlier is not None:
@@ -186,7 +185,7 @@ class Run:
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step("training_step", call)
-        call = self._with_split_tokens(call)
+        call = self.assembled.in_step(call)
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
@@ -200,9 +199,10 @@ class Run:
         """What was split over context ranks, and what gathered; ``None`` without context ranks."""
         return None if self.assembled.tokens is None else self.assembled.tokens.report()
 
-    def _with_split_tokens(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        tokens = self.assembled.tokens
-        return call if tokens is None else functools.partial(tokens.run, call)
+    @property
+    def loss_report(self) -> str | None:
+        """Which functions took logits in pieces, and which made them whole; ``None`` without ``loss_chunks``."""
+        return None if self.assembled.heads is None else self.assembled.heads.report()
 
     def _take(self, outcome: Outcome | None) -> None:
         """Log what a step has logged, and stop where it has asked for that."""
@@ -223,7 +223,7 @@ class Run:
         call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step(name, call)
-        call = self._with_split_tokens(call)
+        call = self.assembled.in_step(call)
         if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
@@ -317,8 +317,7 @@ class Run:
         """Give back what was taken over from the module, the Trainer and torch."""
         show_weights(self.engine.model_gradients, self._processes)
         self.engine.close()
-        if self.assembled.tokens is not None:
-            self.assembled.tokens.close()
+        self.assembled.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         if self._clipping is not None:

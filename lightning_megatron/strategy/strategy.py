@@ -65,11 +65,12 @@ class MegatronStrategy(ParallelStrategy):
     Attributes:
         options: the arguments; those that ``layout="auto"`` leaves to the planner are settled when training starts.
         plan: what the planner found; ``None`` before training, and where the layout was given.
-        context_report: what was split over context ranks, and which functions gathered; ``None`` without such ranks.
+        context_report, loss_report: which functions ran on tokens, or pieces of them, and which did not; or ``None``.
     """
 
     plan: Plan | None = None
     context_report = property(lambda self: self.run.context_report)
+    loss_report = property(lambda self: self.run.loss_report)
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(
@@ -84,13 +85,13 @@ class MegatronStrategy(ParallelStrategy):
         micro_batch_loss_weight: given.LossWeight | None = None, whole_batch_loss: bool | str = "auto",
         optimizer_sharding: given.OptimizerSharding = True, gradient_reduce_dtype: torch.dtype | None = None,
         nonfinite: given.NonFinite = None, log_gradient_norm: bool = False, bucket_size_mb: float = 25.0,
-        process_group_backend: str | None = None, timeout: timedelta | None = timedelta(minutes=30),
+        process_group_backend: str | None = None, record_timeline: bool = False, loss_chunks: int | str | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None, checkpoint_io: CheckpointIO | None = None,
         hang_timeout: timedelta | None = timedelta(minutes=20), cluster_environment: ClusterEnvironment | None = None,
         parallel_devices: list[torch.device] | None = None, layout_options: Mapping[str, Any] | None = None,
         precision_plugin: Precision | None = None, overlap_parameter_gather: bool = False, layout: str | None = None,
         initial_weights: Any | None = None, expert_balance: str | None = None, expert_parallel_size: int = 1,
-        weight_sharding: bool = False, variable_shapes: bool = False, record_timeline: bool = False,
+        weight_sharding: bool = False, variable_shapes: bool = False, timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)
@@ -109,8 +110,11 @@ class MegatronStrategy(ParallelStrategy):
         """A strategy of the same options, but for ``changes``, not started; ``world`` is this one's if ``None``."""
         twin, options = copy.copy(self), replace(self.options, **changes)
         times, world = (options.timeout, options.hang_timeout), world or self._processes.world
-        twin._processes = Processes(options.process_group_backend, *times, world)
-        twin.options, twin._run = options, None
+        twin.options, twin._run, twin._processes = (
+            options,
+            None,
+            Processes(options.process_group_backend, *times, world),
+        )
         return twin
 
     @property
@@ -170,8 +174,8 @@ class MegatronStrategy(ParallelStrategy):
         if self.options.asks_the_planner and self._processes.numbers is None:
             from lightning_megatron.strategy.planning import settle
 
-            world = self.num_nodes * self.num_processes
-            settled = settle(self.options, module, world, self.num_processes, self.root_device)
+            sizes = self.num_nodes * self.num_processes, self.num_processes
+            settled = settle(self.options, module, *sizes, self.root_device)
             self.options, self.plan, self._stage_speeds = settled.options, settled.plan, settled.stage_speeds
             self._processes.numbers = settled.numbers
         environment, shape = present(self.cluster_environment, "cluster environment"), self.options.sizes

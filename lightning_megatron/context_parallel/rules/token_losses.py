@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.context_parallel.rules.elementwise import rows_of
 from lightning_megatron.context_parallel.rules.token_products import whole
+from lightning_megatron.layers.pieces.token_pieces import mean_weight
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -44,16 +45,8 @@ def _over_classes(
     summed = func(rows.float() if rows.dtype in _SIXTEEN_BIT else rows, own, reduction="sum", **options)
     total = input._split.summed(summed)
     if reduction == "mean":
-        total = total / _weights(target, weight, ignore_index)
+        total = total / mean_weight(target, weight, ignore_index)
     return total if torch.is_autocast_enabled(rows.device.type) else total.to(rows.dtype)
-
-
-def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean over targets divides by."""
-    kept = target != ignore_index
-    if weight is None:
-        return kept.sum()
-    return weight[target.where(kept, 0)].where(kept, 0).sum()
 
 
 def _of_elements(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:

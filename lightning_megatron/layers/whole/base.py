@@ -137,7 +137,7 @@ class WholeTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
             return NotImplemented
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not args and "input" in kwargs:
@@ -180,7 +180,7 @@ def _make(kind: type[Any], local: Tensor, split: SplitDim, dim: int) -> Any:
     """A tensor without values of its own: code that reads its memory gets an error and no numbers."""
     shape = (*local.shape[:dim], split.length, *local.shape[dim + 1 :])
     shown = torch.Tensor._make_wrapper_subclass(
-        kind, shape, dtype=local.dtype, device=local.device, requires_grad=False
+        kind, shape, dtype=split.dtype_of(local), device=local.device, requires_grad=False
     )
     torch._C._set_throw_on_mutable_data_ptr(shown)
     shown._local, shown._split, shown._dim = local, split, dim
@@ -382,7 +382,7 @@ def _enter(shown: WholeTensor) -> None:
 T = Tensor
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _HARMLESS = {"requires_grad_", "detach_"}
-_METADATA = {
+METADATA = {
     *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
     *getters("_backward_hooks"),
     *setters("_backward_hooks"),

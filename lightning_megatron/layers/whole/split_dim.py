@@ -85,6 +85,10 @@ class SplitDim:
         """A whole tensor that every rank uses with its own part; its gradient is summed over the ranks."""
         return copy_to_group(whole, self.group) if whole.requires_grad else whole
 
+    def dtype_of(self, local: Tensor) -> torch.dtype:
+        """That of the tensor of global shape, which is its part's."""
+        return local.dtype
+
     def refuse_bypass(self, shape: Sequence[int]) -> None:
         """Called where a function that passes by the rules was given a tensor of this ``shape`` that needs a gradient.
 

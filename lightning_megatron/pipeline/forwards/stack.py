@@ -1,11 +1,11 @@
 """Stacks the wrappers around a module's ``forward`` in a fixed order, whatever the order of their installation.
 
-Cutting, profiling, recomputation, gathering of weights, compilation, split backwards and 8-bit products each run code
-around, or instead of, a module's own ``forward``. Each is installed and removed independently: a split backward per
-micro-batch, the profile after a few steps, the others from run to run. Each has a slot, and slots nest in the order of
-their declaration::
+Cutting, profiling, logits in pieces, recomputation, gathering of weights, compilation, split backwards and 8-bit
+products each run code around, or instead of, a module's own ``forward``. Each is installed and removed independently: a
+split backward per micro-batch, the profile after a few steps, the others from run to run. Each has a slot, and slots
+nest in the order of their declaration::
 
-    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ RECOMPUTE ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ the module's own forward
+    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ PIECES ─▶ RECOMPUTE ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ own forward
 
 ``module.forward`` is the outermost wrapper and each wrapper's ``forward`` is the next one, so a call costs one Python
 call per wrapper. Only the stack assigns to ``module.forward``. The innermost forward is the one that the module had
@@ -31,11 +31,12 @@ class ForwardSlot(enum.IntEnum):
 
     PIPELINE = 0
     PROFILE = 1
-    RECOMPUTE = 2
-    WEIGHTS = 3
-    COMPILE = 4
-    SPLIT = 5
-    PRODUCTS = 6
+    PIECES = 2
+    RECOMPUTE = 3
+    WEIGHTS = 4
+    COMPILE = 5
+    SPLIT = 6
+    PRODUCTS = 7
 
 
 _SLOTS = len(ForwardSlot)

@@ -8,7 +8,8 @@ The order matters, and is the same on every rank::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile, compile_layers
+from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
 from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
@@ -42,7 +44,7 @@ from lightning_megatron.strategy.step.alike import (
     agree_on_weights,
 )
 from lightning_megatron.strategy.step.choices import EngineOptions
-from lightning_megatron.strategy.step.engine import StepEngine
+from lightning_megatron.strategy.step.engine import StepEngine, layers_of
 from lightning_megatron.strategy.step.refusals import already_cut, already_split, check_own_split
 from lightning_megatron.strategy.world import World
 
@@ -61,6 +63,7 @@ class ModuleOptions:
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
     context: Mapping[str, str]
+    loss_chunks: int | str | None = None
     experts: int = 1
     stage_speeds: tuple[float, ...] | None = None
 
@@ -101,6 +104,7 @@ class Assembled:
         streams: random numbers of micro-batches and layers.
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
         tokens: where tokens are split over context ranks; ``None`` without them.
+        heads: whose logits are computed in pieces; ``None`` where they are whole.
     """
 
     module: pl.LightningModule
@@ -110,6 +114,26 @@ class Assembled:
     streams: SegmentStreams
     groups: dict[Holders, Any]
     tokens: TokenRegion | None = None
+    heads: LazyHeads | None = None
+
+    def open(self) -> None:
+        """Let layers and heads of the module take part in what steps do."""
+        for part in (self.tokens, self.heads):
+            if part is not None:
+                part.open()
+
+    def close(self) -> None:
+        """Leave them as they were."""
+        for part in (self.tokens, self.heads):
+            if part is not None:
+                part.close()
+
+    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step of the user's with split tokens, and with logits in pieces, where there are such."""
+        for part in (self.heads, self.tokens):
+            if part is not None:
+                step = functools.partial(part.run, step)
+        return step
 
     @property
     def needs_gradients(self) -> bool:
@@ -191,7 +215,16 @@ class Assembler:
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
             agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
-        return Assembled(module, engine, tensor_state, report, streams, groups, self._split_tokens(module, stage))
+        tokens, heads = self._split_tokens(module, stage), self._lazy_heads(module, stage)
+        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads)
+
+    def _lazy_heads(self, module: pl.LightningModule, stage: Stage | None) -> LazyHeads | None:
+        """Find the heads whose logits are to be computed in pieces."""
+        if self._options.loss_chunks is None:
+            return None
+        layers = layers_of(module, stage, self._options.pipeline_layers)
+        calls = stage is None or stage.partition.owners[-1] == stage.stage
+        return LazyHeads(module, layers, self._options.loss_chunks, calls)
 
     def _split_tokens(self, module: pl.LightningModule, stage: Stage | None) -> TokenRegion | None:
         """Split the tokens of the module's steps over context ranks, where there are several."""

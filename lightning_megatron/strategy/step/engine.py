@@ -88,7 +88,7 @@ class StepEngine:
             tensor,
             options.gradients,
             several=several,
-            layers=(layers := _layers_of(module, stage)),
+            layers=(layers := layers_of(module, stage)),
         )
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         shared_by = mesh.sharing_a_batch if compares or mesh.layout.context > 1 else None
@@ -176,10 +176,10 @@ class StepEngine:
         self._stages.close()
 
 
-def _layers_of(module: nn.Module, stage: Stage | None) -> list[str]:
-    """Names of the trunk's layers; none, if there is no trunk."""
+def layers_of(module: nn.Module, stage: Stage | None, name: str = "auto") -> list[str]:
+    """Names of the trunk's layers; none, if there is no trunk, and none of that name."""
     try:
-        trunk = stage.partition.trunk if stage is not None else find_trunk(module)
+        trunk = stage.partition.trunk if stage is not None else find_trunk(module, name)
     except ValueError:
         return []
     return list(trunk.layer_names)

@@ -1,0 +1,187 @@
+"""How logits follow from the rows that a head is given, for any of the rows and as often as asked.
+
+The product of a head, and what a step does to logits token by token before the loss (casts, a temperature, a soft cap,
+``log_softmax``), are noted and not done::
+
+    rows [tokens, hidden] ──▶ product ──▶ / 0.7 ──▶ float() ──▶ logits [tokens, vocabulary]
+                              └────────── HeadRows ──────────┘
+
+A piece of the rows goes through them when a loss needs its logits, and in the backward again. Tensors that take part
+must not change in between, which is checked by their versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.layers.whole import NeedsWhole, SplitDim
+
+AUTO_BYTES = 64 * 2**20
+"""Size of a piece's logits in float32, for ``loss_chunks="auto"``."""
+
+
+class Pieces:
+    """Into how many pieces the tokens of a loss are cut, and what became of the logits.
+
+    Args:
+        count: number of pieces, or ``"auto"`` for pieces of at most `AUTO_BYTES`.
+
+    Attributes:
+        done: how often a function took logits in pieces, by its name.
+        whole: how often one made them whole.
+    """
+
+    def __init__(self, count: int | str) -> None:
+        self.count = count
+        self.done: Counter[str] = Counter()
+        self.whole: Counter[str] = Counter()
+
+    def size(self, tokens: int, vocabulary: int) -> int:
+        """Tokens of a piece; the last one may be smaller.
+
+        Args:
+            tokens: of this rank.
+            vocabulary: classes.
+        """
+        count = math.ceil(tokens * vocabulary * 4 / AUTO_BYTES) if self.count == "auto" else int(self.count)
+        return max(1, math.ceil(tokens / max(1, count)))
+
+
+class _Values:
+    """Where the values of the step before stand among the arguments of a step."""
+
+
+VALUES = _Values()
+
+Casting = tuple[str, bool, torch.dtype]
+
+
+def casting_of(device: torch.device) -> Casting:
+    """Autocast's state: type of device, whether it is on, and its dtype."""
+    kind = device.type
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+@contextmanager
+def _cast_as(casting: Casting) -> Iterator[None]:
+    kind, enabled, dtype = casting
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        yield
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A function of logits that treats every token alike, to be done later: [n, classes] -> [n, classes].
+
+    Attributes:
+        func: of torch.
+        args: with `VALUES` where logits stand.
+        kwargs: the same.
+        casting: autocast's state where the user's code called it.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    casting: Casting
+
+    def __call__(self, values: Tensor) -> Tensor:
+        args, kwargs = tree_map(lambda v: values if v is VALUES else v, (self.args, dict(self.kwargs)))
+        with _cast_as(self.casting):
+            found: Tensor = self.func(*args, **kwargs)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows(SplitDim):
+    """The classes of logits that are not computed: ``length`` of them follow from each row.
+
+    Attributes:
+        multiply: rows [.., hidden] -> [.., classes], as a tensor or as `VocabParallelLogits`.
+        used: tensors that the product and the steps read, with their versions.
+        casting: autocast's state where the head was called.
+        differentiable: whether gradients were enabled there.
+        dtype: of the logits.
+        pieces: how many, and what became of them.
+        steps: done with the product, in order.
+        shown: how many tensors there are of these logits: views of each other, if several.
+    """
+
+    multiply: Callable[[Tensor], Tensor] = torch.clone
+    used: tuple[tuple[Tensor, int], ...] = ()
+    casting: Casting = ("cpu", False, torch.bfloat16)
+    differentiable: bool = True
+    dtype: torch.dtype = torch.float32
+    pieces: Pieces = field(default_factory=lambda: Pieces(1))
+    steps: tuple[Noted, ...] = ()
+    shown: list[int] = field(default_factory=lambda: [0])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits of some rows: [.., hidden] -> [.., classes].
+
+        Raises:
+            RuntimeError: a tensor that takes part has changed since the head was called.
+        """
+        for tensor, version in self.used:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed in place after logits had been asked of it, "
+                    "and before `loss_chunks` computed them: change a clone, or leave `loss_chunks` out."
+                )
+        with _cast_as(self.casting):
+            found = self.multiply(rows)
+        for step in self.steps:
+            found = step(found)
+        return found
+
+    def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> HeadRows:
+        """The same with one more step.
+
+        Raises:
+            NeedsWhole: its result is not one row of classes per token on the same device.
+        """
+        step = Noted(func, args, kwargs, casting_of(torch.device(self.casting[0])))
+        used = tuple((v, version_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
+        return replace(self, steps=(*self.steps, step), used=(*self.used, *used), shown=[0])
+
+    def settled(self, rows: Tensor) -> HeadRows:
+        """The same with the dtype that its logits have, found by those of no rows.
+
+        Args:
+            rows: [.., hidden], this rank's.
+        """
+        with torch.no_grad():
+            found = self.logits(rows.new_empty((0, rows.shape[-1])))
+        if not found.is_floating_point() or found.shape != (0, self.length) or found.device != rows.device:
+            raise NeedsWhole
+        return replace(self, dtype=found.dtype)
+
+    def dtype_of(self, local: Tensor) -> torch.dtype:
+        """That of the logits, whatever that of the rows."""
+        return self.dtype
+
+    def refuse_bypass(self, shape: Any) -> None:
+        """Refuse a function whose gradient would not be known.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"logits of shape {tuple(shape)}, which `loss_chunks` computes in pieces of tokens, were given to code "
+            "that torch's functions do not see: a custom `autograd.Function`, a hook, `torch.func` or an operator "
+            "written in C++. Use torch's own functions there, or leave `loss_chunks` out."
+        )
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version

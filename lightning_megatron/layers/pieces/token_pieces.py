@@ -1,0 +1,156 @@
+"""Losses over classes, and reductions over them, of logits that are computed a piece of the tokens at a time.
+
+Each piece is computed without being kept, and again in the backward (activation checkpointing, arXiv 1604.06174): of a
+loss over s tokens and V classes in n pieces, s/n × V logits exist at a time. A mean is the sum over all pieces, divided
+by what the whole target says, so that it is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_megatron.layers.pieces.head_rows import HeadRows
+from lightning_megatron.layers.pieces.lazy_logits import LazyLogits
+from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
+from lightning_megatron.mesh.torch_functions import name_of
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def mean_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean over targets divides by: how many there are, or the sum of their classes' weights."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight[target.where(kept, 0)].where(kept, 0).sum()
+
+
+def _over_classes(
+    func: Any,
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` and ``F.nll_loss`` of classes in dim 1: [rows, classes, ..]."""
+    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or input.ndim < 2 or input._dim != 1:
+        raise NeedsWhole
+    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+        raise NeedsWhole
+    if target.is_floating_point() or target.shape != input.shape[:1] + input.shape[2:]:
+        raise NeedsWhole  # probabilities; or torch says what is wrong with that
+    target = target.full() if isinstance(target, WholeTensor) else target
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
+    if func is F.cross_entropy:
+        options["label_smoothing"] = label_smoothing
+    rows = input.local().movedim(1, -1)
+    own, targets = _own(rows, target)
+    one = reduction == "none"
+
+    def piece(part: Tensor, wanted: Tensor) -> Tensor:
+        logits = input.head.logits(part)
+        if not one and logits.dtype in _SIXTEEN_BIT:
+            logits = logits.float()
+        found: Tensor = func(logits, wanted, reduction="none" if one else "sum", **options)
+        return found
+
+    parts = _in_pieces(func, input, piece, own, targets)
+    if one:
+        return _per_token(rows, torch.cat(parts))
+    total = torch.stack(parts).sum()
+    if isinstance(rows, WholeTensor):
+        total = rows._split.summed(total)
+    if reduction == "mean":
+        total = total / mean_weight(target, weight, ignore_index)
+    return total if torch.is_autocast_enabled(total.device.type) else total.to(input.dtype)
+
+
+def _own(rows: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """This rank's tokens in one dim: rows [.., hidden] -> [n, hidden], and tensors [..] of all tokens -> [n]."""
+    if not isinstance(rows, WholeTensor):
+        return rows.reshape(-1, rows.shape[-1]), *(other.reshape(-1) for other in others)
+    found = (rows._split.take_held(other, rows._dim, 0) for other in others)
+    return rows.local().reshape(-1, rows.shape[-1]), *(other.reshape(-1) for other in found)
+
+
+def _per_token(rows: Tensor, found: Tensor) -> Tensor:
+    """Results of this rank's tokens [n, ..] in the places of their rows [.., hidden]: [.., ..]."""
+    local = rows.local() if isinstance(rows, WholeTensor) else rows
+    found = found.reshape(*local.shape[:-1], *found.shape[1:])
+    return rows.like(found) if isinstance(rows, WholeTensor) else found
+
+
+def _in_pieces(func: Any, logits: LazyLogits, piece: Callable[..., Any], rows: Tensor, *others: Tensor) -> list[Any]:
+    """``piece`` of some rows, and of what belongs to them, at a time."""
+    head: HeadRows = logits.head
+    size = head.pieces.size(rows.shape[0], head.length)
+    head.pieces.done[name_of(func)] += 1
+    head.shown[0] += 1  # what follows from them does not follow what is written into them later
+    grad = torch.is_grad_enabled() and head.differentiable and rows.requires_grad
+    parts = zip(*(tensor.split(size) for tensor in (rows, *others)), strict=True)
+    with torch.set_grad_enabled(grad):
+        if not grad:
+            return [piece(*part) for part in parts]
+        return [checkpoint(piece, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+
+
+def _reduced(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reductions over classes: ``logsumexp``, ``argmax``, ``sum``, ``topk`` and others, per token."""
+    if not isinstance(model, LazyLogits):
+        raise NeedsWhole
+    counts, named = args[: func in _OF_COUNTS], dict(kwargs)
+    rest = args[len(counts) :]
+    dim = named.pop("dim", rest[0] if rest else -1 if func in _OF_COUNTS else None)
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if type(dim) is not int or dim % model.ndim != model._dim or not all(type(n) is int for n in counts):
+        raise NeedsWhole
+    return _pieced(func, model, lambda logits: func(logits, *counts, -1, *rest[1:], **named))
+
+
+def _gathered(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
+    """Values at indices of classes, per token."""
+    if not isinstance(model, LazyLogits) or isinstance(index, WholeTensor) or type(dim) is not int or kwargs:
+        raise NeedsWhole
+    rows = model.local().movedim(model._dim, -1)
+    index = index.movedim(dim, -1)
+    if dim % model.ndim != model._dim or index.shape[:-1] != rows.shape[:-1]:
+        raise NeedsWhole
+    if isinstance(rows, WholeTensor):
+        index = rows._split.take_held(index, rows._dim, 0)
+    return _pieced(func, model, lambda logits, at: func(logits, -1, at), index.reshape(-1, index.shape[-1]))
+
+
+def _pieced(func: Any, model: LazyLogits, of_logits: Callable[..., Any], *others: Tensor) -> Any:
+    rows = model.local().movedim(model._dim, -1)
+    found = _in_pieces(func, model, lambda part, *more: of_logits(model.head.logits(part), *more), *_own(rows), *others)
+
+    def joined(parts: Any) -> Tensor:
+        values = _per_token(rows, torch.cat(parts))
+        return values.movedim(-1, model._dim) if values.ndim == model.ndim else values
+
+    if isinstance(found[0], Tensor):
+        return joined(found)
+    return type(found[0])(tuple(joined(parts) for parts in zip(*found, strict=True)))
+
+
+T = Tensor
+_OF_COUNTS = (T.topk, torch.topk)
+_REDUCTIONS = (
+    *(T.logsumexp, torch.logsumexp, T.argmax, torch.argmax, T.argmin, torch.argmin, T.amax, torch.amax),
+    *(T.amin, torch.amin, T.max, torch.max, T.min, torch.min, T.sum, torch.sum, T.mean, torch.mean),
+)
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), _over_classes),
+    **dict.fromkeys((*_REDUCTIONS, *_OF_COUNTS), _reduced),
+    **dict.fromkeys((T.gather, torch.gather), _gathered),
+}
