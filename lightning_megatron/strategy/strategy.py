@@ -108,13 +108,10 @@ class MegatronStrategy(ParallelStrategy):
 
     def unstarted(self, world: World | None = None, **changes: Any) -> Self:
         """A strategy of the same options, but for ``changes``, not started; ``world`` is this one's if ``None``."""
-        twin, options = copy.copy(self), replace(self.options, **changes)
-        times, world = (options.timeout, options.hang_timeout), world or self._processes.world
-        twin.options, twin._run, twin._processes = (
-            options,
-            None,
-            Processes(options.process_group_backend, *times, world),
-        )
+        twin = copy.copy(self)
+        twin.options = options = replace(self.options, **changes)
+        given_by = options.process_group_backend, options.timeout, options.hang_timeout
+        twin._run, twin._processes = None, Processes(*given_by, world or self._processes.world)
         return twin
 
     @property
@@ -230,9 +227,8 @@ class MegatronStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the module, make the ranks alike, set up gradients and optimizers, and load a checkpoint's weights."""
         present(self.accelerator, "accelerator").setup(trainer)
-        module, precision = present(self.lightning_module, "module"), self.precision_plugin
-        run = trainer, module, self._processes, precision, self.options, self.checkpoint_io
-        self._run = start_run(*run, self._stage_speeds, self._run)
+        run = trainer, present(self.lightning_module, "module"), self._processes, self.precision_plugin, self.options
+        self._run = start_run(*run, self.checkpoint_io, self._stage_speeds, self._run)
         self.model = self._run.module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
