@@ -1,7 +1,8 @@
 """Callbacks for what only this strategy can tell."""
 
+from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad
 from lightning_megatron.strategy.callbacks.layer_profile import PipelineProfile
 from lightning_megatron.strategy.callbacks.run_report import RunReport
 from lightning_megatron.strategy.callbacks.timeline_picture import PipelineTimeline
 
-__all__ = ["PipelineProfile", "PipelineTimeline", "RunReport"]
+__all__ = ["ExpertLoad", "PipelineProfile", "PipelineTimeline", "RunReport"]

@@ -74,6 +74,9 @@ class ListedExperts:
         path: of the list of experts in it.
         widths: size of the last dim of what experts take, and of what they give.
         owners: who has which experts.
+
+    Attributes:
+        sees: told the experts [n] of the rows of each call, if anybody asks.
     """
 
     checks = False
@@ -83,6 +86,7 @@ class ListedExperts:
         self.name, self.path, self._widths, self._owners = name, path, widths, owners
         self._noted: Noted | None = None
         self._computes = self._looks = False
+        self.sees: Callable[[Tensor], None] | None = None
 
     @property
     def count(self) -> int:
@@ -105,6 +109,8 @@ class ListedExperts:
         rows = self._rows(noted, args, kwargs)
         expert = torch.tensor(noted.expert, device=rows.device, dtype=torch.long)
         expert = expert.repeat_interleave(torch.tensor(sizes, device=rows.device, dtype=torch.long))
+        if self.sees is not None:
+            self.sees(expert)
         found = self._send(module, rows, expert, noted.expert)
         parts = list(zip(noted.given, found.split(sizes), strict=True)) if sizes else []
         noted.answers = [part.clone().view(*given.shape[:-1], self._widths[1]) for given, part in parts]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from torch import nn
 
 from lightning_megatron.experts.listed import ListedExperts, listed_experts, routes
@@ -14,25 +17,57 @@ ABOVE = 2
 """How many modules above a list of experts are looked at for their router."""
 
 
-def routers_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' trained parameters by name, whether experts are shared out or not: those that have a value for each
-    expert; or whatever is beside the experts, where none has.
+@dataclass(frozen=True)
+class Mixture:
+    """A router and its experts, as a module has them, shared out or not.
+
+    Attributes:
+        name: of the module that holds the router.
+        block: that module.
+        experts: a module of stacked experts, or a list of experts.
+        path: name of ``experts``.
+        count: how many experts all ranks have.
     """
-    found: dict[str, nn.Parameter] = {}
+
+    name: str
+    block: nn.Module
+    experts: nn.Module
+    path: str
+    count: int
+
+    @property
+    def leader(self) -> ListedExperts | None:
+        """What leads the calls of a list of experts that are shared out."""
+        led = Marks.of(self.block).get(Led)
+        return led.leader if led is not None and isinstance(led.leader, ListedExperts) else None
+
+
+def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
+    """The mixtures in a module, whether experts are shared out or not."""
     for name, child in module.named_modules():
         led = Marks.of(child).get(Led)
         leader = led.leader if led is not None else None
         if isinstance(leader, ListedExperts):
-            found |= _beside(child, child.get_submodule(leader.path), name, leader.count)
+            path = f"{name}.{leader.path}" if name else leader.path
+            yield Mixture(name, child, child.get_submodule(leader.path), path, leader.count)
         elif name and (count := leader.count if isinstance(leader, StackedExperts) else stacked_experts(child)):
-            found |= _beside(module.get_submodule(parent(name)), child, parent(name), count)
+            yield Mixture(parent(name), module.get_submodule(parent(name)), child, name, count)
         elif count := listed_experts(child):
             above = name
             for _ in range(ABOVE if name else 0):
                 above = parent(above)
                 if routes(module.get_submodule(above), child, count):
-                    found |= _beside(module.get_submodule(above), child, above, count)
+                    yield Mixture(above, module.get_submodule(above), child, name, count)
                     break
+
+
+def routers_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The routers' trained parameters by name, whether experts are shared out or not: those that have a value for each
+    expert; or whatever is beside the experts, where none has.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for mixture in mixtures_of(module):
+        found |= _beside(mixture.block, mixture.experts, mixture.name, mixture.count)
     return found
 
 

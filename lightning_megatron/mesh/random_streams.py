@@ -76,6 +76,11 @@ class SegmentStreams:
         self._seed = state["seed"]
         self._steps = {True: state["training"], False: state["evaluation"]}
 
+    @property
+    def tries(self) -> bool:
+        """Whether a step runs that does not count."""
+        return self._alike
+
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
         """Run one step on its own streams, and restore the state of the global generators afterwards.

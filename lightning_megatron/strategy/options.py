@@ -102,6 +102,8 @@ class Options:
         nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
             it began, or ``"skip"`` the update, on every rank; by default nothing, as in one process.
         log_gradient_norm: log the global norm of the gradients before clipping as ``grad_norm``.
+        log_expert_load: log the rows of the busiest expert over the mean, as ``expert_load``; see
+            :class:`~lightning_megatron.callbacks.ExpertLoad`.
         bucket_size_mb: size of a gradient bucket in MiB.
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
         timeout: of collectives.
@@ -149,6 +151,7 @@ class Options:
     gradient_reduce_dtype: torch.dtype | None = None
     nonfinite: NonFinite = None
     log_gradient_norm: bool = False
+    log_expert_load: bool = False
     bucket_size_mb: float = 25.0
     process_group_backend: str | None = None
     timeout: timedelta | None = timedelta(minutes=30)

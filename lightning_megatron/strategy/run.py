@@ -29,6 +29,7 @@ from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.callbacks.expert_load import insert_expert_load
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
@@ -369,6 +370,8 @@ def start_run(
         insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_parallel_size > 1)
     if options.profiles_layers:
         insert_profile(trainer)
+    if options.log_expert_load:
+        insert_expert_load(trainer)
     if options.log_gradient_norm:
         insert_gradient_norm(trainer)
     syncs = lightning_state.syncs_batch_norm(trainer)

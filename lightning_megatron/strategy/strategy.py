@@ -75,12 +75,12 @@ class MegatronStrategy(ParallelStrategy):
 
     def __init__(
         self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, *,
-        context_parallel_size: int = 1, context_parallel_options: Mapping[str, Any] | None = None,
+        context_parallel_size: int = 1, pipeline_split: str | Sequence[int] = "auto", log_expert_load: bool = False,
         tensor_parallel_plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False,
         micro_batch_size: int | str = "auto", evaluation_micro_batch_size: int | str = "auto", accelerator: Any = None,
         pipeline_schedule: str | Callable[..., Any] = "1f1b", virtual_pipeline_parallel_size: int | None = None,
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_layers: str = "auto",
-        pipeline_split: str | Sequence[int] = "auto", pipeline_placement: Mapping[str, str] | None = None,
+        pipeline_placement: Mapping[str, str] | None = None, context_parallel_options: Mapping[str, Any] | None = None,
         activation_recompute: given.Recompute = None, compile_layers: given.CompileOptions = False,
         micro_batch_loss_weight: given.LossWeight | None = None, whole_batch_loss: bool | str = "auto",
         optimizer_sharding: given.OptimizerSharding = True, gradient_reduce_dtype: torch.dtype | None = None,
