@@ -232,6 +232,8 @@ class TokenSplit(SplitDim):
         return found.index_select(0, places).movedim(0, dim).contiguous()
 
     def _scattered(self, grad: Tensor, dim: int) -> Tensor:
+        if grad.dtype in (torch.bfloat16, torch.float16):  # added up wide, rounded once
+            return self._scattered(grad.float(), dim).to(grad.dtype)
         counts, grad = self.counts, grad.movedim(dim, 0)
         out = grad.new_zeros((len(counts) * max(counts), *grad.shape[1:]))
         out.index_copy_(0, _places(self.runs, str(grad.device)), grad)

@@ -22,6 +22,10 @@ _WITHOUT_CONTEXT = {
 """Options that do not go together with context ranks, and the only values that do."""
 
 
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true")
+"""What context ranks compute in."""
+
+
 def check_context(options: Any) -> None:
     """Refuse a context-parallel size that is none, and options that do not go together with context ranks.
 
@@ -44,8 +48,8 @@ def check_context_run(size: int, precision: str, module: pl.LightningModule) -> 
     if size == 1:
         return
     given = f"context_parallel_size={size}"
-    if precision not in ("32-true", "64-true"):
-        refuse_with(given, f"`precision={precision!r}`: it computes in '32-true' and '64-true'")
+    if precision not in PRECISIONS:
+        refuse_with(given, f"`precision={precision!r}`: it computes in {', '.join(map(repr, PRECISIONS))}")
     check_module_with(
         given,
         module,

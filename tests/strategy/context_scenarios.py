@@ -160,3 +160,22 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(7)
     module = MODULES.get(name, TokenTask)(LearnedPositions())
     make_trainer(info, MegatronStrategy(context_parallel_size=2), max_steps=2, **options).fit(module)
+
+
+class Rounded(TokenTask):
+    """Keeps the gradients of its layers, before the first update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not hasattr(self, "kept"):
+            parts = [p.grad.double().flatten() for p in self.net.layers.parameters() if p.grad is not None]
+            self.kept = torch.cat(parts)
+
+
+def updates(info: RankInfo, context: int, options: dict[str, Any], precision: str) -> Tensor:
+    """The gradients of the layers in the first step, in one precision; in a plain run for no context ranks."""
+    torch.manual_seed(7)
+    module = Rounded(Causal())
+    sizes = {"context_parallel_size": context, "context_parallel_options": options, "optimizer_sharding": False}
+    strategy = MegatronStrategy(**sizes) if context else "auto"
+    make_trainer(info, strategy, max_steps=1, precision=precision, limit_val_batches=0).fit(module)
+    return module.kept

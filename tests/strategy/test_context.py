@@ -7,7 +7,7 @@ import torch
 
 from lightning_megatron import MegatronStrategy
 from tests.harness import one_process, run_trainers
-from tests.strategy.context_scenarios import every_loop, fit
+from tests.strategy.context_scenarios import every_loop, fit, updates
 
 OPTIONS = [
     ({"context_parallel_size": 0}, "`context_parallel_size=0` must be an integer"),
@@ -48,8 +48,31 @@ def test_steps_that_a_rank_would_know_in_part_are_refused_on_every_rank(name, wa
 
 @pytest.mark.wide
 def test_a_precision_that_is_not_there_is_refused_on_every_rank():
-    for outcome in run_trainers(fit, "plain", {"precision": "bf16-mixed"}, devices=2, check=False, grace=20.0):
-        assert "`precision='bf16-mixed'`" in str(outcome.error), outcome
+    for outcome in run_trainers(fit, "plain", {"precision": "16-true"}, devices=2, check=False, grace=20.0):
+        assert "`precision='16-true'`" in str(outcome.error), outcome
+
+
+SIXTEEN_BIT = [
+    ("bf16-mixed", 2, {"method": "ring"}),
+    *(
+        pytest.param(*row, marks=pytest.mark.wide)
+        for row in (
+            ("bf16-mixed", 2, {"method": "gather"}),
+            ("bf16-mixed", 2, {"method": "ulysses"}),
+            ("bf16-mixed", 3, {"method": "ring"}),
+            ("bf16-true", 2, {"method": "gather"}),
+            ("bf16-true", 3, {"method": "ring"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("precision", "size", "options"), SIXTEEN_BIT)
+def test_16_bits_round_no_more_than_in_one_process(precision, size, options):
+    exact, rounded = (one_process(updates, 0, {}, kind) for kind in ("64-true", precision))
+    found = run_trainers(updates, size, options, precision, devices=size)[0].value
+    errors = [float((each - exact).norm() / exact.norm()) for each in (rounded, found)]
+    assert 0 < errors[0] < 0.2 and errors[1] < 1.5 * errors[0], errors
 
 
 LOOPS = [

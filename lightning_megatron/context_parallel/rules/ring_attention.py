@@ -5,9 +5,10 @@
     forward    step 0: own k, v     step 1: those of rank - 1     ...     softmax merged from step to step
     backward   the same again, from the forward's sums; dk, dv travel with k, v, and one step more, home
 
-The softmax of a row is merged as in arXiv 1805.02867, in the dtype of the scores: m is the highest score so far, l the
-sum of ``exp(s - m)`` and o that of ``exp(s - m) v``. A row that sees no key has m = -inf and l = 0, and gives zeros, as
-torch's attention does. Of every two runs of tokens, those pairs in which no query sees a key are skipped.
+The softmax of a row is merged as in arXiv 1805.02867: m is the highest score so far, l the sum of ``exp(s - m)`` and o
+that of ``exp(s - m) v``, all in float32 where queries have 16 bits, and rounded once, as are dk and dv, which travel in
+float32 then. A row that sees no key has m = -inf and l = 0, and gives zeros, as torch's attention does. Of every two
+runs of tokens, those pairs in which no query sees a key are skipped.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: RingCall) -> Tensor:
-        highest = query.new_full((*query.shape[:-1], 1), -math.inf)
-        total, found = torch.zeros_like(highest), query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        highest = query.new_full((*query.shape[:-1], 1), -math.inf, dtype=wide)
+        total, found = torch.zeros_like(highest), highest.new_zeros((*query.shape[:-1], value.shape[-1]))
         pair = key, value
         for step, owner in enumerate(_owners(call.split)):
             for rows, keys, added in call.tiles(mask, owner):
@@ -86,13 +88,13 @@ class Ring(torch.autograd.Function):
                 weights, kept = (scores - base).exp(), (before - base).exp()
                 highest[..., rows, :] = now
                 total[..., rows, :] = total[..., rows, :] * kept + weights.sum(-1, keepdim=True)
-                found[..., rows, :] = found[..., rows, :] * kept + weights @ pair[1][..., keys, :]
+                found[..., rows, :] = found[..., rows, :] * kept + weights @ pair[1][..., keys, :].to(wide)
             if step < call.split.group.size() - 1:
                 pair = _passed_on(pair, call.split, owner)
         found = found / total.masked_fill(total == 0.0, 1.0)
         ctx.save_for_backward(query, key, value, mask, found, highest + total.log())
         ctx.call, ctx.scope = call, call.split.scope
-        return found
+        return found.to(query.dtype)
 
     @staticmethod
     @after_the_step
@@ -100,13 +102,15 @@ class Ring(torch.autograd.Function):
         query, key, value, mask, found, level = ctx.saved_tensors
         call: RingCall = ctx.call
         level = level.masked_fill(level == -math.inf, math.inf)  # a row that sees no key has weights of zero
+        wide = found.dtype
+        grad = grad.to(wide)
         share = (grad * found).sum(-1, keepdim=True)
-        into = torch.zeros_like(query)
-        pair, back = (key, value), (torch.zeros_like(key), torch.zeros_like(value))
+        into = torch.zeros_like(query, dtype=wide)
+        pair, back = (key, value), (torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
         for step, owner in enumerate(_owners(call.split)):
             for rows, keys, added in call.tiles(mask, owner):
-                q, g = query[..., rows, :], grad[..., rows, :]
-                k, v = pair[0][..., keys, :], pair[1][..., keys, :]
+                q, g = query[..., rows, :].to(wide), grad[..., rows, :]
+                k, v = pair[0][..., keys, :].to(wide), pair[1][..., keys, :].to(wide)
                 weights = (_scores(q, k, added, call.scale) - level[..., rows, :]).exp()
                 slopes = weights * (g @ v.mT - share[..., rows, :]) * call.scale
                 into[..., rows, :] += slopes @ k
@@ -115,7 +119,7 @@ class Ring(torch.autograd.Function):
             if step < call.split.group.size() - 1:
                 pair = _passed_on(pair, call.split, owner)
             back = _passed_on(back, call.split, owner)
-        return into, *back, None, None
+        return into.to(query.dtype), *(part.to(query.dtype) for part in back), None, None
 
 
 def _owners(split: TokenSplit) -> Iterator[int]:
@@ -125,7 +129,8 @@ def _owners(split: TokenSplit) -> Iterator[int]:
 
 
 def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    scores = (query @ key.mT) * scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(wide) @ key.to(wide).mT) * scale
     return scores if added is None else scores + added.to(scores)
 
 

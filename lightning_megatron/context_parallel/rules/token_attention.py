@@ -95,8 +95,12 @@ def _attention(
 ) -> Any:
     if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2 or dropout_p:
         raise NeedsWhole
-    if torch.is_autocast_enabled(query.device.type):  # the backward attends again, outside of it
-        raise NeedsWhole
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # the backward attends again, outside of it
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value, attn_mask = (_as_autocast(x, dtype) for x in (query, key, value, attn_mask))
+        with torch.autocast(kind, enabled=False):
+            return _attention(func, query, key, value, attn_mask, 0.0, is_causal, **options)
     if attn_mask is not None and is_causal:
         raise NeedsWhole  # torch says what is wrong with that
     keys = split_of(key if isinstance(key, WholeTensor) else query)
@@ -111,7 +115,7 @@ def _attention(
         return query.like(by_heads(func, keys, *rows, None if attn_mask is None else whole(attn_mask), **options))
     mask = None if attn_mask is None else _own_rows(query, attn_mask)
     trained = mask is not None and mask.requires_grad
-    if method == "ring" and not trained and query.dtype in (torch.float32, torch.float64):
+    if method == "ring" and not trained:
         keys.scope.attended[method] += 1
         options["is_causal"] = is_causal
         return query.like(ring(keys, query.local(), key.local(), value.local(), mask, **options))
@@ -120,6 +124,12 @@ def _attention(
     if split and not trained:
         return query.like(_Attend.apply(query.local(), key.local(), value.local(), mask, call))
     return query.like(call.attend(query.local(), whole(key), whole(value), mask))
+
+
+def _as_autocast(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor of numbers as autocast gives it to torch's attention; anything else as it is."""
+    numbers = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if numbers else value
 
 
 def _own_rows(query: WholeTensor, mask: Any) -> Tensor:
