@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
+from lightning_megatron.data_parallel.offload.request import Offload
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class GradientOptions:
         inspect: whether to note which gradients are not finite before they are summed.
         overlap_gather: whether updated weights travel while the next step begins.
         experts: replicas over which experts are shared out.
+        offload: where the optimizer's weights and state lie in host memory; ``None`` for on the device.
         shards_weights: whether replicas share the weights of layers too, each of which is whole while it runs.
     """
 
@@ -33,3 +35,4 @@ class GradientOptions:
     overlap_gather: bool = False
     experts: int = 1
     shards_weights: bool = False
+    offload: Offload | None = None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
-from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece
+from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece, WeightLayout
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
@@ -25,6 +25,7 @@ from lightning_megatron.data_parallel.buckets.shards import Placement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
+from lightning_megatron.data_parallel.offload.host_plan import HostPlan
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
@@ -133,6 +134,7 @@ class ModelGradients:
         rounds: bool = True,
         widens: bool = False,
         watches_forward: bool = False,
+        host: HostPlan | None = None,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -146,6 +148,7 @@ class ModelGradients:
             rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
             widens: whether they should for the sake of the backwards of one step, where no rank shares them.
             watches_forward: whether the user's code may look at weights between a step's forward and its backward.
+            host: what of the optimizers lies in host memory.
         """
         self.finish_gather()
         self.close()
@@ -160,7 +163,7 @@ class ModelGradients:
         options = self.options
         lowered = lowered_parameters(self._module, options.layer_dtype)
         gathers = whole and not self._tensor.is_trivial
-        if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect):
+        if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect or host):
             self.local = LocalGradients(parameters.values())
             return
         apart = spread_parameters(self._module, self._layers, shared) if options.shards_weights else {}
@@ -169,13 +172,10 @@ class ModelGradients:
             replicas,
             shared,
             options.bucket_bytes,
-            lowered=lowered,
-            whole=whole,
+            layout=WeightLayout(lowered, whole, gathers, rounds, host.memory_for if host else None),
             watched=watched,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
-            gathers=gathers,
-            rounds=rounds,
             apart=apart,
         )
         if apart:
@@ -189,7 +189,8 @@ class ModelGradients:
             if options.overlap_gather and replicas.shards > 1 and not watches_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
-                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, self._late, self._wholes)
+                means = self._late, self._wholes, host.steps(optimizer) if host else None
+                self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)
 
     def _whole_matrices(self, buckets: GradientBuckets) -> WholeMatrices:
         """What puts split matrices together for optimizers that need them whole."""
@@ -340,7 +341,7 @@ class ModelGradients:
         return places
 
     def _spec_of(self, name: str, parameter: nn.Parameter, key: nn.Parameter, piece: Piece) -> ShardSpec:
-        if key is not piece.update:
+        if key is not piece.stepped:
             return ShardSpec.whole(key.shape)
         whole = self._tensor.spec_of(name, parameter.shape)
         if piece.update.shape == parameter.shape:
@@ -356,8 +357,8 @@ class ModelGradients:
                 piece = bucket.pieces.get(index)
                 found[name] = None
                 if piece is not None:
-                    spec = self._spec_of(bucket.names[index], parameter, piece.update, piece)
-                    found[name] = PiecedTensor(spec, piece.update.detach())
+                    spec = self._spec_of(bucket.names[index], parameter, piece.stepped, piece)
+                    found[name] = PiecedTensor(spec, piece.stepped.detach())
         return found
 
     def load_masters(self, state: Mapping[str, Any]) -> None:
@@ -374,11 +375,11 @@ class ModelGradients:
         """The float32 weights of this rank's layers by name; collective over replicas."""
         whole: dict[int, Tensor] = {}
         for bucket, weights in self._lowered_weights():
-            flat = weights.master
+            own = flat = weights.master.to(weights.own.device)
             if bucket.sharing.shards > 1:
-                flat = weights.master.new_empty(bucket.placement.total)
+                flat = own.new_empty(bucket.placement.total)
                 group = bucket.sharing.shard_group
-                wait_for(start_flat_gather(flat, weights.master, group), "all_gather", flat, group)
+                wait_for(start_flat_gather(flat, own, group), "all_gather", flat, group)
             for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
                 whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
         named = self._module.named_parameters(remove_duplicate=False)

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_megatron.context_parallel.region import check_options as check_context_options
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
+from lightning_megatron.data_parallel.offload.request import OffloadOptions, check_offload, offload_of
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
@@ -93,6 +94,8 @@ class Options:
             out otherwise. ``False`` keeps the whole state on every replica.
         weight_sharding: share the weights of layers out over the replicas, too: a rank keeps its part of each, and a
             layer's weights are whole while it runs. See ``docs/memory.md``.
+        optimizer_offload: step the optimizer in host memory, which holds its weights and state; or ``{"to": FOLDER,
+            "keep": 0.5, "interleave": k}``: in files, half of it on the device. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
             Does nothing where a hook of the module or of a callback may look at weights in between.
         loss_chunks: compute logits in this many pieces of the tokens, in the loss and again in its backward, so that
@@ -146,6 +149,7 @@ class Options:
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
     weight_sharding: bool = False
+    optimizer_offload: OffloadOptions = False
     overlap_parameter_gather: bool = False
     loss_chunks: int | str | None = None
     gradient_reduce_dtype: torch.dtype | None = None
@@ -192,6 +196,7 @@ class Options:
         check_context(self)
         check_experts(self)
         check_weight_sharding(self)
+        check_offload(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -282,6 +287,7 @@ class Options:
                 overlap_gather=self.overlap_parameter_gather,
                 experts=self.expert_parallel_size,
                 shards_weights=self.weight_sharding,
+                offload=offload_of(self.optimizer_offload),
             ),
             expert_balance=self.expert_balance,
         )

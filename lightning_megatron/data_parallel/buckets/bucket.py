@@ -14,7 +14,7 @@ sum, and only this rank's shard of the sum stays; steps that add up several back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights, take_weights
 from lightning_megatron.data_parallel.buckets.holders import Sharing
 from lightning_megatron.data_parallel.buckets.shards import Part, Placement, place
+from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.mesh.watch import waits
 
@@ -40,12 +41,42 @@ class Piece:
         part: which elements, and where they lie in the shard.
         update: the parameter that stands in for it in the optimizer; a view of the master weights.
         grad: its gradient, a view of this rank's shard of the main gradients.
+        host: in its place, what the optimizer steps on in host memory, where it does that.
     """
 
     name: str
     part: Part
     update: nn.Parameter
     grad: Tensor
+    host: nn.Parameter | None = None
+
+    @property
+    def stepped(self) -> nn.Parameter:
+        """The parameter in the optimizer, and the key of its state."""
+        return self.update if self.host is None else self.host
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How buckets keep weights.
+
+    Attributes:
+        lowered: by name, the dtype that layers compute with, where the optimizer keeps float32 instead.
+        whole: whether every parameter must lie in one rank's shard, as the optimizer needs whole ones.
+        gathers: whether the optimizer updates matrices that are assembled from the pieces of several ranks.
+        rounds: whether gradients of 16-bit weights accumulate in float32 and are rounded for the update.
+        memory: by the number of elements that a bucket adds, host memory for its master weights, or ``None``; where
+            that is never asked for, ``None`` itself.
+    """
+
+    lowered: Mapping[str, torch.dtype] = field(default_factory=dict)
+    whole: bool = False
+    gathers: bool = False
+    rounds: bool = True
+    memory: Callable[[int], HostMemory | None] | None = None
+
+
+USUAL_LAYOUT = WeightLayout()
 
 
 @dataclass
@@ -106,6 +137,16 @@ class Bucket:
     def flags(self) -> Tensor:
         """One number per parameter: how many holders gave it a gradient."""
         return self.flat[self.placement.total :]
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the optimizer steps in host memory."""
+        return self.weights is not None and self.weights.hosted
+
+    @property
+    def master(self) -> Tensor:
+        """The weights that the optimizer updates; empty where it updates the parameters themselves."""
+        return self.flat[:0] if self.weights is None else self.weights.master
 
     @property
     def keeps_all(self) -> bool:
@@ -235,12 +276,12 @@ class Bucket:
 
     def narrow_gradients(self) -> None:
         """Cast the float32 sums to the 16-bit dtype of the weights that the optimizer updates, for its step."""
-        if self.weights is not None and self.weights.master.dtype != self.flat.dtype:
+        if self.weights is not None and not self.hosted and self.weights.master.dtype != self.flat.dtype:
             self._hand_over(self.own_gradients.to(self.weights.master.dtype))
 
     def widen_gradients(self) -> None:
         """After the optimizer's step, point its gradients at the float32 sums again, for hooks and accumulation."""
-        if self.weights is not None and self.weights.master.dtype != self.flat.dtype:
+        if self.weights is not None and not self.hosted and self.weights.master.dtype != self.flat.dtype:
             self._hand_over(self.own_gradients)
 
     def _hand_over(self, gradients: Tensor) -> None:
@@ -278,7 +319,7 @@ class Bucket:
         """Start the all-gather of the updated weights over the ranks that share them out; `finish_gather` waits."""
         if self.weights is None:
             return
-        if self.weights.lowered:
+        if self.weights.separate:
             self.weights.own.copy_(self.weights.master)
         if self.sharing.shards > 1 and self.weights.shown:
             self.work = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
@@ -293,10 +334,7 @@ def make_bucket(
     sharing: Sharing,
     *,
     shared: bool,
-    lowered: Mapping[str, torch.dtype],
-    whole: bool = False,
-    gathers: bool = False,
-    rounds: bool = True,
+    layout: WeightLayout,
     apart: bool = False,
 ) -> Bucket:
     """Lay out a bucket and point its parameters at it.
@@ -305,36 +343,37 @@ def make_bucket(
         members: names and parameters of one dtype.
         sharing: the ranks that hold them.
         shared: whether other stages or tensor-parallel ranks hold them too.
-        lowered: by name, the dtype that layers compute with, where the optimizer keeps float32 instead.
-        whole: whether every parameter must lie in one rank's shard.
-        gathers: whether the optimizer updates matrices that are assembled from the pieces of several ranks.
-        rounds: whether gradients of 16-bit weights accumulate in float32 and are cast for the update.
+        layout: how weights are kept.
         apart: whether this rank's shard of the weights is to lie apart, so that the others can be freed.
     """
     names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
-    first, low = parameters[0], lowered.get(names[0])
-    narrow = rounds and first.dtype in NARROW
+    first, low = parameters[0], layout.lowered.get(names[0])
+    narrow = layout.rounds and first.dtype in NARROW
     main = torch.float32 if narrow or low is not None else first.dtype
-    moves = sharing.shards > 1 or main != first.dtype or low is not None or gathers
-    placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=whole)
+    moves = sharing.shards > 1 or main != first.dtype or low is not None or layout.gathers
+    placement = place([parameter.numel() for parameter in parameters], sharing.shards, whole=layout.whole)
     flat = torch.empty(0, dtype=main, device=first.device)
     bucket = Bucket(names, parameters, sharing, shared, placement, flat, [flat] * len(parameters))
     bucket.touched = [False] * len(parameters)
-    if moves:
+    memory = None if layout.memory is None else layout.memory(placement.shard)
+    if moves or layout.memory is not None:
         kept = (first.dtype, first.dtype) if low is None else (low, main)
-        bucket.weights = take_weights(parameters, placement, sharing.rank, *kept, gradients=main, apart=apart)
-        _cut_pieces(bucket, bucket.weights.master, keep_shapes=whole or sharing.shards == 1)
+        bucket.weights = take_weights(
+            parameters, placement, sharing.rank, *kept, gradients=main, apart=apart, memory=memory
+        )
+        _cut_pieces(bucket, bucket.weights, keep_shapes=layout.whole or sharing.shards == 1)
     return bucket
 
 
-def _cut_pieces(bucket: Bucket, master: Tensor, *, keep_shapes: bool) -> None:
+def _cut_pieces(bucket: Bucket, weights: FlatWeights, *, keep_shapes: bool) -> None:
     for part in bucket.placement.parts(bucket.sharing.rank):
-        value, shape = part.of(master), bucket.parameters[part.member].shape
+        value, shape = part.of(weights.own if weights.hosted else weights.master), bucket.parameters[part.member].shape
         if keep_shapes or not shape:  # a number is never cut, and what optimizers keep for it has its shape
             value = value.view(shape)
         update = nn.Parameter(value)
         update.grad_dtype = bucket.flat.dtype
-        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, update, bucket.flat)
+        host = nn.Parameter(part.of(weights.master).view(value.shape)) if weights.hosted else None
+        bucket.pieces[part.member] = Piece(bucket.names[part.member], part, update, bucket.flat, host)
 
 
 def _views(flat: Tensor, placement: Placement, parameters: Sequence[nn.Parameter], *, contiguous: bool) -> list[Tensor]:

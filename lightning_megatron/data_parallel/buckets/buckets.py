@@ -19,13 +19,12 @@ embeddings) have buckets of their own, which are reduced last, over those stages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook
-from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece, make_bucket
+from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket, Piece, WeightLayout, make_bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
@@ -40,14 +39,11 @@ class GradientBuckets:
         shared: name -> the ranks that hold it, for parameters of several stages, or of several tensor-parallel ranks
             with a partial sum of the gradient each.
         bucket_bytes: buffer size in bytes at which a new bucket starts.
-        lowered: name -> dtype in which layers hold the parameter, where the optimizer keeps a float32 master weight.
-        whole: whether the optimizer needs whole parameters, so that no shard may cut one.
+        layout: how weights are kept.
         watched: whether the user's code reads ``.grad`` after a reduction.
         inspect: whether to take the largest absolute value of each gradient before the reduction, for
             :meth:`first_bad`.
         reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
-        gathers: whether the optimizer updates matrices that are assembled from the slices of several ranks.
-        rounds: whether to accumulate gradients of 16-bit weights in float32 and round the sums for the update.
         apart: name -> layer, for parameters whose weights are there only while their layer needs them.
     """
 
@@ -58,24 +54,21 @@ class GradientBuckets:
         shared: Mapping[str, Sharing],
         bucket_bytes: int,
         *,
-        lowered: Mapping[str, torch.dtype] | None = None,
-        whole: bool = False,
+        layout: WeightLayout = USUAL_LAYOUT,
         watched: bool = False,
         inspect: bool = False,
         reduce_dtype: torch.dtype | None = None,
-        gathers: bool = False,
-        rounds: bool = True,
         apart: Mapping[str, str] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
         self._shared = shared
         self._bucket_bytes = bucket_bytes
-        self._lowered, self._apart = lowered or {}, apart or {}
+        self._lowered, self._apart = layout.lowered, apart or {}
         self._watched = watched
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
-        self._layout: dict[str, Any] = {"whole": whole, "gathers": gathers, "rounds": rounds, "lowered": lowered or {}}
+        self._layout = layout
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
@@ -260,7 +253,7 @@ class GradientBuckets:
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
         apart = not shared and members[0][0] in self._apart
-        bucket = make_bucket(members, sharing, shared=shared, apart=apart, **self._layout)
+        bucket = make_bucket(members, sharing, shared=shared, apart=apart, layout=self._layout)
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
             self._places[id(parameter)] = bucket, index

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.shards import Placement
+from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 
 
 @dataclass
@@ -23,6 +24,7 @@ class FlatWeights:
             of its own.
         master: [placement.shard], the weights that the optimizer updates: ``own`` itself, or a float32 copy of it.
         views: per parameter, the view of ``flat`` that is its ``parameter.data``, while ``flat`` is there.
+        hosted: whether the master weights lie in host memory.
         low: where ``own`` begins in ``flat``, if it is a tensor of its own; ``None`` for a view.
     """
 
@@ -31,6 +33,7 @@ class FlatWeights:
     master: Tensor
     views: list[Tensor] = field(default_factory=list)
     low: int | None = None
+    hosted: bool = False
 
     def __post_init__(self) -> None:
         self.nothing = self.flat.new_full(() if self.low is not None else (0,), float("nan"))  # parameters while hidden
@@ -80,13 +83,18 @@ class FlatWeights:
         """Whether the layers compute with a narrower dtype than the optimizer updates."""
         return self.master.dtype != self.flat.dtype
 
+    @property
+    def separate(self) -> bool:
+        """Whether an update of the master weights leaves ``own`` as it was."""
+        return self.lowered or self.hosted
+
     def recover(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over weights that user code has changed: ``parameter.data = ...``, or writes to lowered weights."""
         if self.shown:
             self._take_over(parameters)
-        if self.lowered:
-            changed = self.own != self.master.to(self.own.dtype)
-            self.master.copy_(torch.where(changed, self.own.to(self.master.dtype), self.master))
+        if self.separate:
+            own, master = self.own.to(self.master.device), self.master
+            master.copy_(torch.where(own != master.to(own.dtype), own.to(master.dtype), master))
 
 
 class _WithoutBucket:
@@ -114,6 +122,7 @@ def take_weights(
     *,
     gradients: torch.dtype,
     apart: bool = False,
+    memory: HostMemory | None = None,
 ) -> FlatWeights:
     """Move the weights of ``parameters`` into one buffer, and this rank's shard of them into the master weights.
 
@@ -125,11 +134,15 @@ def take_weights(
         master: dtype of the weights that the optimizer updates.
         gradients: dtype of the main gradients; parameters of another dtype get it as their ``grad_dtype``.
         apart: whether this rank's shard is to lie apart, so that the buffer can be freed.
+        memory: of the host, for the master weights; ``None`` to keep them on the device.
     """
     flat = torch.zeros(placement.total, dtype=dtype, device=parameters[0].device)
     low, high = placement.bounds(rank)
     own = flat[low:high].clone() if apart else flat[low:high]
-    weights = FlatWeights(flat, own, own if dtype == master else own.to(master), low=low if apart else None)
+    kept = own if dtype == master else own.to(master)
+    if memory is not None:
+        kept = memory.empty(own.numel(), master).copy_(kept)
+    weights = FlatWeights(flat, own, kept, low=low if apart else None, hosted=memory is not None)
     for part in placement.parts(rank):
         source = parameters[part.member].data.reshape(-1)[part.start : part.stop]
         part.of(weights.master).copy_(source)

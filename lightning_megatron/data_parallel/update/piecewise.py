@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+from lightning_megatron.data_parallel.offload.steps import HostedSteps
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
 
@@ -40,6 +41,7 @@ class PiecewiseUpdate:
         buckets: hold the pieces.
         late: overlaps the all-gather of weights with the next forward; without it, the step ends after the all-gather.
         wholes: assembles matrices from the slices of tensor-parallel ranks, for an optimizer that needs whole ones.
+        hosted: steps on what lies in host memory.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class PiecewiseUpdate:
         buckets: GradientBuckets,
         late: LateGather | None = None,
         wholes: WholeMatrices | None = None,
+        hosted: HostedSteps | None = None,
     ) -> None:
-        self._late, self._wholes = late, wholes
+        self._late, self._wholes, self._hosted = late, wholes, hosted
         self._optimizer = optimizer
         self._buckets = buckets
         self._parameters: list[list[nn.Parameter]] | None = None
@@ -80,6 +83,8 @@ class PiecewiseUpdate:
             for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
                 group["params"] = parameters
             self._parameters = None
+        if self._hosted is not None:
+            self._hosted.drop()
         for bucket in self._narrowed:
             bucket.widen_gradients()
         self._narrowed = []
@@ -140,6 +145,8 @@ class PiecewiseUpdate:
         for group in self._optimizer.param_groups:
             found = [] if self._skips else [self._update_of(parameter) for parameter in group["params"]]
             group["params"] = [update for update in found if update is not None]
+        if self._hosted is not None and not self._skips:
+            self._hosted.begin(touched)
 
     def _update_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The tensor that the optimizer updates in place of a parameter; ``None`` if another rank updates it.
@@ -164,6 +171,8 @@ class PiecewiseUpdate:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._wholes is not None:
             self._wholes.scatter()
+        if self._hosted is not None and not self._skips:
+            self._hosted.finish()
         self.restore()
         skipped, self._skips = self._skips, False
         if not skipped:
@@ -218,7 +227,7 @@ def key_of(parameter: nn.Parameter, piece: Piece, wholes: WholeMatrices | None) 
     """
     matrix = wholes.matrix_of(parameter) if wholes is not None else None
     if matrix is None or wholes is None:
-        return piece.update
+        return piece.stepped
     return matrix.update if wholes.owns(matrix) else None
 
 
@@ -229,11 +238,11 @@ def _cut(value: Any, parameter: nn.Parameter, piece: Piece, key: nn.Parameter) -
         RuntimeError: the optimizer made state for a slice of a matrix that it updates as a whole.
     """
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-        if key is not piece.update:
+        if key is not piece.stepped:
             raise RuntimeError(
                 f"the optimizer made state for a slice of shape {tuple(parameter.shape)} of a matrix of shape "
                 f"{tuple(key.shape)}, which it needs whole; make state in `step`, or use `tensor_parallel_size=1`."
             )
         part = value.detach().reshape(-1)[piece.part.start : piece.part.stop]
-        return part.clone().view(piece.update.shape)
+        return part.clone().view(key.shape).to(key.device)
     return value

@@ -10,6 +10,7 @@ compared.
 from __future__ import annotations
 
 import copy
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from enum import Enum
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.data_parallel.update.substeps import SubSteps
 from lightning_megatron.mesh.messages.collectives import world_maximum
 
 _SHAPE = (4, 6)
@@ -88,6 +90,44 @@ def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
     return Independence.ELEMENT if _alike(together, pieces) else Independence.PARAMETER
 
 
+def steps_in_parts(optimizer: Optimizer) -> bool:
+    """Whether a step on some of the parameters, and then on the others, equals one step; tried on a copy."""
+    groups = len(optimizer.param_groups)
+    generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
+    start = [_numbers(generator, device) for _ in range(2 * groups)]
+    grads = [[_numbers(generator, device) for _ in range(2 * groups)] for _ in range(_STEPS)]
+    pairs = [[2 * group, 2 * group + 1] for group in range(groups)]
+    try:
+        whole, parts = (_train(optimizer, pairs, start, grads, by_halves=halves) for halves in (False, True))
+    except Exception:  # as above
+        return False
+    return all(torch.equal(whole[index], parts[index]) for index in whole)
+
+
+def state_bytes(optimizer: Optimizer) -> float:
+    """Bytes of state that an optimizer keeps of a float32 parameter, per number of it; tried on a copy."""
+    matrix = nn.Parameter(torch.ones(_SHAPE))
+    matrix.grad = torch.ones(_SHAPE)
+    groups: list[list[nn.Parameter]] = [[matrix], *([] for _ in optimizer.param_groups[1:])]
+    trial = _copy(optimizer, groups)
+    type(optimizer).step(trial)
+    kept = [value for value in trial.state[matrix].values() if isinstance(value, Tensor) and value.dim() > 0]
+    return sum(value.numel() * value.element_size() for value in kept) / matrix.numel()
+
+
+def seconds_of(optimizer: Optimizer, elements: int, rounds: int = 3) -> float:
+    """Shortest time of a step of an optimizer on ``elements`` float32 numbers on the processor; tried on a copy."""
+    flat = nn.Parameter(torch.ones(elements))
+    flat.grad = torch.ones(elements)
+    trial = _copy(optimizer, [[flat], *([] for _ in optimizer.param_groups[1:])])
+    best = float("inf")
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        type(optimizer).step(trial)
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
 def _numbers(generator: torch.Generator, device: torch.device) -> Tensor:
     return torch.randn(_SHAPE, generator=generator).to(device)
 
@@ -99,6 +139,7 @@ def _train(
     grads: list[list[Tensor]],
     *,
     cut: bool = False,
+    by_halves: bool = False,
 ) -> dict[int, Tensor]:
     """Train matrices for a few steps with a copy of the optimizer.
 
@@ -108,6 +149,7 @@ def _train(
         start: initial values of the matrices.
         grads: per step, gradients of the matrices.
         cut: whether to train each matrix as several flat pieces.
+        by_halves: whether to step on the first matrix of each group, and then on the others.
 
     Returns:
         Index -> flattened values after the last step.
@@ -122,7 +164,16 @@ def _train(
             parts = _cut(step[index]) if cut else [step[index]]
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.clone()
+        if not by_halves:
+            type(optimizer).step(trial)
+            continue
+        substeps, groups = SubSteps(trial), [group["params"] for group in trial.param_groups]
+        for group, some in zip(trial.param_groups, groups, strict=True):
+            group["params"] = some[:1]
         type(optimizer).step(trial)
+        substeps.run([some[1:] for some in groups])
+        for group, some in zip(trial.param_groups, groups, strict=True):
+            group["params"] = some
     return {index: torch.cat([p.detach().flatten() for p in parameters]) for index, parameters in pieces.items()}
 
 

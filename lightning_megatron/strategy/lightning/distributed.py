@@ -90,5 +90,9 @@ def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Move the tensors of optimizers' states to a device."""
-    _optimizers_to_device(optimizers, device)
+    """Move the tensors of optimizers' states to a device; those of parameters in host memory stay there."""
+    for optimizer in optimizers:
+        keys = [key for key in optimizer.state if isinstance(key, Tensor) and key.device.type == "cpu"]
+        hosted = {key: optimizer.state.pop(key) for key in keys}
+        _optimizers_to_device([optimizer], device)
+        optimizer.state.update(hosted)

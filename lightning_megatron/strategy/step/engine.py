@@ -134,7 +134,8 @@ class StepEngine:
         layout = self._mesh.layout
         several = layout.pipeline > 1 or layout.data * layout.context > 1 or self._options.micro_batch_size != "auto"
         options = self._options.gradients
-        return several or self._tensor.sums_gradients or options.layer_dtype is not None or options.inspect
+        apart = options.layer_dtype is not None or options.offload is not None
+        return several or self._tensor.sums_gradients or apart or options.inspect
 
     @property
     def schedules(self) -> dict[tuple[int, bool], Schedule]:

@@ -18,6 +18,7 @@ from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
+from lightning_megatron.strategy.offload_checks import host_plan, refuse_own_split
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.step.assembly import Assembled
 from lightning_megatron.strategy.weight_checks import check_sharders, watches_steps, watches_whole_weights
@@ -49,6 +50,7 @@ def prepare_updates(
     """
     gradients, module = assembled.engine.model_gradients, assembled.module
     if assembled.engine.splits_itself:
+        refuse_own_split(gradients)
         checks.check_own_gradients(loss_scale, nonfinite, gradients.options.reduce_dtype)
         return None
     several = assembled.needs_gradients or accumulates(trainer)
@@ -76,6 +78,7 @@ def prepare_updates(
         rounds=least is not Independence.NONE,
         widens=widens,
         watches_forward=sharded and watches_steps(module, callbacks_of(trainer)),
+        host=host_plan(gradients, module, optimizers, processes, least, assembles=puts_together),
     )
     return guard
 
@@ -95,7 +98,7 @@ def _least_independence(
     shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
     least = Independence.ELEMENT
     experts = gradients.options.experts
-    if shards * layout.pipeline * layout.tensor * experts > 1 or lowered or adds_up:
+    if shards * layout.pipeline * layout.tensor * experts > 1 or lowered or adds_up or gradients.options.offload:
         declared = declared_elementwise(gradients.options.sharding)
         least = smallest_independence(optimizers, processes.device, declared)
     check_expert_optimizers(experts, optimizers, least)

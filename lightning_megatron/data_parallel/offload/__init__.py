@@ -1,0 +1,1 @@
+"""Keeps the optimizer's weights and state in host memory, or in files, and steps on them there."""

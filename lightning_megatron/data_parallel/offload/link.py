@@ -1,0 +1,69 @@
+"""Copies between the device and host memory, which go on while the processor steps.
+
+::
+
+    start(target, source)   the copy begins; neither is touched until it is waited for
+    Copy.wait()             the processor, or for a target on the device the device, goes on behind it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Copy:
+    """A copy under way; this one is through already."""
+
+    def wait(self) -> None:
+        """Let whoever reads the target go on only behind the copy."""
+
+
+class HostLink:
+    """Copies of a device that shares its memory with the processor: through as soon as they are started."""
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        """Begin to copy ``source`` into ``target``, of the same number of elements."""
+        target.copy_(source)
+        return Copy()
+
+
+class _CudaCopy(Copy):
+    def __init__(self, event: Any, target: Tensor) -> None:
+        self._event, self._on_device = event, target.is_cuda
+
+    def wait(self) -> None:
+        if self._on_device:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            self._event.synchronize()
+
+
+class CudaLink(HostLink):
+    """Copies on a stream of their own in either direction, behind what the device was told before.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = {on_device: torch.cuda.Stream(device) for on_device in (True, False)}
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        stream = self._streams[target.is_cuda]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return _CudaCopy(event, target)
+
+
+def link_for(device: torch.device) -> HostLink:
+    """What copies between ``device`` and host memory."""
+    return CudaLink(device) if device.type == "cuda" else HostLink()
