@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _LOOK_S = 0.2
 _BEFORE_S = 1.0  # for what a failed process still prints
 _PATIENCE_S = 10.0  # for ranks that end by themselves, with the failure's name
+INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 _EARLY = "before the ranks had met"
 
 
@@ -59,11 +61,12 @@ class Launcher(_SubprocessScriptLauncher):
     def __init__(self, *arguments: Any, processes: Processes) -> None:
         super().__init__(*arguments)
         self._processes = processes
+        self._children: _Children | None = None
         processes.exit_of = self.exit_of
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes that it has started, which a copy has not."""
-        return self.__dict__ | {"procs": []}
+        return self.__dict__ | {"procs": [], "_children": None}
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes of this node, then call ``function``."""
@@ -72,8 +75,10 @@ class Launcher(_SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             with _quiet_children():
                 self._call_children_scripts()
-            _Children(self.procs, lambda: self._processes.are_watched).start()
+            self._children = _Children(self.procs, lambda: self._processes.are_watched)
+            self._children.start()
         elif isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
+            _hear_interrupts()
             _Orphan(lambda: self._processes.are_watched).start()
         subprocess_script._set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -88,7 +93,11 @@ class Launcher(_SubprocessScriptLauncher):
             ):
                 return function(*args, **kwargs)
         except BaseException:
+            if self._children is not None:
+                self._children.forget_interrupts()
             if not self._processes.are_watched:  # the others would wait for this rank until their timeout
+                if self._children is not None:
+                    self._children.leave()
                 _kill(self.procs)
             raise
 
@@ -108,10 +117,39 @@ class _Children(threading.Thread):
     def __init__(self, children: list[subprocess.Popen[bytes]], are_watched: Callable[[], bool]) -> None:
         super().__init__(name="lightning_megatron children", daemon=True)
         self._children, self._are_watched = children, are_watched
+        self._left = False
+        self._heard, heard = os.pipe()
+        for end in (self._heard, heard):
+            os.set_blocking(end, False)
+        self._before: int | None = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
+
+    def forget_interrupts(self) -> None:
+        """Leave signals to whom they were left before; on the main thread only."""
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._before)
+            self._before = None
+
+    def _is_interrupted(self) -> bool:
+        """Whether Ctrl-C came while the main thread waits inside of torch for ranks that are starting."""
+        try:
+            return signal.SIGINT in os.read(self._heard, 64) and not self._are_watched()
+        except BlockingIOError:
+            return False
+
+    def leave(self) -> None:
+        """Say nothing more: this process ends them, and says why itself."""
+        self._left = True
 
     def run(self) -> None:
         """Look after them until all have ended well."""
-        while True:
+        while not self._left:
+            if self._is_interrupted():
+                said = f"\nStopped by Ctrl-C {_EARLY}; there was nothing to save."
+                print(said, file=sys.stderr, flush=True)
+                _kill(self._children)
+                os._exit(INTERRUPTED)
             codes = [child.poll() for child in self._children]
             if all(code == 0 for code in codes):
                 return
@@ -123,6 +161,8 @@ class _Children(threading.Thread):
     def _end(self, local: int, code: int) -> None:
         if not self._are_watched():
             time.sleep(_BEFORE_S)
+            if self._left:
+                return
             said = f"the process of local rank {local} {told(code)}".replace("in the middle of the run", _EARLY)
             print(f"\n{said}\nAll ranks end with it.", file=sys.stderr, flush=True)
         else:
@@ -134,16 +174,27 @@ class _Children(threading.Thread):
 @contextmanager
 def _quiet_children() -> Iterator[None]:
     """Start processes in here to whom torch does not print a page of C++ frames about each question to a store whose
-    process, this one, is gone.
+    process, this one, is gone; and who leave Ctrl-C to this process until they are in the run, instead of printing a
+    traceback each from the middle of an import.
     """
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "ERROR"
+    is_given = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+    takes_signals = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if takes_signals else None
     try:
         yield
     finally:
-        del os.environ[_LOG_LEVEL]
+        if takes_signals:
+            signal.signal(signal.SIGINT, before)
+        if not is_given:
+            del os.environ[_LOG_LEVEL]
+
+
+def _hear_interrupts() -> None:
+    """Take Ctrl-C as any process of Python does, which this one was started without."""
+    takes_signals = threading.current_thread() is threading.main_thread()
+    if takes_signals and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Orphan(threading.Thread):

@@ -32,12 +32,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_megatron.mesh.messages.collectives import world_maximum
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.watch.turns import TRAINING
+from lightning_megatron.strategy.lightning.launcher import INTERRUPTED
 
 _NAME = "preempted.ckpt"
 _QUESTION = "_broadcast_sigterm_tensor"
 _ONE_PRESS_S = 0.5
 _SLOW_S = 5.0
-_INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 
 
 class Preemption:
@@ -138,7 +138,7 @@ class Preemption:
             self._stop, self._interrupted_at = False, None
             if self._trainer.is_global_zero:
                 _say(f"Stopped by {'SIGTERM' if stop else 'Ctrl-C'} after step {self._trainer.global_step}: {saved}")
-            raise SIGTERMException if stop else SIGTERMException(_INTERRUPTED)
+            raise SIGTERMException if stop else SIGTERMException(INTERRUPTED)
 
     @contextmanager
     def _in_the_foreground(self) -> Iterator[None]:
