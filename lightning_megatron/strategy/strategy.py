@@ -33,6 +33,7 @@ from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import options as given
+from lightning_megatron.strategy.generation.lists import continue_prompts
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
@@ -71,6 +72,8 @@ class MegatronStrategy(ParallelStrategy):
     plan: Plan | None = None
     context_report = property(lambda self: self.run.context_report)
     loss_report = property(lambda self: self.run.loss_report)
+    records_timeline = property(lambda self: self.options.engine().record_timeline)
+    generate = continue_prompts
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(
@@ -373,11 +376,6 @@ class MegatronStrategy(ParallelStrategy):
     def skipped_steps(self) -> int:
         """Updates left out in this run because a loss or gradient was not finite."""
         return self._run.skipped_steps if self._run is not None else 0
-
-    @property
-    def records_timeline(self) -> bool:
-        """Whether ``record_timeline=True`` was given."""
-        return self.options.engine().record_timeline
 
     def measured_timeline(self) -> Timeline | None:
         """When each computation of the latest step ran, in seconds; ``None`` with one stage; collective."""

@@ -70,10 +70,7 @@ def run_in_workers(name: str, folder: Path, *options: str, processes: int) -> Ru
 def as_torchrun(info: RankInfo, name: str, folder: str, options: tuple[str, ...]) -> int:
     """The script as this process's main program; returns its exit code."""
     script = str(EXAMPLES / name)
-    ranks = {"RANK": info.rank, "LOCAL_RANK": info.rank, "WORLD_SIZE": info.world_size, "GROUP_RANK": 0}
-    sizes = {"LOCAL_WORLD_SIZE": info.world_size, "MASTER_PORT": info.port}
-    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "examples", "COLUMNS": "120"}
-    os.environ.update({key: str(value) for key, value in {**ranks, **sizes, **texts}.items()})
+    os.environ.update(torchrun_environment(info))
     os.chdir(folder)
     arguments, sys.argv = sys.argv, [script, *options]
     sys.path.insert(0, str(EXAMPLES))
@@ -87,6 +84,14 @@ def as_torchrun(info: RankInfo, name: str, folder: str, options: tuple[str, ...]
         sys.argv = arguments
         sys.path.remove(str(EXAMPLES))
     return 0
+
+
+def torchrun_environment(info: RankInfo) -> dict[str, str]:
+    """What ``torchrun`` tells a rank."""
+    ranks = {"RANK": info.rank, "LOCAL_RANK": info.rank, "WORLD_SIZE": info.world_size, "GROUP_RANK": 0}
+    sizes = {"LOCAL_WORLD_SIZE": info.world_size, "MASTER_PORT": info.port}
+    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "examples", "COLUMNS": "120"}
+    return {key: str(value) for key, value in {**ranks, **sizes, **texts}.items()}
 
 
 def wait_for_end(group: int, seconds: float = 15.0) -> None:

@@ -30,7 +30,16 @@ def test_every_argument_of_the_strategy_stands_in_one_table_with_its_default() -
 
 def test_every_command_stands_on_its_page() -> None:
     page = site.on_page_markdown("before <!-- commands --> after")
-    for name in ("timeline", "plan", "predict", "explain", "rehearse", "checkpoint inspect", "checkpoint export"):
+    for name in (
+        "timeline",
+        "plan",
+        "predict",
+        "explain",
+        "rehearse",
+        "generate",
+        "checkpoint inspect",
+        "checkpoint export",
+    ):
         assert f"\n## {name}\n" in page
     assert "| `--gpus` | required | GPUs to use. |" in page and page.startswith("before ")
 

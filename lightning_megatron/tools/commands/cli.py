@@ -1,4 +1,4 @@
-"""The ``lightning-megatron`` command: studies layouts, schedules and checkpoints without a GPU or a launch.
+"""The ``lightning-megatron`` command: studies layouts, schedules and checkpoints without a launch, and generates.
 
 Each command is a function in its own file in ``commands/``, and is registered here by one line.
 """
@@ -13,6 +13,7 @@ from lightning_megatron import __version__
 from lightning_megatron.tools.commands.checkpoint import app as checkpoint
 from lightning_megatron.tools.commands.conduct import CommandGroup
 from lightning_megatron.tools.commands.explain import explain
+from lightning_megatron.tools.commands.generate import generate
 from lightning_megatron.tools.commands.plan import plan
 from lightning_megatron.tools.commands.predict import predict
 from lightning_megatron.tools.commands.rehearse import rehearse
@@ -47,6 +48,7 @@ app.command("plan")(plan)
 app.command("predict")(predict)
 app.command("explain")(explain)
 app.command("rehearse")(rehearse)
+app.command("generate")(generate)
 app.add_typer(checkpoint, name="checkpoint")
 
 
