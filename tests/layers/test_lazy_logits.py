@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
@@ -160,6 +161,40 @@ def test_autocast_holds_where_the_head_was_called():
     torch.testing.assert_close(split.head.weight.grad, whole.head.weight.grad, rtol=0.02, atol=1e-3)
 
 
+def _frozen(net, names):
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.startswith(names))
+
+
+def _hooked_head(net):
+    net.head.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+HABITS = {
+    "frozen layers": lambda net: _frozen(net, ("layers", "embedding")),
+    "frozen head": lambda net: _frozen(net, ("head",)),
+    "hooked head": _hooked_head,
+    "weight norm": lambda net: nn.utils.parametrizations.weight_norm(net.head),
+}
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_heads_as_users_treat_them_give_the_same_gradients(name):
+    torch.manual_seed(3)
+    whole, tokens, targets = Net().double(), *torch.randint(0, CLASSES, (2, 2, 7))
+    split = copy.deepcopy(whole)
+    for net in (whole, split):
+        HABITS[name](net)
+    wanted = LOSSES["flattened"][0](whole(tokens), targets)
+    wanted.backward()
+    found, told = in_pieces(split, 3, LOSSES["flattened"][0], tokens, targets)
+    found.backward()
+    assert told.done and not told.whole
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made inside had at one time."""
 
@@ -221,6 +256,10 @@ def _viewed(logits, y):
 @pytest.mark.parametrize(
     ("loss", "wanted"),
     [
+        (
+            lambda z, y: F.cross_entropy(checkpoint(torch.tanh, z, use_reentrant=True).flatten(0, 1), y.flatten()),
+            "`torch.utils.checkpoint(use_reentrant=True)`",
+        ),
         (lambda z, y: F.cross_entropy(Cubed.apply(z).flatten(0, 1), y.flatten()), "a custom `autograd.Function`"),
         (_viewed, "`mul_` was asked of logits"),
     ],

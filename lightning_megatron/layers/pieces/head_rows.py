@@ -177,8 +177,9 @@ class HeadRows(SplitDim):
         """
         raise RuntimeError(
             f"logits of shape {tuple(shape)}, which `loss_chunks` computes in pieces of tokens, were given to code "
-            "that torch's functions do not see: a custom `autograd.Function`, a hook, `torch.func` or an operator "
-            "written in C++. Use torch's own functions there, or leave `loss_chunks` out."
+            "that torch's functions do not see: a custom `autograd.Function`, a backward hook of the head, "
+            "`torch.utils.checkpoint(use_reentrant=True)`, `torch.func` or an operator written in C++. Use torch's own "
+            "functions there, or leave `loss_chunks` out."
         )
 
 

@@ -101,9 +101,9 @@ class LazyHeads:
         if self._calls and not self.met and torch.is_grad_enabled():
             raise RuntimeError(
                 f"`loss_chunks={self.pieces.count!r}` found no head in the step of `{type(self._module).__name__}`: "
-                "it knows linear layers outside of the repeated ones, called as modules, and products with the whole "
-                "table of an embedding, `F.linear(x, embedding.weight)` or `x @ embedding.weight.T`. Leave "
-                "`loss_chunks` out."
+                "it knows linear layers outside of the repeated ones, called as modules that are not compiled, and "
+                "products with the whole table of an embedding, `F.linear(x, embedding.weight)` or `x @ "
+                "embedding.weight.T`. Leave `loss_chunks` out."
             )
         if first and self.pieces.whole and not self.pieces.done and torch.is_grad_enabled():
             names = ", ".join(f"`{name}`" for name in self.pieces.whole)
@@ -148,6 +148,8 @@ class _HeadCall(Wrapper):
         self._owner = owner
 
     def __call__(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # compiled code computes whole logits
+            return self.forward(input)
         found = self._put_off(input) if self._owner.takes_calls else None
         return self.forward(input) if found is None else found
 
