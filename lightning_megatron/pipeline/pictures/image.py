@@ -43,12 +43,15 @@ def draw(timeline: Timeline) -> Any:
     drawn = figure(inches + 1.0, 1.2 + 0.32 * schedule.stages)
     axes = drawn.add_subplot()
     axes.broken_barh([(0, span)], (-0.5, schedule.stages), facecolors="#eeeeee")
+    rows: dict[tuple[int, str], list[tuple[float, float]]] = {}  # drawn at once, as a call for each bar takes long
     for rank, step, start, length in bars:
         colour, ink = colours_of(step)
-        axes.broken_barh([(start, length)], (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.5)
+        rows.setdefault((rank, colour), []).append((start, length))
         name = label(schedule, step)
         if length / span * inches >= len(name) * _INCHES_PER_LETTER:
             axes.text(start + length / 2, rank, name, color=ink, fontsize=8, ha="center", va="center")
+    for (rank, colour), ranges in rows.items():
+        axes.broken_barh(ranges, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.5)
     axes.set(xlim=(0, span), ylim=(schedule.stages - 0.5, -0.5), xlabel="time", ylabel="stage")
     axes.set_yticks(range(schedule.stages))
     handles = [axes.broken_barh([], (0, 0), facecolors=colour, label=name) for name, colour in KINDS]
