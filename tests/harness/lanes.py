@@ -68,12 +68,12 @@ class SideBySide:
         collected_badly = session.testsfailed and not options.continue_on_collection_errors
         if options.collectonly or options.usepdb or options.capture == "no" or collected_badly:
             return None
+        gc.collect()
+        gc.freeze()  # what is imported and collected by now stays
         if self.lanes < 2 or len(session.items) < FEWEST:
             return None
         if self.before is not None:
             self.before()
-        gc.collect()
-        gc.freeze()  # what is imported and collected by now stays
         together, alone = bundles(session.items)
         for queue, lanes in ((together, self.lanes), (alone, 1)):
             _Queue(session, queue, lanes, self.context).run()

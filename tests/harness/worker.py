@@ -7,6 +7,7 @@ talking to it; only when the test process has heard from every rank does it say 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ def main(jobs: Connection, lifeline: Connection, log_path: str) -> None:
         lifeline: never carries anything; it closes when the test process ends, however it ends.
         log_path: this worker's file for printed output; stacks go to ``log_path + ".stacks"``.
     """
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers: as for users, not as for this process
     os.setsid()  # a Ctrl-C in the terminal is pytest's to handle, and killing the group takes data loader workers along
     _redirect_output(log_path)
     stacks = open(log_path + ".stacks", "w")  # noqa: SIM115 - stays open for the signal handler
