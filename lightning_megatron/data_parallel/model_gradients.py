@@ -21,7 +21,7 @@ from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
 from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
-from lightning_megatron.data_parallel.buckets.shards import Placement
+from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
@@ -75,7 +75,7 @@ class ModelGradients:
         self.presence = presence
         self._tensor = tensor
         self.options = options
-        self._masters: dict[tuple[str, ...], tuple[Placement, Tensor]] = {}
+        self._masters: dict[tuple[str, ...], tuple[FlatPlacement, Tensor]] = {}
         self._replicas: Sharing | None = None
         self._closed: GradientBuckets | None = None
         self.local: LocalGradients | None = None

@@ -60,7 +60,7 @@ class Replaced(Replacement):
         return self._function(*args, **kwargs)
 
 
-class _Entry:
+class _Replaced:
     """One attribute that is replaced; ``before`` is what it was, or that its owner had none of its own."""
 
     __slots__ = ("__weakref__", "before", "name", "owner", "value")
@@ -69,7 +69,7 @@ class _Entry:
         self.owner, self.name, self.value, self.before = owner, name, value, before
 
 
-_STANDING: WeakSet[_Entry] = WeakSet()
+_STANDING: WeakSet[_Replaced] = WeakSet()
 """Entries that nobody has taken back: several runs may replace the same attribute of a class or a module."""
 
 
@@ -77,7 +77,7 @@ class Replacements:
     """Attributes of other objects that are replaced until :meth:`take_back`; also a context, at whose end they are."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_Replaced] = []
 
     def __enter__(self) -> Replacements:
         return self
@@ -97,7 +97,7 @@ class Replacements:
             AttributeError: there is no such attribute: another version of a library has another name for it.
         """
         getattr(owner, name)
-        entry = _Entry(owner, name, value, vars(owner).get(name, _MISSING))
+        entry = _Replaced(owner, name, value, vars(owner).get(name, _MISSING))
         _write(owner, name, value)
         self._entries.append(entry)
         _STANDING.add(entry)

@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.traces import Traces, judge
-from lightning_megatron.strategy.loss.weighing import Counted, Part, Reading, candidates, find
+from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
@@ -175,8 +175,8 @@ def test_statistics_over_micro_batches_are_said_once(mesh: ParallelMesh) -> None
     assert len(said) == 1 and "`layers.0` (BatchNorm1d)" in said[0]
 
 
-def _part(loss: float, **logs: float) -> Part:
-    return Part(loss, torch.float64, logs)
+def _part(loss: float, **logs: float) -> TrialRun:
+    return TrialRun(loss, torch.float64, logs)
 
 
 def test_batches_of_unlike_numbers_of_tensors_are_weighed_by_what_all_have() -> None:

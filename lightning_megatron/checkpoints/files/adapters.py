@@ -17,7 +17,7 @@ from lightning_megatron.checkpoints.files.sources import Source
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor of a file to write.
 
     Attributes:
@@ -72,7 +72,7 @@ def choose_adapter(source: Source, name: str | None = None, start: str = "") -> 
     return chosen[0]
 
 
-def adapter_entries(source: Source, adapter: Adapter, dtype: torch.dtype | None = None) -> dict[str, Entry]:
+def adapter_entries(source: Source, adapter: Adapter, dtype: torch.dtype | None = None) -> dict[str, TensorToWrite]:
     """The tensors of an adapter by their names in ``adapter_model.safetensors``.
 
     Raises:
@@ -86,8 +86,8 @@ def adapter_entries(source: Source, adapter: Adapter, dtype: torch.dtype | None 
     return {name: stored_entry(source, stored, dtype) for name, stored in adapter.tensors.items()}
 
 
-def stored_entry(source: Source, name: str, dtype: torch.dtype | None) -> Entry:
+def stored_entry(source: Source, name: str, dtype: torch.dtype | None) -> TensorToWrite:
     """A tensor as the checkpoint has it, or in another type if it has floating-point numbers."""
     shape, kind = source.kinds[name]
     wanted = dtype if dtype is not None and kind.is_floating_point else kind
-    return Entry(tuple(shape), wanted, lambda: source.read(name))
+    return TensorToWrite(tuple(shape), wanted, lambda: source.read(name))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from lightning_megatron.checkpoints.files.adapters import (
-    Entry,
+    TensorToWrite,
     adapter_entries,
     adapters_of,
     choose_adapter,
@@ -249,7 +249,7 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **inner, _TIES: False}
 
 
-def _entries(source: Source, prefix: str, dtype: torch.dtype | None) -> dict[str, Entry]:
+def _entries(source: Source, prefix: str, dtype: torch.dtype | None) -> dict[str, TensorToWrite]:
     held = [adapter.name for adapter in adapters_of(source, prefix) if prefix.startswith(adapter.start)]
     if held:
         raise ValueError(
@@ -261,11 +261,11 @@ def _entries(source: Source, prefix: str, dtype: torch.dtype | None) -> dict[str
     return {name.removeprefix(prefix): stored_entry(source, name, dtype) for name in names}
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: TensorToWrite) -> int:
     return torch.Size(entry.shape).numel() * entry.dtype.itemsize
 
 
-def _shards(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
+def _shards(entries: Mapping[str, TensorToWrite], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     used = 0
     for name, entry in entries.items():
@@ -277,7 +277,7 @@ def _shards(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_safetensors(path: Path, entries: Mapping[str, Entry]) -> None:
+def _write_safetensors(path: Path, entries: Mapping[str, TensorToWrite]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in entries.items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoints.files.adapters import Adapter, Entry, stored_entry
+from lightning_megatron.checkpoints.files.adapters import Adapter, TensorToWrite, stored_entry
 from lightning_megatron.checkpoints.files.sources import Source
 from lightning_megatron.checkpoints.state.stored import optimizer_names
 
@@ -38,7 +38,7 @@ class _Origin:
 
 def merged_entries(
     source: Source, adapter: Adapter, prefix: str, dtype: torch.dtype | None
-) -> tuple[dict[str, Entry], bool]:
+) -> tuple[dict[str, TensorToWrite], bool]:
     """The tensors of the adapted model with the adapter added to them.
 
     Low-rank updates follow Hu et al., arXiv 2106.09685, eq. 3, and Liu et al., arXiv 2402.09353, eq. 5.
@@ -65,7 +65,7 @@ def merged_entries(
             "some; the model's class alone has no place for what they become. Write the adapter alone with "
             "`--format adapter`."
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorToWrite] = {}
     written: set[_Origin] = set()
     for plain, origin in origins.items():
         if origin not in written:
@@ -136,12 +136,12 @@ def _tied(bases: Mapping[str, str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _entry(source: Source, adapter: Adapter, origin: _Origin, dtype: torch.dtype | None) -> Entry:
+def _entry(source: Source, adapter: Adapter, origin: _Origin, dtype: torch.dtype | None) -> TensorToWrite:
     entry = stored_entry(source, origin.stored, dtype)
     how = (adapter.updates or {}).get(origin.module)
     if how is None:
         return entry
-    return Entry(entry.shape, entry.dtype, _Merge(source, origin.stored, origin.module, adapter.name, how))
+    return TensorToWrite(entry.shape, entry.dtype, _Merge(source, origin.stored, origin.module, adapter.name, how))
 
 
 @dataclass(frozen=True)

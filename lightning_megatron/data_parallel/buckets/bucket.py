@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights, take_weights
 from lightning_megatron.data_parallel.buckets.holders import Sharing
-from lightning_megatron.data_parallel.buckets.shards import Part, Placement, place
+from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart, place
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.mesh.watch import waits
@@ -45,7 +45,7 @@ class Piece:
     """
 
     name: str
-    part: Part
+    part: ShardPart
     update: nn.Parameter
     grad: Tensor
     host: nn.Parameter | None = None
@@ -112,7 +112,7 @@ class Bucket:
     parameters: list[nn.Parameter]
     sharing: Sharing
     shared: bool
-    placement: Placement
+    placement: FlatPlacement
     flat: Tensor
     views: list[Tensor]
     weights: FlatWeights | None = None
@@ -376,7 +376,9 @@ def _cut_pieces(bucket: Bucket, weights: FlatWeights, *, keep_shapes: bool) -> N
         bucket.pieces[part.member] = Piece(bucket.names[part.member], part, update, bucket.flat, host)
 
 
-def _views(flat: Tensor, placement: Placement, parameters: Sequence[nn.Parameter], *, contiguous: bool) -> list[Tensor]:
+def _views(
+    flat: Tensor, placement: FlatPlacement, parameters: Sequence[nn.Parameter], *, contiguous: bool
+) -> list[Tensor]:
     if contiguous and sum(placement.sizes[:-1]) == placement.offsets[-1]:  # no gaps: one call for all
         return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
     return [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.buckets.shards import Placement
+from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 
 
@@ -115,7 +115,7 @@ class _WithoutBucket:
 
 def take_weights(
     parameters: Sequence[nn.Parameter],
-    placement: Placement,
+    placement: FlatPlacement,
     rank: int,
     dtype: torch.dtype,
     master: torch.dtype,

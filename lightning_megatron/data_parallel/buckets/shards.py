@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Elements [start, stop) of the flattened parameter ``member``, lying at ``at`` in the shard."""
 
     member: int
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class FlatPlacement:
     """Layout of a flat buffer.
 
     Attributes:
@@ -55,18 +55,18 @@ class Placement:
         """First element of shard ``rank`` in the buffer, and the first one after it."""
         return rank * self.shard, (rank + 1) * self.shard
 
-    def parts(self, rank: int) -> list[Part]:
+    def parts(self, rank: int) -> list[ShardPart]:
         """The parts of parameters in shard ``rank``, in order; parameters outside of it are left out."""
         low, high = self.bounds(rank)
         found = []
         for member, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             start, stop = max(offset, low), min(offset + size, high)
             if start < stop:
-                found.append(Part(member, start - offset, stop - offset, start - low))
+                found.append(ShardPart(member, start - offset, stop - offset, start - low))
         return found
 
 
-def place(sizes: Sequence[int], shards: int, *, whole: bool = False) -> Placement:
+def place(sizes: Sequence[int], shards: int, *, whole: bool = False) -> FlatPlacement:
     """Lay parameters out over equal shards.
 
     Args:
@@ -79,7 +79,7 @@ def place(sizes: Sequence[int], shards: int, *, whole: bool = False) -> Placemen
         for size in sizes:
             offsets.append(end)
             end += size
-        return Placement(tuple(sizes), tuple(offsets), -(-end // shards), shards)
+        return FlatPlacement(tuple(sizes), tuple(offsets), -(-end // shards), shards)
     shard = _smallest_shard(sizes, shards)
     offsets, begin, used = [], 0, 0
     for size in sizes:
@@ -87,7 +87,7 @@ def place(sizes: Sequence[int], shards: int, *, whole: bool = False) -> Placemen
             begin, used = begin + shard, 0
         offsets.append(begin + used)
         used += size
-    return Placement(tuple(sizes), tuple(offsets), shard, shards)
+    return FlatPlacement(tuple(sizes), tuple(offsets), shard, shards)
 
 
 def _smallest_shard(sizes: Sequence[int], shards: int) -> int:

@@ -17,7 +17,7 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.mesh.parts.names import outwards
 
 
-class Entry(Protocol):
+class SeenParameter(Protocol):
     """What is known about a parameter.
 
     Attributes:
@@ -43,7 +43,7 @@ class Read(NamedTuple):
     """A parameter that a module computes with, and the table of a module where it is."""
 
     parameter: nn.Parameter
-    entry: Entry
+    entry: SeenParameter
     table: dict[str, Any]
     name: str
 
@@ -97,7 +97,7 @@ class Leaving(_AroundCall):
                         table[name] = given
 
 
-def _is_exchanged(entry: Entry, table: dict[str, Any], name: str) -> bool:
+def _is_exchanged(entry: SeenParameter, table: dict[str, Any], name: str) -> bool:
     """Whether a call further out has put the part there already."""
     return any(place is table and there == name for place, there, _ in entry.given)
 

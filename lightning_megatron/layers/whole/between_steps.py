@@ -37,7 +37,7 @@ from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other
 _LOOKING_S = 6.0
 
 
-class _Entry:
+class _SeenBetween:
     """A tensor that may be seen whole.
 
     Attributes:
@@ -73,9 +73,9 @@ class WholeView:
 
     def __init__(self, group: dist.ProcessGroup, sums_later: str | None = None) -> None:
         self._group, self._sums_later = group, sums_later
-        self._parameters: dict[int, _Entry] = {}
-        self._gradients: dict[int, _Entry] = {}
-        self._numbered: list[_Entry] = []
+        self._parameters: dict[int, _SeenBetween] = {}
+        self._gradients: dict[int, _SeenBetween] = {}
+        self._numbered: list[_SeenBetween] = []
         self._whole = self._serves = False
         self._hook = ""
         self._calls: list[tuple[nn.Module, Any]] = []
@@ -86,7 +86,7 @@ class WholeView:
         """Show one more parameter whole."""
         if id(parameter) in self._parameters:
             return
-        entry = _Entry(parts, 2 * len(self._numbered), parameter)
+        entry = _SeenBetween(parts, 2 * len(self._numbered), parameter)
         self._numbered.append(entry)
         self._parameters[id(parameter)] = entry
         weakref.finalize(parameter, self._parameters.pop, id(parameter), None)
@@ -159,7 +159,7 @@ class WholeView:
                 "`copy.deepcopy`), or read the parameter again when it is needed."
             )
 
-    def _put_back(self, entry: _Entry, parameter: Tensor) -> bool:
+    def _put_back(self, entry: _SeenBetween, parameter: Tensor) -> bool:
         """Cut a parameter and its gradient again; returns whether somebody still holds the gathered memory."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient = parameter.grad
@@ -172,7 +172,7 @@ class WholeView:
                 parameter.grad = known[0][1].copy_(part) if known else part
         return kept
 
-    def _cut(self, entry: _Entry, tensor: Tensor) -> bool:
+    def _cut(self, entry: _SeenBetween, tensor: Tensor) -> bool:
         tensor.__class__ = entry.kind
         if entry.part is None:
             return False
@@ -204,13 +204,13 @@ class WholeView:
         if gradient is not None:
             self._see(entry, gradient)
 
-    def _entry(self, tensor: Tensor) -> _Entry:
+    def _entry(self, tensor: Tensor) -> _SeenBetween:
         return self._parameters.get(id(tensor)) or self._gradients[id(tensor)]
 
-    def _see(self, entry: _Entry, gradient: Tensor) -> Tensor:
+    def _see(self, entry: _SeenBetween, gradient: Tensor) -> Tensor:
         """Show the gradient of a parameter whole as well."""
         if id(gradient) not in self._gradients and tuple(gradient.shape) == entry.parts.spec.local_shape:
-            self._gradients[id(gradient)] = _Entry(entry.parts, entry.number + 1, gradient)
+            self._gradients[id(gradient)] = _SeenBetween(entry.parts, entry.number + 1, gradient)
             weakref.finalize(gradient, self._gradients.pop, id(gradient), None)
             gradient.__class__ = self._kinds.tensor
         return gradient
@@ -241,7 +241,7 @@ class WholeView:
         entry.writes += 1
         return True
 
-    def _operand(self, entry: _Entry, value: Any) -> Any:
+    def _operand(self, entry: _SeenBetween, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         if isinstance(value, kinds.Seen):
@@ -335,7 +335,7 @@ def _own_backward(hook: str, reason: str, gradient: Tensor) -> None:
     )
 
 
-def _alive(entries: dict[int, _Entry]) -> Iterable[tuple[_Entry, Tensor]]:
+def _alive(entries: dict[int, _SeenBetween]) -> Iterable[tuple[_SeenBetween, Tensor]]:
     return [(entry, tensor) for entry in list(entries.values()) if (tensor := entry.tensor()) is not None]
 
 

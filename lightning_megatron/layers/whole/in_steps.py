@@ -54,7 +54,7 @@ class WholeWeight(WholeTensor):
 
 
 @dataclass
-class _Entry:
+class _SeenInStep:
     """A parameter that a step sees whole.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Entry:
         dim: the dim that is cut into equal blocks in the order of ranks; ``None`` if it is cut in another way.
         inside: how many forwards that read it as it is are under way.
         version: of the parameter when the step began, where ranks may run different code in it.
-        given: what the step has put in its place; see :class:`.around_calls.Entry`.
+        given: what the step has put in its place; see :class:`.around_calls.SeenParameter`.
     """
 
     number: int
@@ -93,8 +93,8 @@ class StepView:
         self._group, self._gathered = group, GatheredForEach if own_losses else Gathered
         self._rounds, self._may_serve = Rounds(rounds or group, self._part, _PATIENCE_S), rounds is not None
         self._serves, self._thread = False, 0
-        self._entries: dict[int, _Entry] = {}
-        self._parameters: list[tuple[nn.Parameter, _Entry]] = []
+        self._entries: dict[int, _SeenInStep] = {}
+        self._parameters: list[tuple[nn.Parameter, _SeenInStep]] = []
         self.runs = False
         self._handles: list[Callable[[], None]] = []
         self.kind = type("StepParameter", (StepParameter,), {"_owner": self})
@@ -102,10 +102,10 @@ class StepView:
         self._optimizing: list[list[int]] = []
 
     def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
-        """Show one more parameter whole; see `_Entry` for ``parts``."""
+        """Show one more parameter whole; see `_SeenInStep` for ``parts``."""
         if id(parameter) not in self._entries and type(parameter) is nn.Parameter:
             dim = parts.block_dim() if parts is not None and self._gathered is Gathered else None
-            entry = _Entry(len(self._parameters), parts, dim)
+            entry = _SeenInStep(len(self._parameters), parts, dim)
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
 
@@ -181,7 +181,7 @@ class StepView:
             )
         return replace(parts, group=self._rounds.group), part
 
-    def _gather(self, entry: _Entry, parts: ParameterParts, gradient: bool, part: Tensor) -> Tensor:
+    def _gather(self, entry: _SeenInStep, parts: ParameterParts, gradient: bool, part: Tensor) -> Tensor:
         if not self._serves:
             return parts.gather(part)
         with torch._C.DisableTorchFunctionSubclass():
@@ -271,7 +271,7 @@ class StepView:
         with torch._C.DisableTorchFunctionSubclass():
             return cast(Tensor, Cut.apply(value.as_subclass(Tensor), entry.parts))
 
-    def _entry(self, shown: Tensor) -> _Entry:
+    def _entry(self, shown: Tensor) -> _SeenInStep:
         return shown.entry if isinstance(shown, StepTensor) else self._entries[id(shown)]
 
     def _shape_of(self, parameter: Tensor) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ class StepView:
             local = value.view_as(value) if follows else value.detach()
         return self._whole(self._entry(value), local, isinstance(value, StepTensor) and value.is_gradient)
 
-    def _whole(self, entry: _Entry, local: Tensor, gradient: bool = False) -> Tensor:
+    def _whole(self, entry: _SeenInStep, local: Tensor, gradient: bool = False) -> Tensor:
         """The whole tensor of which this is the part, or the only term of a gradient's that counts."""
         if entry.parts is None:
             return cast(Tensor, CountedOnce.apply(local, self._group.rank())) if local.requires_grad else local
@@ -307,7 +307,7 @@ class StepView:
             gradient = parameter.grad
         return None if gradient is None else self._alias(self._entry(parameter), gradient, True)
 
-    def _alias(self, entry: _Entry, local: Tensor, gradient: bool) -> Tensor:
+    def _alias(self, entry: _SeenInStep, local: Tensor, gradient: bool) -> Tensor:
         """A whole tensor that shares the memory of a part, outside of autograd."""
         if entry.parts is None or (entry.dim is not None and not self._serves):
             return self._whole(entry, local)
@@ -368,7 +368,7 @@ class StepView:
             for value, gradient in zip(several, found, strict=True)
         )
 
-    def _found(self, entry: _Entry, gradient: Tensor | None) -> Tensor | None:
+    def _found(self, entry: _SeenInStep, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
         if entry.parts is not None:

@@ -70,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class TensorPlace:
     """Where one parameter or buffer of the whole module is.
 
     Attributes:
@@ -112,7 +112,7 @@ class Presence:
     stages: int = 1
     tensor_rank: int = 0
     parts: Mapping[str, Part] = field(default_factory=dict, repr=False)
-    entries: Mapping[str, Entry] = field(default_factory=dict, repr=False)
+    entries: Mapping[str, TensorPlace] = field(default_factory=dict, repr=False)
     copies: Copies = field(default_factory=Copies)
 
     @classmethod
@@ -152,7 +152,7 @@ class Presence:
         entries = _entries(module, table or {}, parts, everyone)
         return cls(stage, len(everyone), tensor_rank, parts, entries, partition.copies)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorPlace:
         entry = self.entries.get(name)
         if entry is None and self.stages > 1:
             raise RuntimeError(
@@ -199,7 +199,7 @@ class Presence:
         own = (part for part in self.parts.values() if not part.is_layer and self.stage in part.stages)
         return [part.name for part in own if len(part.stages) < self.stages]
 
-    def elsewhere(self) -> Iterator[tuple[str, Entry]]:
+    def elsewhere(self) -> Iterator[tuple[str, TensorPlace]]:
         """Names of what this stage does not hold."""
         return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)
 
@@ -263,7 +263,7 @@ class Viewer(Protocol):
         """Take note that user code has gone over all parameters of a module that has parts elsewhere."""
 
 
-_REGISTERED_LATER = Entry("", frozenset({0}), ParameterSharding(ShardSpec.whole(())), False, torch.empty(()), "")
+_REGISTERED_LATER = TensorPlace("", frozenset({0}), ParameterSharding(ShardSpec.whole(())), False, torch.empty(()), "")
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
@@ -285,7 +285,7 @@ _Key = tuple[int, str]
 
 def _entries(
     module: nn.Module, table: Mapping[str, ParameterSharding], parts: Mapping[str, Part], everyone: frozenset[int]
-) -> dict[str, Entry]:
+) -> dict[str, TensorPlace]:
     """An entry for every name of every parameter and buffer."""
     named = list(_named_tensors(module))
     stages: dict[_Key, frozenset[int]] = {}
@@ -293,13 +293,13 @@ def _entries(
         part = _part_of(name, parts)
         if part is not None or not isinstance(tensor, nn.Parameter):  # else: a further name of a module that is a part
             stages[key] = stages.get(key, frozenset()) | (everyone if part is None else part.stages)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorPlace] = {}
     firsts: dict[_Key, str] = {}
     for name, tensor, key in named:
         first = firsts.setdefault(key, name)
         sharding = table.get(name) or ParameterSharding(ShardSpec.whole(tensor.shape))
         part = _part_of(name, parts) or _part_of(first, parts)
-        entries[name] = Entry(
+        entries[name] = TensorPlace(
             part="" if part is None else part.name,
             stages=stages.get(key, everyone),
             sharding=sharding,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.elsewhere.presence import Entry, Phase, Presence, Sight, owner_of
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, TensorPlace, owner_of
 
 _Table = dict[str, Any]
 
@@ -65,10 +65,10 @@ def _sort(table: _Table, prefix: str, places: dict[str, int]) -> None:
     table.update(ordered)
 
 
-def _is_slice(tensor: Tensor | None, entry: Entry) -> bool:
+def _is_slice(tensor: Tensor | None, entry: TensorPlace) -> bool:
     return tensor is not None and tuple(tensor.shape) == entry.sharding.spec.local_shape
 
 
-def _like(real: Tensor, entry: Entry) -> nn.Parameter:
+def _like(real: Tensor, entry: TensorPlace) -> nn.Parameter:
     empty = torch.empty(entry.twin.shape, dtype=real.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=real.requires_grad)

@@ -32,8 +32,8 @@ from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf, StageRun
 
 Place = tuple[int, int]
-Entry = tuple[Callable[[Slot], None], Slot]
-Program = list[Entry]
+Move = tuple[Callable[[Slot], None], Slot]
+Program = list[Move]
 
 
 class PipelineExecutor:
@@ -377,7 +377,7 @@ class PipelineExecutor:
         told = self._heard.pop(slot.place)
         self._inputs[slot.place] = Boundary(tuple(leaves), tensors, effects=told.effects, forms=told.forms)
 
-    def followed(self, program: Iterable[Entry]) -> Iterator[Entry]:
+    def followed(self, program: Iterable[Move]) -> Iterator[Move]:
         """The program, noting where in it this rank is; without backwards, where the step does not go on to them."""
         asks = self._step.goes_on
         for act, slot in program:

@@ -36,7 +36,7 @@ from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
 from lightning_megatron.strategy.loss.traces import Counters, Traces
-from lightning_megatron.strategy.loss.weighing import Counted, Finding, Part, Reading, candidates, find
+from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -165,7 +165,7 @@ class LossTrials:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
-            Part(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
+            TrialRun(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
             for output, logs in zip(outputs, tried.logs(self._device), strict=True)
         ]
         findings = []

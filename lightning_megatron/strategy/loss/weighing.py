@@ -71,7 +71,7 @@ def _countable(batch: Any) -> list[Counted]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TrialRun:
     """One run of the step.
 
     Attributes:
@@ -145,7 +145,7 @@ class Finding:
 
 
 def find(
-    parts: Sequence[Part], whole: Part, sizes: Sequence[float], counts: Mapping[Counted, Sequence[float]]
+    parts: Sequence[TrialRun], whole: TrialRun, sizes: Sequence[float], counts: Mapping[Counted, Sequence[float]]
 ) -> Finding:
     """Compare the loss and the logged numbers of a batch with those of its parts.
 

@@ -27,7 +27,7 @@ from lightning_megatron.pipeline.elsewhere.away import STATE
 BACKEND = "rehearsal"
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One kind of communication: operation, phase, ranks and size.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ledger:
         phase: phase of new entries.
     """
 
-    counts: dict[Entry, int] = field(default_factory=dict)
+    counts: dict[LedgerEntry, int] = field(default_factory=dict)
     phase: str = "setup"
 
     def write(self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], peer: int = -1) -> None:
@@ -69,7 +69,7 @@ class Ledger:
         if STATE.paused:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        entry = Entry(self.phase, operation, ranks, ranks[peer] if peer >= 0 else -1, size)
+        entry = LedgerEntry(self.phase, operation, ranks, ranks[peer] if peer >= 0 else -1, size)
         self.counts[entry] = self.counts.get(entry, 0) + 1
 
 
