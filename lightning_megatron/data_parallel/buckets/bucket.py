@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights, take_weights
 from lightning_megatron.data_parallel.buckets.holders import Sharing
-from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart, place
+from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart, place, views
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.mesh.watch import waits
@@ -170,7 +170,7 @@ class Bucket:
             if end < offset:
                 self.flat[end:offset].zero_()
             end = offset + size
-        self.views = _views(self.flat, placement, self.parameters, contiguous=self.weights is not None)
+        self.views = views(self.flat, placement, self.parameters, contiguous=self.weights is not None)
         if self.shard_only:
             self.own = torch.empty(placement.shard, dtype=dtype, device=device)
         self._point_pieces()
@@ -374,27 +374,6 @@ def _cut_pieces(bucket: Bucket, weights: FlatWeights, *, keep_shapes: bool) -> N
         update.grad_dtype = bucket.flat.dtype
         host = nn.Parameter(part.of(weights.master).view(value.shape)) if weights.hosted else None
         bucket.pieces[part.member] = Piece(bucket.names[part.member], part, update, bucket.flat, host)
-
-
-def _views(
-    flat: Tensor, placement: FlatPlacement, parameters: Sequence[nn.Parameter], *, contiguous: bool
-) -> list[Tensor]:
-    if contiguous and sum(placement.sizes[:-1]) == placement.offsets[-1]:  # no gaps: one call for all
-        return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
-    return [
-        _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=contiguous)
-        for offset, parameter in zip(placement.offsets, parameters, strict=True)
-    ]
-
-
-def _view_like(flat: Tensor, parameter: nn.Parameter, *, contiguous: bool) -> Tensor:
-    """View of ``flat`` with the parameter's shape and, if dense, its strides, which autograd wants of ``.grad``."""
-    if contiguous or parameter.is_contiguous():
-        return flat.view(parameter.shape)
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(order).is_contiguous():
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
 
 
 def _size_of(group: Any) -> int:

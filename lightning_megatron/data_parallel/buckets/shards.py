@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class ShardPart(NamedTuple):
@@ -109,3 +110,32 @@ def _runs(sizes: Sequence[int], limit: int) -> int:
             runs, used = runs + 1, 0
         used += size
     return runs
+
+
+def views(
+    flat: Tensor, placement: FlatPlacement, parameters: Sequence[nn.Parameter], *, contiguous: bool
+) -> list[Tensor]:
+    """Views of ``flat`` with the shapes of the parameters.
+
+    Args:
+        flat: the whole buffer.
+        placement: of the parameters in it.
+        parameters: in the order of the placement.
+        contiguous: whether to leave out the strides of parameters that are laid out otherwise.
+    """
+    if contiguous and sum(placement.sizes[:-1]) == placement.offsets[-1]:  # no gaps: one call for all
+        return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
+    return [
+        _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=contiguous)
+        for offset, parameter in zip(placement.offsets, parameters, strict=True)
+    ]
+
+
+def _view_like(flat: Tensor, parameter: nn.Parameter, *, contiguous: bool) -> Tensor:
+    """View of ``flat`` with the parameter's shape and, if dense, its strides, which autograd wants of ``.grad``."""
+    if contiguous or parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
