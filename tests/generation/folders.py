@@ -134,9 +134,9 @@ def listed(info: RankInfo, folder: str, sizes: tuple[int, int, int], options: di
     return [tokens, texts, unchanged]
 
 
-def refused(info: RankInfo, folder: str, prompts: Any, options: dict[str, Any]) -> str:
-    """What ``strategy.generate`` raises."""
-    strategy = MegatronStrategy(2)
+def refused(info: RankInfo, folder: str, prompts: Any, options: dict[str, Any], arguments: Any = None) -> str:
+    """What ``strategy.generate`` raises; by default with two stages."""
+    strategy = MegatronStrategy(**(arguments or {"pipeline_parallel_size": 2}))
     trainer = make_trainer(info, strategy, max_steps=1)
     trainer.fit(Trained(folder), DataLoader(torch.arange(1, 41).view(4, 10), batch_size=4))  # type: ignore[arg-type]
     try:

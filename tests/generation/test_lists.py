@@ -252,3 +252,17 @@ def test_lists_that_cannot_be_are_refused_on_every_rank(
 ) -> None:
     for outcome in run_trainers(refused, str(folder), prompts, options, devices=2):
         assert words in outcome.value
+
+
+@wide
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"data_parallel_size": 2, "weight_sharding": True}, "`weight_sharding=True` makes replicas take part"),
+        ({"context_parallel_size": 2}, "`context_parallel_size` cannot split a token at a time"),
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_generate_lists_are_refused(arguments: dict[str, Any], words: str, folder: Path) -> None:
+    for outcome in run_trainers(refused, str(folder), [[1, 2]], {}, arguments, devices=2):
+        assert words in outcome.value
