@@ -5,13 +5,16 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.mixture.moe import Experts, MoE, router_losses
 from lightning_megatron.layers.mlp import ParallelMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.table import ParameterSharding, ShardTable
 
 __all__ = [
     "ColumnParallelLinear",
+    "Experts",
     "LayerNorm",
+    "MoE",
     "ParallelMLP",
     "ParallelMultiheadAttention",
     "ParameterSharding",
@@ -20,5 +23,6 @@ __all__ = [
     "ShardTable",
     "VocabParallelEmbedding",
     "VocabParallelLogits",
+    "router_losses",
     "vocab_parallel_cross_entropy",
 ]

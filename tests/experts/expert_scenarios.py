@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.layers import router_losses
 from tests.experts import strangers
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -130,6 +131,16 @@ class Strange(Words):
             shares = logits.softmax(-1)
             kept.append((F.one_hot(shares.argmax(-1), EXPERTS).to(shares.dtype).mean(0) * shares.mean(0)).sum())
         return loss + 0.01 * torch.stack(kept).sum() if kept else loss
+
+
+class DropIn(Words):
+    """Built of this package's mixtures, with their losses."""
+
+    def __init__(self) -> None:
+        super().__init__([strangers.Block(kind) for kind in strangers.DROP_IN])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + router_losses(self, balance=0.3, z=0.01)
 
 
 class Gathered(Strange):
@@ -310,6 +321,7 @@ MODULES = {
     "dense": Dense,
     "whole_updates": WholeUpdates,
     "gathered": Gathered,
+    "drop_in": DropIn,
     "built_later": BuiltLater,
 }
 

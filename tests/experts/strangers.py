@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.layers import MoE
+
 WIDTH, EXPERTS = 16, 4
 
 
@@ -291,3 +293,11 @@ EXACT = {
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
 PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
 """What mixes samples: over replicas it is not what one process computes."""
+
+DROP_IN: list[Callable[[], nn.Module]] = [
+    lambda: MoE(WIDTH, 8, EXPERTS),
+    lambda: MoE(WIDTH, 8, EXPERTS, router="sigmoid", shared=8, scale=2.5),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, gated=False, shared=8),
+    lambda: MoE(WIDTH, 8, EXPERTS, 3, normalize=False),
+]
+"""This package's own mixtures."""

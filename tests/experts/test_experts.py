@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.layers import MoE, router_losses
 from tests.experts.expert_scenarios import FAMILIES, fit
 from tests.experts.strangers import EXACT, PER_BATCH
 from tests.harness import one_process, run_trainers
@@ -22,6 +24,7 @@ ROWS: list[Any] = [
     ("strange_starved", 2, TWO, {}),
     ("strange_sequences", 2, {}, {}),
     ("balanced_Mixtral", 4, PIPE, {}),
+    ("drop_in", 2, TWO, {}),
     (
         "uneven",
         4,
@@ -51,6 +54,12 @@ ROWS: list[Any] = [
             ),
             ("balanced_Qwen2Moe", 4, {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"}, {}),
             ("balanced_passed", 2, TWO, {}),
+            ("drop_in", 2, {}, {"accumulate_grad_batches": 2}),
+            ("drop_in", 2, {"micro_batch_size": 2}, {}),
+            ("drop_in", 4, PIPE, {}),
+            ("drop_in", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
+            ("drop_in", 4, {"expert_parallel_size": 4}, {}),
+            ("drop_in", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("Mixtral", 4, PIPE, {}),
             ("Qwen3Moe", 4, {**PIPE, "pipeline_schedule": "zb-h1", "activation_recompute": "full"}, {}),
             ("words", 2, TWO, {"accumulate_grad_batches": 2}),
@@ -171,6 +180,36 @@ def test_a_checkpoint_goes_on_with_its_experts_shared_out_otherwise(name, chain,
         before = saved
     for key, value in found["weights"].items():
         torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"experts": 4, "top_k": 5}, "`top_k=5` must lie between 1 and `experts=4`"),
+        ({"experts": 1, "top_k": 1}, "`experts=1` must be at least 2"),
+        ({"experts": 4, "router": "hash"}, "`router='hash'` must be one of 'softmax', 'sigmoid'"),
+    ],
+)
+def test_mixtures_of_sizes_that_do_not_fit_are_refused(arguments, wanted):
+    with pytest.raises(ValueError, match="must") as error:
+        MoE(8, 4, **arguments)
+    assert wanted in str(error.value)
+
+
+def test_losses_of_routers_that_have_not_run_are_refused():
+    with pytest.raises(ValueError, match="found 1 `MoE` in Sequential, of which 1 have not been called"):
+        router_losses(torch.nn.Sequential(MoE(8, 4, 2)), balance=0.1)
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_experts():
+    mixture, x = MoE(8, 4, 3, 2, shared=6).double(), torch.randn(5, 8, dtype=torch.double)
+    shares = mixture.router(x).softmax(-1)
+    kept = torch.where(shares >= shares.topk(2).values[:, 1:], shares, 0.0)
+    bank, expected = mixture.experts, mixture.shared(x)
+    for expert in range(3):
+        inner = F.silu(x @ bank.gate[expert]) * (x @ bank.up[expert])
+        expected = expected + inner @ bank.down[expert] * (kept / kept.sum(-1, keepdim=True))[:, expert, None]
+    torch.testing.assert_close(mixture(x), expected)
 
 
 OPTIONS: list[Any] = [

@@ -1,0 +1,1 @@
+"""A mixture of experts to build models from, and the losses of its routers."""
