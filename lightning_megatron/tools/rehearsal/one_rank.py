@@ -169,9 +169,9 @@ def rehearse(
         The rank's parameters, bytes, instructions and communication.
 
     Raises:
-        ValueError: ``rank`` lies outside of the world, tokens are split over the ranks of several stages, ``module``
-            does not make a LightningModule, or the Trainer took no step. Errors of the launch itself are raised
-            unchanged.
+        ValueError: ``rank`` lies outside of the world, tokens are split over the ranks of several stages, the
+            optimizer steps on the host, ``module`` does not make a LightningModule, or the Trainer took no step. Errors
+            of the launch itself are raised unchanged.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
@@ -181,6 +181,8 @@ def rehearse(
             f"a rehearsal has no tokens to send to experts (`expert_parallel_size="
             f"{strategy.options.expert_parallel_size}`); rehearse with `expert_parallel_size=1`."
         )
+    if strategy.options.optimizer_offload:
+        raise ValueError("a rehearsal counts a device's memory, not its host's; leave `optimizer_offload` out of it.")
     if sizes["context"] > 1 and sizes["pipeline"] > 1:
         raise ValueError(
             f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "
