@@ -122,6 +122,7 @@ def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
             "positive layer counts that add up to the 4 layers",
         ),
         ({"pipeline_parallel_size": 2, "activation_recompute": ["*.nothing"]}, 2, "matches no module"),
+        ({"loss_chunks": 4}, 1, "a rehearsal counts logits as whole, while `loss_chunks=4`"),
     ],
 )
 def test_what_a_launch_would_refuse_a_rehearsal_refuses(settings: dict[str, Any], world: int, message: str) -> None:
