@@ -147,7 +147,12 @@ def test_experts_shared_out_give_each_replica_its_own_loss_where_it_is_wanted(na
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "precision", "within"),
-    [("built_later", "64-true", 1e-9), ("words", "bf16-true", 2e-2)],
+    [
+        ("built_later", "64-true", 1e-9),
+        ("words", "bf16-true", 2e-2),
+        ("words", "bf16-mixed", 5e-2),
+        ("balanced_Mixtral", "bf16-mixed", 2e-2),
+    ],
 )
 def test_experts_shared_out_train_as_experts_on_every_replica(name, precision, within):
     trainer = {"precision": precision, "gradient_clip_val": None}
