@@ -85,11 +85,13 @@ def _check_optimizers(
     elif asked.folder is not None and not apart:
         wrong = f"{names} in files: it does not step on some of its parameters at a time; use `optimizer_offload=True`"
     elif isinstance(asked.interleave, int) and not apart:
-        wrong = f"`interleave` and {names}: it does not step on some of its parameters at a time; leave it out"
+        wrong = f"`interleave` and {names}: it does not step on some of its parameters at a time; use `False`"
     elif any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
         wrong = f"{names} with a learning rate that is a tensor on the device; give a number"
     if wrong is not None:
-        raise MisconfigurationException(f"`optimizer_offload` does not go together with {wrong}, or leave it out.")
+        raise MisconfigurationException(
+            f"`optimizer_offload` does not go together with {wrong}; or leave `optimizer_offload` out."
+        )
 
 
 def _elements(gradients: ModelGradients, module: nn.Module) -> dict[torch.dtype, int]:
