@@ -222,10 +222,11 @@ def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Lay
                 "`expert_balance='replica'` says that this is meant, as in DDP; for that of the whole batch set it to "
                 "False and add a loss of your own, on what `self.all_gather(router_logits, sync_grads=True)` gives."
             )
-        if layout.context > 1 and counts:
+        if layout.context > 1 and layout.data > 1 and counts and balance is None:
             raise MisconfigurationException(
-                f"{what} is of all tokens of a sequence, of which a rank has some with `context_parallel_size="
-                f"{layout.context}`. Set it to False, or use `context_parallel_size=1`."
+                f"{what} is of the tokens of all replicas, of which a rank has a part of its replica's with "
+                f"`context_parallel_size={layout.context}`. Set it to False, or use `context_parallel_size=1` or "
+                "`data_parallel_size=1`."
             )
 
 

@@ -54,6 +54,7 @@ ROWS: list[Any] = [
             ),
             ("balanced_Qwen2Moe", 4, {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"}, {}),
             ("balanced_passed", 2, TWO, {}),
+            ("balanced_Mixtral", 2, {"context_parallel_size": 2}, {}),
             ("drop_in", 2, {}, {"accumulate_grad_batches": 2}),
             ("drop_in", 2, {"micro_batch_size": 2}, {}),
             ("drop_in", 4, PIPE, {}),
@@ -243,6 +244,7 @@ REFUSED: list[Any] = [
             ("strange_chained", 2, TWO, {}, "depends on what another one has answered"),
             ("strange_balanced", 2, TWO, {}, "keeps `balance`, which is no mean or sum over samples"),
             ("strange_dropped", 2, TWO, {}, "depends on the others of the batch"),
+            ("balanced_Mixtral", 4, {"context_parallel_size": 2}, {}, "or `data_parallel_size=1`"),
             ("balanced_rewritten", 2, {}, {}, "a batch is no combination of its gradients"),
             (
                 "balanced_passed",
