@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,15 +153,16 @@ class FailureWatch:
         self._clock.stop()
 
     def leave(self) -> None:
-        """The run is over on this rank, whose process may end; stop looking."""
-        running = self.is_running and not self._stopped.is_set()
-        self.stop()
+        """The run is over on this rank, whose process may end; the store's host waits for those who still ask it."""
+        running, hosts = self.is_running and not self._stopped.is_set(), self._rank == 0
+        if not hosts:
+            self.stop()
         if running:
-            try:
-                with self._asking():
-                    self._store.set(f"left/{self._rank}", "1")
-            except RuntimeError:
-                return
+            with suppress(RuntimeError), self._asking():
+                self._store.set(f"left/{self._rank}", "1")
+            if hosts:
+                self._linger("left")
+        self.stop()
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks; only the first report of a run is kept. Later calls do nothing."""
@@ -177,18 +178,20 @@ class FailureWatch:
         except RuntimeError:  # the store's host is gone; whoever looks after that process says so
             return
 
-    def linger(self, seconds: float = 8.0) -> None:
+    def linger(self) -> None:
         """Keep this process (which may host the store) alive until the others have read the report."""
+        self._linger(_ACKNOWLEDGED)
+
+    def _linger(self, key: str, seconds: float = 8.0) -> None:
+        """Wait until every other rank has ended, or has said so under ``key``."""
         deadline = time.monotonic() + seconds
         missing = set(range(self._layout.world_size)) - {self._rank}
-        while missing and time.monotonic() < deadline:
-            missing -= self._peers.ended().keys()
-            try:
+        with suppress(RuntimeError):
+            while missing and time.monotonic() < deadline:
+                missing -= self._peers.ended().keys()
                 with self._asking():
-                    missing = {rank for rank in missing if not self._store.check([f"{_ACKNOWLEDGED}/{rank}"])}
-            except RuntimeError:
-                return
-            time.sleep(0.1 if missing else 0.0)
+                    missing = {rank for rank in missing if not self._store.check([f"{key}/{rank}"])}
+                time.sleep(0.01)
 
     def remote(self, wait_s: float = 0.0) -> Failure | None:
         """The first failure of the run if another rank had it; waits up to ``wait_s`` seconds for the news."""
@@ -256,9 +259,7 @@ class FailureWatch:
         return ended
 
     def gather(self, seconds: float) -> bool:
-        """Whether every rank calls this within ``seconds``; after a failure, decides if collectives are still
-        possible.
-        """
+        """Whether every rank calls this within ``seconds``: whether collectives are possible after a failure."""
         deadline = time.monotonic() + seconds
         try:
             with self._asking():

@@ -103,6 +103,9 @@ def told(status: int | None) -> str:
     return f"was killed by signal {-status} ({name}).{_HINTS.get(name, '')}"
 
 
+_KNOW_S = 0.05
+
+
 class Process:
     """One process of this host, observed by another one.
 
@@ -214,7 +217,10 @@ class Peers:
         self._complete = complete and self._read == count
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but not beyond the end of another rank's process."""
+        """Sleep, but not beyond the end of another rank's process; nor long while not all are known, as of one that ends
+        before it is known nobody can tell how.
+        """
+        seconds = seconds if self._complete else min(seconds, _KNOW_S)
         poll = select.poll()
         for process in list(self._known.values()):
             if process.handle is not None:
