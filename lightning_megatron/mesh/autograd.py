@@ -1,4 +1,6 @@
-"""State of autograd that layers and random streams depend on: inside a backward, and under double differentiation."""
+"""State of autograd that layers and random streams depend on: inside a backward, under double differentiation, and the
+versions of tensors that graphs hold.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def in_backward() -> bool:
@@ -74,3 +77,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return checked
+
+
+def put_back(tensor: Tensor, numbers: Tensor, version: int) -> None:
+    """Write ``numbers`` into ``tensor``, as they were at ``version``.
+
+    Batch norm writes its statistics without counting a version: its backward does not read them. Where no version was
+    counted since, none is counted here, lest a graph that holds the tensor refuses its backward.
+
+    Args:
+        tensor: a buffer.
+        numbers: its values then.
+        version: its version then.
+    """
+    counts = tensor.is_inference() or tensor._version != version
+    with torch.no_grad():
+        tensor.copy_(numbers)
+    if not counts:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -31,7 +31,7 @@ STRICT = 1e-9
 # A Hugging Face model that is given labels= computes its loss, and so its gradients, in float32 whatever its weights
 # are: over ranks that hold parts of the vocabulary, weights differ by up to 6e-7 after six steps.
 FLOAT32_LOSS = 2e-6
-FLOAT32_WEIGHTS = 2e-7  # of `FLOAT32_NORMS`; measured up to 1.1e-7
+FLOAT32_WEIGHTS = 5e-7  # of `FLOAT32_NORMS`; measured up to 2.7e-7
 
 
 class TensorTask(Task):

@@ -44,6 +44,7 @@ def test_ctrl_c_before_the_ranks_have_met_ends_all_with_one_line(tmp_path: Path)
     (tmp_path / "train.py").write_text(SCRIPT)
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell have it ignored
         os.execv(sys.executable, [sys.executable, str(tmp_path / "train.py")])
     said, deadline, pressed = "", time.monotonic() + 60.0, False
     try:

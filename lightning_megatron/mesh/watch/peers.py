@@ -217,8 +217,8 @@ class Peers:
         self._complete = complete and self._read == count
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but not beyond the end of another rank's process; nor long while not all are known, as of one that ends
-        before it is known nobody can tell how.
+        """Sleep, but not beyond the end of another rank's process; nor long while not all are known, as nobody can tell
+        how one ended that was not.
         """
         seconds = seconds if self._complete else min(seconds, _KNOW_S)
         poll = select.poll()

@@ -90,19 +90,28 @@ def make_partition(
     starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
     bounds = tuple(itertools.pairwise(starts))
     before, after = (frozenset(unit for unit, place in places.items() if place == {end}) for end in ("first", "last"))
-    early, late = _shared_buffers(module, trunk, uses, units)
+    early, late = _shared_buffers(module, trunk, uses, [*before, *after])
     return Partition(trunk, bounds, owners, units, before, after, early, late, copies)
 
 
 def _shared_buffers(
-    module: nn.Module, trunk: Trunk, uses: Uses, units: Mapping[str, frozenset[int]]
+    module: nn.Module, trunk: Trunk, uses: Uses, once: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Buffers outside the layers and the units: those used only before the layers, and all others."""
+    """Buffers that several stages have: those used only before the layers, and all others.
+
+    They belong to no layer and to no unit of one place; or to several, as those of a norm that layers share.
+    """
     early: list[str] = []
     late: list[str] = []
-    parts = Parts((*trunk.layer_names, *units))
+    parts = Parts((*trunk.layer_names, *once))
+    names: dict[tuple[int, str], list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for leaf in child._buffers:
+            names.setdefault((id(child), leaf), []).append(f"{path}.{leaf}" if path else leaf)
     for name, _ in module.named_buffers():
-        if name in parts:
+        path, _, leaf = name.rpartition(".")
+        owners = {parts.of(each) for each in names[id(module.get_submodule(path)), leaf]}
+        if len(owners) == 1 and None not in owners:
             continue
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
         (early if phases == {When.BEFORE} else late).append(name)

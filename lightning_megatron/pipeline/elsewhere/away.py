@@ -22,7 +22,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics import Metric
+
+LARGEST = 1 << 16
+"""Elements of the largest buffer that is kept at each run, to be put back where stand-ins were written into it."""
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
@@ -42,6 +46,8 @@ _READS = frozenset(
         *("__array__", "__contains__", "__dlpack__"),
     )
 ) | {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, torch.is_nonzero}
+# These write running means and variances, their second and third arguments, without saying so by their names.
+_NORMS = frozenset({F.batch_norm, F.instance_norm})
 # These take numbers out of tensors without asking the tensors' class.
 TAKES_NUMBERS = frozenset({torch.tensor, torch.full, torch.full_like, torch.arange, torch.linspace, torch.addcmul})
 _IN_PLACE = frozenset(
@@ -84,11 +90,17 @@ class STATE:
 
     Attributes:
         paused: above 0 while stand-ins are not told from other tensors; see :func:`unmarked`.
-        written: ordinary tensors that stand-ins were written into in this run.
+        written: ordinary tensors that stand-ins were written into in this run; with their numbers and their version
+            before, unless they have a gradient.
+        spared: ids of the running statistics of norms of stand-ins in this run.
+        undone: names of buffers -> what a run of this step wrote of real values, where it was undone for another run
+            on this rank to write.
     """
 
     paused = 0
-    written: list[Tensor] = []  # noqa: RUF012
+    written: list[tuple[Tensor, Tensor | None, int]] = []  # noqa: RUF012
+    spared: set[int] = set()  # noqa: RUF012
+    undone: dict[str, Tensor] = {}  # noqa: RUF012
 
 
 class Away(Tensor):
@@ -126,7 +138,11 @@ class Away(Tensor):
         name = getattr(func, "__name__", "")
         if name in _WORDS:
             return f"<tensor of `{source.name if source else ''}` on another pipeline stage>"
+        if func in _NORMS:
+            args, kwargs = _with_copies_of_statistics(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if source is not None and func not in BLIND:
+                _note_written(name, args, kwargs)
             output = func(*args, **kwargs)
         return output if source is None else spread(source, func, name, output, args, kwargs)
 
@@ -139,8 +155,17 @@ _KINDS: dict[Any, Any] = {}
 def _kind_of(func: Any) -> Any:
     """``_USUAL`` for a function whose result depends on the numbers of all its arguments, and that only returns it."""
     name = getattr(func, "__name__", "")
-    special = func in BLIND or func in FIRST_ONLY or func in _READS or name in (*_WORDS, "__get__", "__set__")
+    special = func in (*BLIND, *FIRST_ONLY, *_READS, *_NORMS) or name in (*_WORDS, "__get__", "__set__")
     return None if special or writes_in_place(name) else _USUAL
+
+
+def _with_copies_of_statistics(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of a norm of stand-ins, which must not go into its running statistics."""
+    names = ("running_mean", "running_var")
+    statistics = [*args[1:3], *(kwargs.get(name) for name in names)]
+    STATE.spared.update(id(value) for value in statistics if isinstance(value, Tensor))
+    args = (*args[:1], *(value.clone() if isinstance(value, Tensor) else value for value in args[1:3]), *args[3:])
+    return args, {k: v.clone() if k in names and isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
 def refuse_read(source: Source, func: Any) -> None:
@@ -171,14 +196,26 @@ def spread(source: Source, func: Any, name: str, output: Any, args: Any, kwargs:
     """
     if func in BLIND:
         return output
-    written = [args[0]] if args and writes_in_place(name) else []
-    for tensor in tensors_in([*written, kwargs.get("out")]):
+    for tensor in _written_by(name, args, kwargs):
         if type(tensor) is Away:
             tensor.form = None
         elif type(tensor) is Tensor:
-            STATE.written.append(tensor)
+            if not STATE.written or STATE.written[-1][0] is not tensor:
+                STATE.written.append((tensor, None, 0))
             mark(tensor, source)
     return mark(output, source)
+
+
+def _written_by(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that a function called ``name`` writes into."""
+    return tensors_in([args[0] if args and writes_in_place(name) else None, kwargs.get("out")])
+
+
+def _note_written(name: str, args: Any, kwargs: Any) -> None:
+    """Keep the numbers of ordinary tensors that a stand-in is about to be written into."""
+    for tensor in _written_by(name, args, kwargs):
+        if type(tensor) is Tensor and not tensor.requires_grad and not tensor.is_inference():
+            STATE.written.append((tensor, tensor.clone(), tensor._version))
 
 
 def writes_in_place(name: str) -> bool:
@@ -220,9 +257,15 @@ def unmarked() -> Iterator[None]:
 
 
 def forget_written() -> None:
-    """Let what stand-ins were written into be ordinary tensors again, at the end of a run."""
+    """Let what stand-ins were written into be ordinary tensors again at the end of a run, with their numbers before."""
     while STATE.written:
-        make_real(STATE.written.pop())
+        tensor, numbers, version = STATE.written.pop()
+        if type(tensor) is Away:
+            make_real(tensor)
+            if numbers is not None and numbers.shape == tensor.shape:
+                with torch.no_grad():
+                    tensor.copy_(numbers)
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def source_of(value: Any) -> Source | None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
-from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer
+from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
 
 
 class GuardedNames:
@@ -60,6 +60,33 @@ class AbsentNames:
                 yield f"{prefix}.{name}" if prefix else name, getattr(self._module.get_submodule(above), leaf)
 
 
+class AbsentState:
+    """Installed as ``state_dict`` on a module that is elsewhere, or that has parts elsewhere.
+
+    In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; behind the module's own tensors.
+
+    Args:
+        module: the module.
+        names: of its parameters and persistent buffers that are elsewhere, below it.
+        viewer: its stage.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], viewer: Viewer) -> None:
+        self._module, self._names, self._viewer = module, names, viewer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        listed = type(self._module).state_dict(self._module, *args, **kwargs)
+        if self._viewer.phase(lists=True) is not Phase.STEP:
+            return listed
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs  # torch takes both
+        prefix, keep_vars = given.get("prefix", ""), given.get("keep_vars", False)
+        for name in self._names:
+            above, _, leaf = name.rpartition(".")
+            tensor = getattr(self._module.get_submodule(above), leaf)
+            listed[prefix + name] = tensor if keep_vars else tensor.detach()
+        return listed
+
+
 class CopyNames:
     """Installed as one of the listing methods on a module inside a copy."""
 
@@ -95,6 +122,9 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
     for name, inside in _below(viewer.presence).items():
         absent = module.get_submodule(name)
         absent.named_parameters = AbsentNames(absent, inside, viewer)  # type: ignore[method-assign, assignment]
+    for name, inside in _state_below(module, viewer.presence).items():
+        above = module.get_submodule(name)
+        above.state_dict = AbsentState(above, inside, viewer)  # type: ignore[method-assign, assignment]
     for copy in viewer.presence.copies.sources:
         for path, child in module.get_submodule(copy.name).named_modules(prefix=copy.name) if copy.source else ():
             for method in ("named_parameters", "named_buffers", "state_dict"):
@@ -109,3 +139,14 @@ def _below(presence: Presence) -> dict[str, list[str]]:
             if lies_in(above, entry.part):
                 found.setdefault(above, {}).setdefault(id(entry.twin), name[len(above) + 1 :])
     return {above: list(names.values()) for above, names in found.items()}
+
+
+def _state_below(module: nn.Module, presence: Presence) -> dict[str, list[str]]:
+    """By name of each module with something elsewhere: names, below it, of what ``state_dict`` has of that."""
+    found: dict[str, list[str]] = {}
+    for name, _ in presence.elsewhere():
+        owner, leaf = owner_of(module, name)
+        if owner is not None and leaf not in owner._non_persistent_buffers_set:
+            for above in outwards(parent(name)):
+                found.setdefault(above, []).append(name[len(above) + 1 :] if above else name)
+    return found

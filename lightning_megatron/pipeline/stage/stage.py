@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatron.mesh.autograd import put_back
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
+from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE, Away, make_real
 from lightning_megatron.pipeline.elsewhere.listing import install_listings
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance
@@ -73,6 +75,7 @@ class Stage:
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
         self.calls: list[LayerCall | PartCall] = []
         self.repeats = self.called_again = False
+        self._shared: list[tuple[str, nn.Module, str]] | None = None
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams, effects)
         Marks.of(module.get_submodule(trunk.name)).put(self)
         self._wrap_layers()
@@ -204,7 +207,7 @@ class Stage:
         again = bounds[0] > 0 or received.span is not None
         self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only)
         try:
-            with watch or _NOTHING, self._keeping_early_buffers(again):
+            with watch or _NOTHING, self._keeping_buffers(again):
                 if watch is not None and self.cursor.sends and not self.cursor.training:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
@@ -236,23 +239,52 @@ class Stage:
         bounds = self.partition.bounds[virtual_stage]
         return not self.cursor.watch_plan.is_done(bounds, where) or self.cursor.writes(bounds)
 
-    def _keeping_early_buffers(self, again: bool) -> AbstractContextManager[None]:
-        """Undo changes to them where a stage that has run the beginning of the step runs it once more, on stand-ins."""
-        return self._undoing_buffers() if again and self._begins and self.partition.early_buffers else _NOTHING
+    def _keeping_buffers(self, again: bool) -> AbstractContextManager[None]:
+        """Undo what a run writes of stand-ins into buffers that other stages have as well; and, where a stage that has
+        run the beginning of the step runs it once more, what it writes into those of the beginning.
+        """
+        early, late = self.partition.early_buffers, self.partition.late_buffers
+        if self._shared is None:
+            names = [name for name in (*early, *late) if self.presence.is_here(name)]
+            owners = {name: self.module.get_submodule(name.rpartition(".")[0]) for name in names}
+            self._shared = [(name, owners[name], name.rpartition(".")[2]) for name in names]
+        if not self._shared:
+            return _NOTHING
+        return self._undoing_buffers(frozenset(early) if again and self._begins else frozenset())
 
     @contextmanager
-    def _undoing_buffers(self) -> Iterator[None]:
-        buffers = [(name, self.module.get_buffer(name)) for name in self.partition.early_buffers]
-        kept = [(name, buffer, buffer.clone(), buffer._version) for name, buffer in buffers]
+    def _undoing_buffers(self, again: frozenset[str]) -> Iterator[None]:
+        kept: list[tuple[str, nn.Module, str, Tensor, tuple[Tensor, int] | None]] = []
+        for name, child, leaf in self._shared or ():
+            buffer: Tensor = child._buffers[leaf]  # type: ignore[assignment]
+            small = not buffer.is_inference() and (buffer.numel() <= LARGEST or name in again)
+            kept.append((name, child, leaf, buffer, (buffer.clone(), buffer._version) if small else None))
         try:
             yield
         finally:
-            for name, buffer, value, version in kept:
-                if buffer._version == version and self.module.get_buffer(name) is buffer:
-                    continue  # a graph of the first run may need it unwritten
-                owner, _, leaf = name.rpartition(".")
-                with torch.no_grad():
-                    self.module.get_submodule(owner)._buffers[leaf] = buffer.copy_(value)
+            for name, child, leaf, buffer, before in kept:
+                away = type(child._buffers[leaf]) is Away
+                if away or name in again:
+                    child._buffers[leaf] = make_real(buffer)
+                    if before is not None and not torch.equal(buffer, before[0]):
+                        put_back(buffer, *before)
+                if name in STATE.undone and (away or name in again or id(buffer) in STATE.spared):
+                    self._write_undone(name, buffer, before)
+            STATE.spared.clear()
+
+    def _write_undone(self, name: str, buffer: Tensor, before: tuple[Tensor, int] | None) -> None:
+        """Write what the real run of this rank wrote, after a run on stand-ins.
+
+        Raises:
+            RuntimeError: this run wrote of real values as well.
+        """
+        if before is None or not torch.equal(buffer, before[0]):
+            raise RuntimeError(
+                f"two runs of the step on pipeline stage {self.stage} have each written into the buffer `{name}`, of "
+                "which one process has one: its module runs between layers, or before and behind them. Give each "
+                "place a module of its own (of a batch norm: or use `nn.LayerNorm`), or use `pipeline_parallel_size=1`."
+            )
+        put_back(buffer, STATE.undone.pop(name), buffer._version)
 
     def _finish(self, micro_batch: int, output: Any, received: Boundary) -> StageRun:
         self.cursor.check_finished()

@@ -4,8 +4,7 @@
 things have to be put right:
 
 - Only the last stage gets that far in the step, while the hooks that read the attributes run on every rank. After each
-  step the last stage therefore sends what changed; and the first one sends the buffers of what runs before the layers,
-  which the others have filled from stand-ins.
+  step the last stage therefore sends what changed; buffers that another stage fills are in :mod:`.shared_buffers`.
 - A step of several micro-batches appends an entry per micro-batch, of which the mean is not that of batches of unlike
   sizes. So the entries of one batch are merged as what a step returns is. A list that the code also extends, by an
   entry per sample for instance, is left as it is.
@@ -27,10 +26,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
 from lightning_megatron.pipeline.cut.partition import Partition
-from lightning_megatron.pipeline.elsewhere.away import make_real
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
+from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
@@ -69,17 +67,15 @@ class Leftovers:
     ) -> None:
         self._module = module
         self._mesh, self._device = mesh, device
-        self._late, self._early = partition.late_buffers, partition.early_buffers
         self._side_effects = side_effects
-        self._filled_early: list[str] | None = None
+        self._buffers = SharedBuffers(module, partition, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
-        self._buffers_before: dict[str, Any] = {}
 
     def snapshot(self) -> None:
         """Remember the attributes as they are before a step."""
         self._before = {name: _fingerprint(value) for name, value in self._candidates()}
-        self._buffers_before = {name: _fingerprint(self._buffer(name)) for name in (*self._late, *self._early)}
+        self._buffers.snapshot()
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
@@ -89,7 +85,7 @@ class Leftovers:
         left_behind = self._side_effects.take_step()
         if left_behind is not None:
             found.append(("layers", "", None, left_behind))
-        found += [("buffer", name, None, self._buffer(name)) for name in self._late if self._has_changed(name)]
+        found += [("buffer", name, None, buffer) for name, buffer in self._buffers.changed()]
         for name, value in self._candidates():
             now = _fingerprint(value)
             before = self._before.get(name)
@@ -109,10 +105,15 @@ class Leftovers:
         return {names.get(key, key): entry for key, entry in value.items()}
 
     def apply(self, changes: list[tuple[str, str, Any, Any]]) -> None:
-        """Make the changes that another rank found."""
+        """Make the changes that another rank found.
+
+        Raises:
+            RuntimeError: a buffer was filled here, of which the others do not know.
+        """
+        self._buffers.check([name for kind, name, *_ in changes if kind == "buffer"])
         for kind, name, length, value in changes:
             if kind == "buffer":
-                self._set_buffer(name, value)
+                self._buffers.set(name, value)
                 continue
             if kind == "layers":
                 self._side_effects.repeat_step(value)
@@ -128,31 +129,13 @@ class Leftovers:
             else:
                 self._module.__dict__[name] = value
 
-    def share_early_buffers(self) -> None:
-        """Hand round the buffers that only the first stage fills from real values: those that some stage saw change in
-        the first step. Collective over the pipeline.
+    def share_buffers(self) -> None:
+        """Hand round the buffers that another stage than the last fills from real values. Collective over the pipeline.
+
+        Raises:
+            RuntimeError: several stages fill one of them.
         """
-        if not self._early:
-            return
-        group = self._mesh.group("pipeline_parallel")
-        if self._filled_early is None:
-            changed = torch.tensor([int(self._has_changed(name)) for name in self._early], device=self._device)
-            changed = raw_all_reduce(changed, group, keep=False, maximum=True)
-            self._filled_early = [name for name, flag in zip(self._early, changed.tolist(), strict=True) if flag]
-        for name in self._filled_early:
-            value = make_real(self._buffer(name).detach().clone(memory_format=torch.contiguous_format))
-            raw_broadcast(value, self._mesh.pipeline_ranks[0], group)
-            self._set_buffer(name, value)
-
-    def _has_changed(self, name: str) -> bool:
-        return bool(_fingerprint(self._buffer(name)) != self._buffers_before[name])
-
-    def _buffer(self, name: str) -> Tensor:
-        return self._module.get_buffer(name)
-
-    def _set_buffer(self, name: str, value: Tensor) -> None:
-        owner, _, leaf = name.rpartition(".")
-        self._module.get_submodule(owner)._buffers[leaf] = value
+        self._buffers.share()
 
     def _candidates(self) -> list[tuple[str, Any]]:
         items = self._module.__dict__.items()

@@ -63,7 +63,7 @@ class RecordedAround:
         """On a micro-batch, for its layers."""
         self._counters.put_back(self._turns[index])
         self._turns[index] += 1
-        with self._writes[0].undone(), self._recording.aside():
+        with self._writes[0].undone(passes_on=False), self._recording.aside():
             return self._call(part)
 
     def before(self, batch: Any, _: int) -> Any:

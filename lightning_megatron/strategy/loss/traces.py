@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.mesh.autograd import put_back
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
-from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 
 _NUMBERS = (bool, int, float, complex, str)
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
@@ -77,11 +78,11 @@ class Traces:
                 if key not in kept.values and _is_kept_aside(key):
                     continue
                 value, copy = kept.values.get(key, (_MISSING, None))
-                now, before = kept.table[key], value if copy is None else copy
+                now, before = kept.table[key], _as_it_was(value, copy)
                 if source_of((value, now)) is not None:
                     continue  # another stage judges it
                 if isinstance(now, (*_NUMBERS, Tensor)) and not _equal(before, now):
-                    found[kept.name, key] = (before, _copy_of(now) if type(now) is Tensor else now)
+                    found[kept.name, key] = (before, now.detach().clone() if type(now) is Tensor else now)
         return found
 
     def put_back(self) -> None:
@@ -107,7 +108,8 @@ class LastStageWrites:
     """Lets one of several runs of a step on a micro-batch write what the step writes.
 
     A rank of several virtual stages runs the step's code before the layers once for each of them, and the last of these
-    runs gets furthest. What the others write outside the layers is put back.
+    runs gets furthest. What the others write outside the layers is put back; into buffers of which the last one makes
+    stand-ins, it goes after all.
 
     Args:
         module: the user's module.
@@ -125,13 +127,20 @@ class LastStageWrites:
         self._names = sorted({"", *around, *(name for name in others if name not in inside)})
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Around a run on any but the last virtual stage of this rank."""
+    def undone(self, *, passes_on: bool = True) -> Iterator[None]:
+        """Around a run on any but the last virtual stage of this rank.
+
+        Args:
+            passes_on: whether what it writes of real values goes into buffers of which the last makes stand-ins.
+        """
         traces = Traces(self._module, self._names)
         try:
             yield
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                for (name, key), (_, now) in traces.changes().items() if passes_on else ():
+                    if (name, key) in traces.buffers and isinstance(now, Tensor):
+                        STATE.undone[f"{name}.{key}" if name else key] = now
                 traces.put_back()
 
 
@@ -259,19 +268,32 @@ def _is_kept_aside(key: Any) -> bool:
     return isinstance(key, str) and (key in _OWN or key in _LIGHTNINGS or key == "forward")
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """A tensor's numbers at one version of it."""
+
+    values: Tensor
+    version: int
+
+
 def _copy_of(value: Any) -> Any:
     if type(value) is Tensor and not value.is_meta:
-        return value.detach().clone()
+        return _Numbers(value.detach().clone(), 0 if value.is_inference() else value._version)
     return value.copy() if isinstance(value, (list, deque, set)) else None
+
+
+def _as_it_was(value: Any, copy: Any) -> Any:
+    if isinstance(copy, _Numbers):
+        return copy.values
+    return value if copy is None else copy
 
 
 def _restore(value: Any, copy: Any) -> None:
     if copy is None:
         return
     if isinstance(value, Tensor):
-        if not _equal(value, copy):
-            with torch.no_grad():
-                value.copy_(copy)
+        if not _equal(value, copy.values):
+            put_back(value, copy.values, copy.version)
     elif isinstance(value, set):
         if value != copy:
             value.clear()

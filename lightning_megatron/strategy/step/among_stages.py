@@ -61,6 +61,7 @@ class OneStage:
 
     repeats = None
     may_run_around = False  # one stage has nobody to wait for
+    runs_once = frozenset[str]()  # it runs no code again
     is_behind_layers = True  # nobody waits for what is before it
 
     def leaves_behind(self, where: str) -> bool:
@@ -157,6 +158,11 @@ class SeveralStages:
         self._opened: _Connection | None = None
 
     @property
+    def runs_once(self) -> frozenset[str]:
+        """See :class:`Stages`."""
+        return self._stage.partition.before
+
+    @property
     def may_run_around(self) -> bool:
         """See :class:`Stages`; a rank that is alone has nothing to try it on, and rows of tokens are not joined."""
         return self._world.compares and self._stage.calls_layers_whole and self._mesh.layout.context == 1
@@ -208,7 +214,7 @@ class SeveralStages:
             self._delivery.expect()
             yield opened.executor
             if training:
-                self._leftovers.share_early_buffers()
+                self._leftovers.share_buffers()
         finally:
             self.repeats.model_calls.step_ends()
             torch.backends.mha.set_fastpath_enabled(fastpath)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, merge_outputs, say_how_cut, weighted_mean
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -46,7 +47,7 @@ class ScheduledStep:
         self._compares = self._losses.compares and here
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
-        self._writes = LastStageWrites(self._module, context.layers)
+        self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts = Cuts(context)
@@ -147,9 +148,11 @@ class ScheduledStep:
         count = len(cut.layers)
         if count not in self.around:
             self.around[count] = self._stages.schedule(count, forward_only=False, around=True)
-        if self._outside is None:  # parts with parameters run once, before the layers or behind them
+        if self._outside is None:
             layers = self._context.layers
-            bare = LastStageWrites(self._module, layers, lambda child: next(child.parameters(), None) is None)
+            once = Parts(self._stages.runs_once)
+            names = {id(child): name for name, child in self._module.named_modules()}
+            bare = LastStageWrites(self._module, layers, lambda child: names[id(child)] not in once)
             self._outside = LastStageWrites(self._module, layers, lambda _: True), bare
         schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
         calls = RecordedAround(call, self._context.recording, recorder, cut, self._outside, reaches_end=last)

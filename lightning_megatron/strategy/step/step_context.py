@@ -41,6 +41,10 @@ class Stages(Protocol):
         """The steps that call the model repeatedly; ``None`` with one stage, which runs them as any other."""
 
     @property
+    def runs_once(self) -> frozenset[str]:
+        """Names of the parts before the layers that run but once where a rank runs the step's code several times."""
+
+    @property
     def may_run_around(self) -> bool:
         """Whether layers may run in micro-batches, and the code around them on the whole batch; equal on all ranks."""
 
