@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_megatron.mesh.lazy import names_of, offer
-from lightning_megatron.strategy.registration import register_when_lightning_is_imported
+from lightning_megatron.strategy.lightning.at_import.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
     from lightning_megatron.checkpoints.state.pretrained import load_hf_weights as load_hf_weights

@@ -23,7 +23,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import StrategyRegistry
 import sys
 assert StrategyRegistry.get("megatron").options.micro_batch_size == "auto"
-assert type(saving.pl_load).__module__ == "lightning_megatron.strategy.lightning.load_directories"
+assert type(saving.pl_load).__module__ == "lightning_megatron.strategy.lightning.at_import.load_directories"
 ours = [finder for finder in sys.meta_path if type(finder).__module__.startswith("lightning_megatron")]
 assert not [finder for finder in ours if finder.awaited.endswith("strategies")]
 """
@@ -63,7 +63,7 @@ def test_lightning_reads_directories_through_us_and_files_by_itself(
 
 
 def test_the_reader_is_wrapped_once() -> None:
-    from lightning_megatron.strategy.lightning.load_directories import read_directories
+    from lightning_megatron.strategy.lightning.at_import.load_directories import read_directories
 
     before = saving.pl_load
     read_directories()
@@ -72,16 +72,36 @@ def test_the_reader_is_wrapped_once() -> None:
 
 FORGET = """
 from lightning.pytorch import cli
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.core import saving
-from lightning_megatron.strategy.lightning import load_directories
-from lightning_megatron.strategy.registration import register_when_lightning_is_imported
+from lightning_megatron.strategy.lightning.at_import import registration
+from lightning_megatron.strategy.lightning.at_import.registration import register_when_lightning_is_imported
 taught = saving.pl_load, cli.LightningCLI._parse_ckpt_path
-load_directories.forget()
+registration.forget()
 lightnings = saving.pl_load, cli.LightningCLI._parse_ckpt_path
 assert [function.__module__.split(".")[0] for function in lightnings] == ["lightning", "lightning"], lightnings
+assert not {"megatron", "megatronstrategy"} & set(StrategyRegistry)
 register_when_lightning_is_imported()
 assert type(saving.pl_load) is type(taught[0]) and cli.LightningCLI._parse_ckpt_path.reads_directories
+assert {"megatron", "megatronstrategy"} <= set(StrategyRegistry)
 """
+WAITING = """
+import sys
+before = list(sys.meta_path)
+import lightning_megatron
+from lightning_megatron.strategy.lightning.at_import import registration
+assert [finder.awaited for finder in sys.meta_path if finder not in before] == [
+    "lightning.pytorch.cli", "lightning.pytorch.strategies"
+]
+registration.forget()
+assert sys.meta_path == before
+from lightning.pytorch.strategies import StrategyRegistry
+assert "megatron" not in StrategyRegistry
+"""
+
+
+def test_nothing_waits_for_lightning_any_more_once_it_is_forgotten() -> None:
+    subprocess.run([sys.executable, "-c", WAITING], check=True, timeout=120, env=environment())
 
 
 def test_lightning_gets_its_own_functions_back() -> None:

@@ -2,6 +2,9 @@
 
 If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
 What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
+
+Lightning asks no entry point for strategies (only for callbacks, behind the strategy), so a finder on ``sys.meta_path``
+waits for its modules. It takes itself away when they come; :func:`forget` takes it away when they do not.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_megatron.strategy.lightning.load_directories import read_directories, teach_command_line
+from lightning_megatron.strategy.lightning.at_import import load_directories
 
 _STRATEGIES, _COMMANDS = "lightning.pytorch.strategies", "lightning.pytorch.cli"
 _NAMES = ("megatron", "megatronstrategy")  # the second is what Lightning makes of the class's name on a command line
@@ -29,16 +32,26 @@ def register_when_lightning_is_imported() -> None:
             sys.meta_path.insert(0, _AfterImport(awaited, act))
 
 
+def forget() -> None:
+    """Undo all that importing this package has changed outside of it: finders, names, and functions of Lightning."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+    registry: Any = getattr(sys.modules.get(_STRATEGIES), "StrategyRegistry", {})
+    for name in _NAMES:
+        if name in registry and registry[name]["strategy"] is _build:
+            registry.remove(name)
+    load_directories.forget()
+
+
 def _register(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
     for name in _NAMES:
         if name not in registry:
             registry.register(name, _build, description="Megatron-style 3D parallelism (lightning_megatron)")
-    read_directories()
+    load_directories.read_directories()
 
 
 def _teach(command_line: ModuleType) -> None:
-    teach_command_line()
+    load_directories.teach_command_line()
 
 
 def _build(**options: Any) -> Any:
