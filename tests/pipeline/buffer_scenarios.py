@@ -32,17 +32,19 @@ class Noted(nn.Module):
     Args:
         places: numbers of the layers before which it runs; 4 is behind them.
         assigns: whether it assigns its buffers anew instead of writing into them.
+        lags: whether it centres by the mean as it was before this call, as codebooks do.
     """
 
-    def __init__(self, *places: int, assigns: bool = False) -> None:
+    def __init__(self, *places: int, assigns: bool = False, lags: bool = False) -> None:
         super().__init__()
-        self.places, self.assigns = places, assigns
+        self.places, self.assigns, self.lags = places, assigns, lags
         self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
         self.layers = nn.ModuleList([Block() for _ in range(4)])
         self.register_buffer("mean", torch.zeros(HIDDEN))
         self.register_buffer("calls", torch.zeros(()))
 
     def note(self, x: Tensor) -> Tensor:
+        before = self.mean.clone()
         if self.training:
             with torch.no_grad():
                 if self.assigns:
@@ -50,7 +52,7 @@ class Noted(nn.Module):
                 else:
                     self.mean.mul_(0.9).add_(0.1 * x.mean((0, 1)))
                     self.calls += 1
-        return x - self.mean.clone()
+        return x - (before if self.lags else self.mean.clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -110,6 +112,9 @@ NETS: dict[str, Any] = {
     "assigned": lambda: Noted(0, assigns=True),
     "between": lambda: Noted(1),
     "behind": lambda: Noted(4),
+    "lagging_before": lambda: Noted(0, lags=True),
+    "lagging_between": lambda: Noted(2, lags=True),
+    "lagging_behind": lambda: Noted(4, lags=True),
     "norm_before": lambda: _norm("plain", 0),
     "affine_before": lambda: _norm("affine", 0),
     "instance_before": lambda: _norm("instance", 0),

@@ -14,7 +14,13 @@ from tests.pipeline import buffer_scenarios as buffers
 ZBV = {"pipeline_schedule": "zb-v", "micro_batch_size": BATCH // 2}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2, "micro_batch_size": BATCH // 2}
 EXACT = [name for name in buffers.NETS if name not in ("norm_around", "norm_everywhere", "norm_shared")]
-QUICK = {("before", "one"), ("norm_before", "zb-v"), ("affine_between", "one"), ("assigned", "interleaved")}
+QUICK = {
+    ("before", "one"),
+    ("norm_before", "zb-v"),
+    ("affine_between", "one"),
+    ("assigned", "interleaved"),
+    ("lagging_between", "one"),
+}
 SCHEDULES: dict[str, dict[str, Any]] = {"one": {}, "zb-v": ZBV, "interleaved": INTERLEAVED}
 
 

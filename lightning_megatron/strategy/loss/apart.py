@@ -10,7 +10,9 @@ tells nothing); what is equal must be::
     apart     before(both) ─▶ layers(one), layers(other) ─▶ behind     ┐ equal: layers compute sample by sample;
     again     before(both) ─▶ layers(both) ─▶ behind                   ┘ random numbers of layers as in ``apart``
 
-Losses, logged numbers, and of the last two what the layers give: a loss may be zero whatever they give.
+Losses, logged numbers, and of the last two what the layers give: a loss may be zero whatever they give. And what the
+step writes on the module, the code around the layers has to write by itself: a codebook between two layers that keeps
+running means of the batch would see micro-batches.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
-from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.traces import Name, Traces
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}  # relative, of a loss or logged value
 _NARROW = 2e-3
@@ -65,11 +68,12 @@ class AroundTrial:
         self._draws = SameDraws({len(parts): tuple(range(len(parts)))})
         self._given: list[Sequence[Tensor]] = []
         self._found: list[tuple[Any, LogRecorder]] = []
+        self._writes: dict[bool, set[Name]] = {False: set(), True: set()}
         self.failed = ""
 
     def run(self, executor: PipelineExecutor) -> None:
         """Run all four, as far as this rank's stages go."""
-        whole = PipelineStep(self._schedule(1), self._recorded, [self._both], TRIAL)
+        whole = PipelineStep(self._schedule(1), partial(self._recorded, around=False), [self._both], TRIAL)
         executor.run(whole)
         self._around(executor, [self._both], lambda index: _NOTHING)
         self._around(executor, self._parts, lambda index: self._draws.run(index))
@@ -84,27 +88,33 @@ class AroundTrial:
 
         def before(batch: Any, _: int) -> Any:
             with self._recording.aside():
-                return self._alone(batch)
+                return self._alone(batch, self._writes[True])
 
         whole = WholeBatch(self._both, before, self._recorded)
         executor.run(PipelineStep(self._schedule(len(parts)), layers, parts, TRIAL, whole=whole))
         self.failed = self.failed or whole.failed
         self._given.append(whole.given)
 
-    def _recorded(self, batch: Any, _: int) -> Any:
+    def _recorded(self, batch: Any, _: int, *, around: bool = True) -> Any:
         with self._recording.step() as recorder:
-            output = self._alone(batch)
+            output = self._alone(batch, self._writes[around])
         self._found.append((output, recorder))
         return output
 
-    def _alone(self, batch: Any) -> Any:
+    def _alone(self, batch: Any, writes: set[Name] | None = None) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             with eager:
                 return map_tensors(self._call(map_tensors(batch, torch.clone)), torch.detach)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                if writes is not None:
+                    writes.update(self._traces.changes())
                 self._traces.put_back()
+
+    def written(self) -> tuple[set[Name], set[Name]]:
+        """What this rank's stages write in a step on the whole batch, and what of it in the code around the layers."""
+        return self._writes[False], self._writes[True]
 
     def verdict(self, device: torch.device, narrowest: Callable[[Tensor], torch.dtype]) -> str:
         """Why the layers cannot run in micro-batches; "" if they can. On the stage that computes the loss.

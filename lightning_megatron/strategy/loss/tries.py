@@ -159,7 +159,12 @@ class LossTrials:
 
         why = self._stages.outcome(judged, TRIAL).output[0]
         self._stages.settle()
-        return next(filter(None, objects.gather(tried.failed or why, self._mesh.group("world"))), "")
+        told = objects.gather((tried.failed or why, *tried.written()), self._mesh.group("world"))
+        lost = set().union(*(whole for _, whole, _ in told)).difference(*(around for *_, around in told))
+        between = [".".join(filter(None, map(str, name))) for name in lost if name[0] not in Parts(self._layers)]
+        if between:
+            return f"the code between them writes `{min(between)}`"
+        return next((why for why, *_ in told if why), "")
 
     def _found(self, step: PipelineStep, tried: Tried, joins: Joins) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
