@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -151,6 +152,29 @@ def _log_probability(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[:, 1:, None]).sum((1, 2))
 
 
+class Disabled(Preferring):
+    """DPO of a Llama with an adapter; without it, it is its own reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import peft
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+            self.policy = peft.get_peft_model(self.reference.requires_grad_(True), config).double()
+        del self.reference
+
+    def margin(self, x: Tensor, y: Tensor) -> Tensor:
+        chosen, rejected = (_log_probability(self.policy, ids) for ids in (x, y))
+        with torch.no_grad(), self.policy.disable_adapter():
+            before = _log_probability(self.policy, x) - _log_probability(self.policy, y)
+        return chosen - rejected - before
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
 class Rolling(Preferring):
     """Generates in its training step, and trains on what it gave."""
 
@@ -222,6 +246,7 @@ MODULES: dict[str, type[Task]] = {
     "dropped": Dropped,
     "sometimes": Sometimes,
     "preferring": Preferring,
+    "disabled": Disabled,
     "rolling": Rolling,
 }
 ALONE = ("contrasted", "dropped", "rolling")

@@ -234,8 +234,11 @@ def test_a_stage_is_found_from_its_module_and_lists_what_it_has() -> None:
     assert [name for name, _ in module.named_parameters()] == ["layers.1.weight", "layers.1.bias"]
     assert stage.phase() is Phase.HOOK and stage.cursor.parameters_read
     stage.cursor.running = True
-    with pytest.raises(RuntimeError, match="the step read all parameters of `Tied`"):
-        list(module.parameters())
+    counted = sum(p.numel() for _, p in module.named_parameters()), sum(p.requires_grad for p in module.parameters())
+    assert counted == (sum(p.numel() for p in Tied().parameters()), len(list(Tied().parameters())))
+    for read in (Tensor.sum, Tensor.norm, Tensor.detach, lambda p: p.data, lambda p: torch._foreach_norm([p])):
+        with pytest.raises(RuntimeError, match="the step read all parameters of `Tied`"):
+            [read(parameter) for parameter in module.parameters()]
     assert [name for name, _ in module.layers[0].named_parameters(prefix="layer")] == ["layer.weight", "layer.bias"]
     assert next(module.layers[2].parameters()).dtype is torch.float32
     with pytest.raises(RuntimeError, match=r"depends on `layers\.0`, which another pipeline stage owns"):

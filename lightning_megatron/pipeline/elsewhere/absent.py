@@ -30,7 +30,7 @@ from lightning_megatron.mesh.pickling import refuse_pickling
 from lightning_megatron.pipeline.elsewhere.away import STATE, Source, mark, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
-_KNOWN = frozenset(
+KNOWN = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
         *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_contiguous", "is_pinned", "is_shared"),
@@ -38,7 +38,7 @@ _KNOWN = frozenset(
         "untyped_storage",
     )
 )
-_TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
+TENSOR_ATTRIBUTES = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
 _DRAWS = frozenset(
     ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
 )
@@ -98,7 +98,7 @@ class Absent(Tensor):
             return func(*_plain(args), **_plain(kwargs))
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
-        if name in _KNOWN or (name == "__get__" and attribute not in _TENSOR_ATTRIBUTES):
+        if name in KNOWN or (name == "__get__" and attribute not in TENSOR_ATTRIBUTES):
             return func(*_whole(args), **_whole(kwargs))
         if name in ("__repr__", "__str__"):
             return f"<tensor of `{first.part}` on another pipeline stage>"

@@ -11,31 +11,74 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
+from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
 
 
 class GuardedNames:
     """Installed as ``named_parameters`` on a module with parts elsewhere.
 
-    Reading the first few is harmless (for a dtype). Reading all of them inside a step would silently leave out what
-    other stages own: a weight penalty over ``self.parameters()`` would count this stage alone.
+    Reading the first few is harmless (for a dtype), and so is counting: in a step what other stages own follows as
+    :class:`Unread`. Using the numbers of all of them would silently leave out what other stages own: a weight penalty
+    over ``self.parameters()`` would count this stage alone.
+
+    Args:
+        module: the module.
+        name: its own; ``""`` for the root.
+        names: of its parameters that are elsewhere, below it; tied ones once.
+        viewer: its stage.
     """
 
-    def __init__(self, module: nn.Module, name: str, viewer: Viewer) -> None:
-        self._module, self._name, self._viewer = module, name, viewer
+    def __init__(self, module: nn.Module, name: str, names: Sequence[str], viewer: Viewer) -> None:
+        self._module, self._name, self._names, self._viewer = module, name, names, viewer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from type(self._module).named_parameters(self._module, *args, **kwargs)
+    def __call__(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
         self._viewer.note_read()
-        if self._viewer.phase(lists=True) is Phase.STEP:
-            raise RuntimeError(
-                f"the step read all parameters of `{self._name or type(self._module).__name__}`, but under a pipeline "
-                "each stage has only its own, so a sum over them would be wrong. Use the optimizer's `weight_decay` "
-                "instead of a penalty in the loss, or `pipeline_parallel_size=1`."
-            )
+        if self._viewer.phase(lists=True) is not Phase.STEP:
+            return
+        for name in self._names:
+            if recurse or "." not in name:
+                yield f"{prefix}.{name}" if prefix else name, self._unread(name)
+
+    def _unread(self, name: str) -> Unread:
+        above, _, leaf = name.rpartition(".")
+        there = getattr(self._module.get_submodule(above), leaf)
+        room = torch.zeros((), dtype=there.dtype, device=there.device).expand(there.shape)
+        unread = room.as_subclass(Unread)
+        unread.module = self._name or type(self._module).__name__
+        entry = self._viewer.presence.entries[f"{self._name}.{name}" if self._name else name]
+        with torch._C.DisableTorchFunctionSubclass():
+            return unread.requires_grad_(entry.twin.requires_grad)  # type: ignore[return-value]
+
+
+class Unread(Tensor):
+    """A parameter of another stage in a listing of all: it may be counted, and anything else is refused.
+
+    Attributes:
+        module: what was listed, for the message.
+    """
+
+    module: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        of = func.__self__.__name__ if name == "__get__" else ""
+        if name in KNOWN or (of and of not in TENSOR_ATTRIBUTES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        listed = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).module
+        raise RuntimeError(
+            f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so a sum "
+            "over them would be wrong. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "
+            "`pipeline_parallel_size=1`."
+        )
 
 
 class AbsentNames:
@@ -116,10 +159,11 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
         module: the whole module, about to be cut or cut.
         viewer: its stage.
     """
+    below = _below(viewer.presence)
     for name in viewer.presence.partial_modules():
-        partial = module.get_submodule(name)
-        partial.named_parameters = GuardedNames(partial, name, viewer)  # type: ignore[method-assign, assignment]
-    for name, inside in _below(viewer.presence).items():
+        partial, inside = module.get_submodule(name), below.pop(name, [])
+        partial.named_parameters = GuardedNames(partial, name, inside, viewer)  # type: ignore[method-assign, assignment]
+    for name, inside in below.items():
         absent = module.get_submodule(name)
         absent.named_parameters = AbsentNames(absent, inside, viewer)  # type: ignore[method-assign, assignment]
     for name, inside in _state_below(module, viewer.presence).items():
@@ -132,12 +176,13 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
 
 
 def _below(presence: Presence) -> dict[str, list[str]]:
-    """By name of each module in the parts that are elsewhere: names, below it, of its parameters, tied ones once."""
+    """By name of each module of which not all is here: names, below it, of parameters elsewhere, tied ones once."""
+    partial = presence.partial_modules()
     found: dict[str, dict[int, str]] = {}
     for name, entry in presence.elsewhere():
         for above in outwards(parent(name)) if isinstance(entry.twin, nn.Parameter) else ():
-            if lies_in(above, entry.part):
-                found.setdefault(above, {}).setdefault(id(entry.twin), name[len(above) + 1 :])
+            if above in partial or lies_in(above, entry.part):
+                found.setdefault(above, {}).setdefault(id(entry.twin), name[len(above) + 1 :] if above else name)
     return {above: list(names.values()) for above, names in found.items()}
 
 
