@@ -13,6 +13,7 @@ takes part with none, in the forward and in the backward.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.passed_on import raw_all_to_all, raw_all_to_all_rows
+from lightning_megatron.experts.taking_part import Calls, Told
+from lightning_megatron.mesh.messages.passed_on import raw_all_to_all_rows
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Gives a rank's experts' output for rows from all ranks, ``[m, width], [m], [experts here] -> [m, other width]``.
@@ -32,24 +34,29 @@ The second are the local numbers of the rows' experts, the third tells which exp
 class Owners:
     """Which rank of an expert group holds which experts: blocks of equal size, in order.
 
-    Copies of a module share it, as it holds the group.
-
     Args:
         experts: how many there are.
         group: the ranks that hold them; their number divides that of the experts.
+        calls: of all mixtures of a module; ``None`` for one that is alone.
+        name: of the experts, for messages.
 
     Attributes:
         local: how many experts a rank holds.
         first: number of the first one on this rank.
     """
 
-    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
-        self.experts, self.group = experts, group
+    def __init__(self, experts: int, group: dist.ProcessGroup, calls: Calls | None = None, name: str = "") -> None:
+        self.experts, self.group, self._calls = experts, group, calls or Calls(group)
         self.local = experts // group.size()
         self.first = group.rank() * self.local
+        self._number, self._is_copy = self._calls.add(name, self.local), False
+        self._latest: tuple[Tensor, Compute]
 
     def __deepcopy__(self, memo: Any) -> Owners:
-        return self
+        """Those of a copy of the module, in the same group."""
+        copied = copy.copy(self)
+        copied._is_copy = True
+        return copied
 
     def send(self, rows: Tensor, expert: Tensor, compute: Compute, called: Collection[int] = ()) -> Tensor:
         """What the experts of all ranks make of this rank's rows; collective over the group, in the backward too.
@@ -57,24 +64,35 @@ class Owners:
         Args:
             rows: [n, width], where n may differ between ranks and be 0.
             expert: [n], the number of each row's expert.
-            compute: gives this rank's experts' output; see :data:`Compute`.
+            compute: gives this rank's experts' output; see :data:`Compute`. It is kept, for calls of others.
             called: numbers of experts that are called, whether there are rows for them or not.
 
         Returns:
             [n, other width], in the order of ``rows``.
         """
+        if self._is_copy:
+            self._number, self._is_copy = self._calls.add_copy(self._number), False
         order = torch.argsort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.experts).view(-1, self.local)  # [ranks, experts of a rank]
         asked = torch.zeros(self.experts, dtype=counts.dtype)
         asked[list(called)] = 1
-        told = torch.stack((counts, asked.to(counts.device).view(-1, self.local)), 1)
-        arriving, heard = raw_all_to_all(told, self.group).unbind(1)
-        outgoing, incoming = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
-        numbers = torch.arange(self.local, device=rows.device).repeat(self.group.size())
-        arrived = _Sent.apply(rows[order], _anchor(rows), outgoing, incoming, self.group)
-        found = compute(arrived, numbers.repeat_interleave(arriving.reshape(-1)), heard.any(0))
-        back = _Sent.apply(found, _anchor(rows), incoming, outgoing, self.group)
+        told = self._calls.call(self._number, counts, asked.to(counts.device).view(-1, self.local), self)
+        self._latest = rows.detach()[:0].clone(), compute
+        back = self._exchange(rows[order], told, counts.sum(1).tolist(), compute)
         return back.new_empty(back.shape).index_copy(0, order, back)
+
+    def answer(self, told: Told) -> None:
+        """Take part in a call of the others without rows."""
+        rows, compute = self._latest
+        self._exchange(rows, told, [0] * self.group.size(), compute)
+
+    def _exchange(self, rows: Tensor, told: Told, outgoing: list[int], compute: Compute) -> Tensor:
+        """Send rows, sorted by their experts, to them and back."""
+        arriving = told.rows[:, : self.local]
+        numbers = torch.arange(self.local, device=rows.device).repeat(self.group.size())
+        arrived = _Sent.apply(rows, _anchor(rows), outgoing, told.incoming, self.group)
+        found = compute(arrived, numbers.repeat_interleave(arriving.reshape(-1)), told.called[: self.local])
+        return _Sent.apply(found, _anchor(rows), told.incoming, outgoing, self.group)  # type: ignore[no-any-return]
 
 
 def _anchor(rows: Tensor) -> Tensor:

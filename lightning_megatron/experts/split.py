@@ -13,8 +13,10 @@ from lightning_megatron.experts.probe import draws, mixes_samples, try_listed, t
 from lightning_megatron.experts.routers import ABOVE
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
+from lightning_megatron.experts.taking_part import Calls
 from lightning_megatron.experts.twin import lead
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
@@ -77,8 +79,9 @@ def split_experts(module: nn.Module, groups: ExpertGroups, *, per_replica: bool 
         report.split[mixture.name] = mixture.count
     if not found:
         raise ValueError(_none_found(report, size))
+    calls = Marks.of(module).put(Calls(groups.group))
     for mixture in found:
-        mixture.cut(Owners(mixture.count, groups.group), report.table)
+        mixture.cut(Owners(mixture.count, groups.group, calls, mixture.name), report.table)
     return report
 
 

@@ -10,6 +10,8 @@ Their own forward runs on the experts of a rank, one row per token and choice wi
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,6 +72,13 @@ class Choice:
                 f"weights {tuple(self.weights.shape)}; it takes one weight per index, and indices for every token"
             )
 
+    def emptied(self) -> Choice:
+        """A choice of the same kind for no tokens, on its own."""
+        none = copy.copy(self)
+        for name in ("hidden", "index", "weights"):
+            setattr(none, name, getattr(self, name).detach()[:0].clone())
+        return none
+
     def of_rows(self, rows: Tensor, expert: Tensor) -> list[Tensor]:
         """Arguments of the same kind for rows [n, h] that go to one expert [n] each, with weight 1."""
         lead = (1,) * (self.index.dim() - 2)
@@ -98,6 +107,7 @@ class StackedExperts:
 
     def __init__(self, name: str, owners: Owners) -> None:
         self._name, self._owners, self.count = name, owners, owners.experts
+        self._runs = self._answers = False
 
     def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call: send the rows to their experts, and weigh what comes back.
@@ -105,6 +115,8 @@ class StackedExperts:
         Raises:
             ValueError: it is not called with hidden states, indices and weights.
         """
+        if self._answers:
+            return own(*args, **kwargs)
         bound = inspect.signature(own).bind(*args, **kwargs)
         bound.apply_defaults()
         try:
@@ -118,11 +130,26 @@ class StackedExperts:
         return mixed(choice, self._owners.experts, lambda rows, ids: self._sent(module, own, choice, rows, ids))
 
     def _sent(self, module: nn.Module, own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
-        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
-            with with_experts(module, self._owners.experts, self._owners.local):
-                return computed(own, choice, arrived, local)
+        choice = choice.emptied()  # what computes outlives the call
 
-        return self._owners.send(rows, expert, compute)
+        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
+            forward = own if self._runs else functools.partial(self._answer, module)
+            with with_experts(module, self._owners.experts, self._owners.local):
+                return computed(forward, choice, arrived, local)
+
+        before, self._runs = self._runs, True
+        try:
+            return self._owners.send(rows, expert, compute)
+        finally:
+            self._runs = before
+
+    def _answer(self, module: nn.Module, *args: Any) -> Any:
+        """The experts' own forward for rows of other ranks only, in a call of the module, as it is written."""
+        self._answers = True
+        try:
+            return module(*args)
+        finally:
+            self._answers = False
 
 
 def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:

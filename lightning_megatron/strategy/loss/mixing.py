@@ -155,6 +155,8 @@ class MixingTrials:
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
         failed, self._known.called, self._known.left_out = False, False, True
 
+        call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
+
         def run(piece: Any, _: int) -> Any:
             nonlocal failed
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later

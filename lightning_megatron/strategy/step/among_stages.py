@@ -256,7 +256,8 @@ class SeveralStages:
             outcome = self._delivery.receive()
             self._leftovers.apply(outcome.state)
             return outcome
-        again = self._agree(self._stage.called_again) if name == TRIAL else self._stage.called_again
+        alike = name == TRIAL or self._options.gradients.experts > 1
+        again = self._agree(self._stage.called_again) if alike else self._stage.called_again
         outcome = Outcome(no_logs(self._device), output=StartOver()) if again else make()
         outcome.state = self._leftovers.changes()
         self._delivery.send(outcome)

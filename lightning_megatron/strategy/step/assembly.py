@@ -258,7 +258,8 @@ class Assembler:
             return TensorState(), None
         groups = self._mesh.expert_groups(experts)
         if earlier is None and groups is not None:
-            earlier = Marks.of(module).put(_Split(1, self._split_experts(module, groups), None, experts))
+            split = _Split(1, self._split_experts(module, groups), None, experts)
+            earlier = Marks.of(module).put(split)
         elif earlier is None:
             group = self._mesh.group("tensor_parallel")
             from lightning_megatron.parallelize import parallelize

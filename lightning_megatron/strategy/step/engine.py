@@ -17,7 +17,9 @@ from torch import nn
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.experts.taking_part import Calls, StepCalls
 from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.trunk import find_trunk
@@ -103,7 +105,9 @@ class StepEngine:
             stages, check, take = several_stages, refuse_away, several_stages.repeats.take_log
         self._stages, self.has_stages = stages, stage is not None
         self.recording = Recording(module, check, take)
-        shared = self.model_gradients, self.recording, self.losses
+        here = Marks.of(module).get(Calls)
+        self._experts = StepCalls(module, here, device, lambda: self.recording.recorder is not None)
+        shared = self.model_gradients, self.recording, self.losses, self._experts
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)
         self.whole: Step = self._in_parts
@@ -172,6 +176,7 @@ class StepEngine:
 
     def close(self) -> None:
         """Release hooks, buffers and connections."""
+        self._experts.close()
         self._in_parts.cuts.mixing.close()
         self.model_gradients.close()
         self._stages.close()

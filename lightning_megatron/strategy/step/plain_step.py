@@ -39,6 +39,7 @@ class PlainStep:
         self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
         self._alone = mesh.layout.data == 1
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
+        self._experts = context.experts
         self._copies, self._mixing = copies, mixing
         self._mean = ReplicaMean(mesh, self._device)
         self._outcome: Outcome | None = None
@@ -56,7 +57,7 @@ class PlainStep:
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
         with self._recording.step() as recorder, _NOTHING if automatic else self._backwards:
-            output = call(batch)
+            output = self._experts.ending(call)(batch)
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if compares:
@@ -104,7 +105,7 @@ class PlainStep:
         if compares:
             self._losses.take_batch(batch, name, self._device)
         with self._recording.step() as recorder:
-            output = call(batch)
+            output = self._experts.ending(call)(batch)
             if compares:
                 self._losses.compare(None, name, self._device)
             outcome = Outcome(recorder.collect(self._device), output=output)

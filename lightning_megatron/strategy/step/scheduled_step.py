@@ -122,6 +122,7 @@ class ScheduledStep:
         own = training or passes is None  # else it draws as one process
         streams = self._context.streams.step(training=training) if own else nullcontext()
         with self._context.recording.step(len(parts), cut.logs) as recorder, streams:
+            call = self._context.experts.ending(call) if repeats is None else call
             call = asks.hears(call) if asks is not None else call
             if cut.layers:
                 step = self._step_around(call, recorder, batch, scales, cut, name)
@@ -133,6 +134,8 @@ class ScheduledStep:
             self._appended.snapshot()
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
                 executor.run(step) if passes is None else passes(step, self._writes.undone)
+            if repeats is not None and not training:
+                self._context.experts.end()
             return self._stages.outcome(partial(self._merge, step, parts, recorder, cut), name)
 
     def _step_around(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.experts.taking_part import StepCalls
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
@@ -103,6 +104,7 @@ class StepContext:
         gradients: of the module.
         recording: of the logs.
         losses: looked at as they come.
+        experts: calls of those that replicas share out.
         layers: names of the trunk's layers.
         schedules: by number of micro-batches, and whether only forwards run.
     """
@@ -116,6 +118,7 @@ class StepContext:
     gradients: ModelGradients
     recording: Recording
     losses: LossChecks
+    experts: StepCalls
     layers: Sequence[str] = ()
     schedules: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
 

@@ -1,0 +1,206 @@
+"""Which mixture the ranks that share out experts call, told with every exchange of rows.
+
+Each exchange begins with a message of counts, which also says what its sender is at::
+
+    2 + n    calls mixture n
+    PAUSED   is through with a part of its step, such as a loop that generates tokens, and waits for the others
+    DONE     is through with its step
+
+Replicas may call their model a different number of times in evaluation, as their texts end after different numbers of
+tokens. One that is through goes on computing its experts for the others, without rows of its own, until all are::
+
+    replica 0   calls 0 1 2 3   calls 0 1 2 3   DONE          DONE          all are: the step ends
+                                                computes 0..3
+    replica 1   calls 0 1 2 3   calls 0 1 2 3   calls 0 1 2 3 DONE
+
+Ranks that call different mixtures at once would compute each other's rows with the wrong experts. That is refused, on
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.mesh.messages.passed_on import raw_all_to_all
+from lightning_megatron.mesh.replaced import Replacements
+
+DONE, PAUSED, CALLING = range(3)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the ranks of a group have told this one before an exchange.
+
+    Attributes:
+        rows: how many rows each rank sends for each expert here, [ranks, experts here].
+        called: whether a rank has called an expert here, rows or not, [experts here].
+        incoming: how many rows each rank sends.
+    """
+
+    rows: Tensor
+    called: Tensor
+    incoming: list[int]
+
+
+class Answers(Protocol):
+    """A mixture that was called here."""
+
+    def answer(self, told: Told) -> None:
+        """Take part in a call of the others without rows."""
+
+
+class Calls:
+    """The calls of all mixtures that share their experts out over one group.
+
+    Copies of a module share it, as it holds the group.
+
+    Args:
+        group: the ranks that share out the experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._names: list[str] = []
+        self._copies: list[int] = []
+        self._answers: WeakValueDictionary[int, Answers] = WeakValueDictionary()
+        self._widest = 0
+
+    def __deepcopy__(self, memo: Any) -> Calls:
+        return self
+
+    def add(self, name: str, local: int) -> int:
+        """The number of a further mixture called ``name``, of which each rank holds ``local`` experts."""
+        self._names.append(name)
+        self._copies.append(0)
+        self._widest = max(self._widest, local)
+        return len(self._names) - 1
+
+    def add_copy(self, number: int) -> int:
+        """The number of a copy of mixture ``number``, whose experts may have other values; when it is first called."""
+        own = number % len(self._names)
+        self._copies[own] += 1
+        return own + self._copies[own] * len(self._names)
+
+    def call(self, number: int, rows: Tensor, called: Tensor, mixture: Answers) -> Told:
+        """Tell the others of a call, and hear of theirs; collective over the group.
+
+        Args:
+            number: of the mixture.
+            rows: how many rows go to each rank's experts, [ranks, experts of a rank].
+            called: whether experts are called at all, likewise.
+            mixture: takes part in such a call without one of this rank's own.
+
+        Raises:
+            RuntimeError: not all ranks are at the same call; on each of them.
+        """
+        self._answers[number] = mixture
+        arrived, heard = self._tell(CALLING + number, rows.device, rows, called)
+        local = rows.shape[1]
+        return Told(arrived[:, :local], arrived[:, self._widest : self._widest + local].any(0), heard)
+
+    def end(self, device: torch.device, *, paused: bool = False) -> None:
+        """Compute experts for the others until they are through too; collective over the group.
+
+        Args:
+            device: where the ranks' tensors live.
+            paused: whether only with a part of a step; then those who have ended theirs stay.
+
+        Raises:
+            RuntimeError: the others' calls need gradients, or a mixture that has not been called here before.
+        """
+        while self._names:
+            nothing = torch.zeros(self.group.size(), self._widest, dtype=torch.long, device=device)
+            arrived, heard = self._tell(PAUSED if paused else DONE, device, nothing, nothing)
+            number = int(arrived[:, -2].max()) - CALLING
+            if number < 0:
+                if paused or not bool(arrived[:, -2].any()):
+                    return
+                continue
+            if number not in self._answers:
+                raise RuntimeError(f"another replica calls `{self._name(number)}`, which this one has never called.")
+            with torch.no_grad():
+                self._answers[number].answer(Told(arrived, arrived[:, self._widest : -2].any(0), heard))
+
+    def _tell(self, state: int, device: torch.device, rows: Tensor, called: Tensor) -> tuple[Tensor, list[int]]:
+        told = torch.zeros(self.group.size(), 2 * self._widest + 2, dtype=torch.long, device=device)
+        told[:, : rows.shape[1]] = rows
+        told[:, self._widest : self._widest + called.shape[1]] = called
+        told[:, -2], told[:, -1] = state, int(torch.is_grad_enabled())
+        arrived = raw_all_to_all(told, self.group)
+        heard = arrived.tolist()
+        self._check([row[-2] for row in heard], any(row[-1] for row in heard if row[-2] >= CALLING))
+        return arrived, [sum(row[: self._widest]) for row in heard]
+
+    def _check(self, states: list[int], with_gradients: bool) -> None:
+        calling = {state for state in states if state >= CALLING}
+        if len(calling) > 1:
+            told = " and ".join(f"`{self._name(state - CALLING)}`" for state in sorted(calling))
+            raise RuntimeError(
+                f"replicas that share out experts call {told} at once. All of them take part in every layer, so they "
+                "must call the same ones in the same order: let no layer depend on a replica's own data or draws, or "
+                "use `expert_parallel_size=1`."
+            )
+        if calling and with_gradients and len(set(states)) > 1:
+            raise RuntimeError(
+                f"a replica calls `{self._name(calling.pop() - CALLING)}` with gradients, and another one has ended "
+                "its step. All replicas that share out experts take part in every layer, so they must call them equally"
+                " often: let no layer depend on a replica's own data or draws, or use `expert_parallel_size=1`."
+            )
+
+    def _name(self, number: int) -> str:
+        return self._names[number % len(self._names)]
+
+
+class StepCalls:
+    """Lets replicas whose steps call their model a different number of times wait for each other.
+
+    Args:
+        module: the user's.
+        calls: of its experts; ``None`` where none are shared out.
+        device: where its tensors live.
+        in_step: whether a step is running.
+    """
+
+    def __init__(
+        self, module: nn.Module, calls: Calls | None, device: torch.device, in_step: Callable[[], bool]
+    ) -> None:
+        self._calls, self._device, self._in_step, self._replaced = calls, device, in_step, Replacements()
+        for model in module.modules() if calls is not None else ():
+            if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
+                self._replaced.call(model, "generate", self._waits(cast(Any, model).generate))
+
+    def _waits(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            found = own(*args, **kwargs)
+            if self._calls is not None:
+                with torch.no_grad():
+                    self._calls.end(self._device, paused=self._in_step())
+            return found
+
+        return generate
+
+    def end(self) -> None:
+        """Called when a replica's step has ended; collective over the ranks that share out experts."""
+        if self._calls is not None:
+            self._calls.end(self._device)
+
+    def ending(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step that ends in all replicas, as :meth:`end` has it."""
+
+        def ends(batch: Any) -> Any:
+            output = call(batch)
+            self.end()
+            return output
+
+        return call if self._calls is None else ends
+
+    def close(self) -> None:
+        """Give the models' methods back."""
+        self._replaced.take_back()
