@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
-from lightning_megatron.data_parallel.buckets.bucket import NARROW, Bucket, Piece, WeightLayout
+from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece, WeightLayout
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
@@ -103,9 +103,14 @@ class ModelGradients:
             return plain
         if self._hooked is None or self._hooked.sink is not plain:
             self._hooked = HookedGradients(
-                plain, self._module.named_parameters(), lambda: self.shows_whole(), own=int(plain is self.buckets)
+                plain, self._module.named_parameters(), self._around_hooks, own=int(plain is self.buckets)
             )
         return self._hooked
+
+    def _around_hooks(self) -> AbstractContextManager[None]:
+        if self.windows is not None:
+            self.windows.hold_all()
+        return self.shows_whole()
 
     @property
     def replicas(self) -> Sharing:
@@ -393,8 +398,3 @@ class ModelGradients:
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
         buckets = self.buckets or self._closed
         return (buckets.place_of(parameter) if buckets is not None else None) or (None, 0)
-
-
-def has_narrow_weights(module: nn.Module) -> bool:
-    """Whether weights have 16 bits, so that gradients of several backwards lose digits where they add up."""
-    return any(parameter.dtype in NARROW for parameter in module.parameters())

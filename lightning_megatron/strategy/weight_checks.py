@@ -19,9 +19,6 @@ from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, 
 from lightning_megatron.strategy.together import check_module_with, check_options_with, refuse_with
 
 _WITHOUT = {
-    "tensor_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_parallel_size": 1,
     "compile_layers": False,
     "overlap_parameter_gather": False,
     "layout": None,
@@ -66,7 +63,7 @@ def check_sharded_weights(sharding: bool, trainer: pl.Trainer, module: pl.Lightn
     if not sharding:
         return
     given = "weight_sharding=True"
-    if layout.data == 1:
+    if layout.data * layout.context == 1:
         devices = f"{layout.world_size} devices make {layout.pipeline} stages"
         refuse_with(given, f"one replica: {devices}; use more devices")
     check_module_with(

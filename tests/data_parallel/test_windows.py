@@ -25,7 +25,12 @@ def row(name: str, *values: Any, wide: bool = True) -> Any:
 def check(setup: Setup, *arguments: Any, tolerance: float = 1e-9) -> list[dict[str, Any]]:
     """Compares a run with a plain Trainer's."""
     wanted = one_process(spread, replace(setup, layout=None, strategy={}), *arguments)
-    values = [outcome.value for outcome in run_trainers(spread, setup, *arguments, devices=setup.devices)]
+    values = [
+        outcome.value
+        for outcome in run_trainers(
+            spread, setup, *arguments, devices=setup.devices * setup.strategy.get("context_parallel_size", 1)
+        )
+    ]
     for value in values:
         assert not value["lost"], "weights are whole after a run"
         for name, weight in value["weights"].items():
@@ -62,6 +67,14 @@ def test_a_rank_keeps_its_shard_of_the_layers_and_two_whole_ones(replicas: int) 
             wide=False,
         ),
         row("pp2xdp2-dualpipe-v", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "dualpipe-v"}, {}),
+        row("dp2xtp2", (1, 2, 2), {}, ADDED_UP, wide=False),
+        row("dp2xtp2-sequence", (1, 2, 2), {"sequence_parallel": True, "activation_recompute": "full"}, ADDED_UP),
+        row("pp2xdp2xtp2-zb-h1", (2, 2, 2), {"micro_batch_size": 2, "pipeline_schedule": "zb-h1"}, ADDED_UP),
+        row("pp2xdp2xtp2-dualpipe-v", (2, 2, 2), {"micro_batch_size": 2, "pipeline_schedule": "dualpipe-v"}, {}),
+        row("cp2", (1, 1, 1), {"context_parallel_size": 2}, ADDED_UP, wide=False),
+        row("dp2xcp2-recomputed", (1, 2, 1), {"context_parallel_size": 2, "activation_recompute": "full"}, {}),
+        row("pp2xdp2xcp2", (2, 2, 1), {"context_parallel_size": 2, "micro_batch_size": 2}, ADDED_UP),
+        row("dp2xtp2xcp2", (1, 2, 2), {"context_parallel_size": 2}, {}),
     ],
 )
 def test_weights_are_those_of_one_process(
@@ -76,6 +89,9 @@ def test_weights_are_those_of_one_process(
     [
         row("strange", "strange", (1, 2, 1), {}, wide=False),
         row("writing", "writing", (1, 2, 1), {}, wide=False),
+        row("hooked", "hooked", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
+        row("hooked-pp2", "hooked", (2, 2, 1), {}),
+        row("writing-tp2", "writing", (1, 2, 2), {}),
         row("validated", "validated", (1, 2, 1), {"limit_val_batches": 2, "val_check_interval": 1}),
     ],
 )
@@ -120,7 +136,6 @@ def test_weights_are_whole_after_a_step_that_failed_everywhere(where: str) -> No
     [
         ({"weight_sharding": 2}, "`weight_sharding=2` must be True or False"),
         ({"optimizer_sharding": False}, "needs `optimizer_sharding`"),
-        ({"tensor_parallel_size": 2}, "does not go together with `tensor_parallel_size=2`; use"),
         ({"compile_layers": True}, "does not go together with `compile_layers=True`"),
         ({"overlap_parameter_gather": True}, "does not go together with `overlap_parameter_gather=True`"),
     ],

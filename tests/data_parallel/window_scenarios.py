@@ -98,6 +98,23 @@ class Writing(SharedTask):
         assert not any(bool(parameter.isnan().any()) for parameter in self.parameters())
 
 
+class Hooked(SharedTask):
+    """Gradient hooks of parameters read weights, and write them."""
+
+    def on_fit_start(self) -> None:
+        layers = self.net.transformer.h
+        weight, bias = layers[1].ln_1.weight, layers[2].ln_1.bias
+        weight.register_hook(lambda gradient: gradient * (1 + weight.detach().norm()))
+        bias.register_post_accumulate_grad_hook(_shrink)
+
+
+@torch.no_grad()
+def _shrink(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(parameter, alpha=0.1)
+    parameter.mul_(0.9)
+
+
 class Validated(SharedTask):
     """Validates in the middle of an epoch."""
 
@@ -158,6 +175,7 @@ MODULES: dict[str, Any] = {
     "strange": Strange,
     "dropping": Dropping,
     "writing": Writing,
+    "hooked": Hooked,
     "validated": Validated,
 }
 CALLBACKS: dict[str, Any] = {

@@ -16,6 +16,7 @@ from tests.harness import one_process, run_trainers
 
 WIDE = pytest.mark.wide
 TWO: dict[str, Any] = {"expert_parallel_size": 2}
+SPREAD = {"weight_sharding": True}
 PIPE: dict[str, Any] = {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
 ROWS: list[Any] = [
     ("words", 2, {**TWO, "micro_batch_size": 3}, {"accumulate_grad_batches": 1}),
@@ -25,6 +26,7 @@ ROWS: list[Any] = [
     ("strange_sequences", 2, {}, {}),
     ("balanced_Mixtral", 4, PIPE, {}),
     ("drop_in", 2, TWO, {}),
+    ("words", 4, {**TWO, **SPREAD}, {"accumulate_grad_batches": 2}),
     (
         "uneven",
         4,
@@ -66,6 +68,13 @@ ROWS: list[Any] = [
             ("words", 2, TWO, {"accumulate_grad_batches": 2}),
             ("words", 2, {**TWO, "optimizer_sharding": False}, {"accumulate_grad_batches": 2}),
             ("words", 2, {**TWO, "activation_recompute": "full"}, {}),
+            ("words", 2, {**TWO, **SPREAD, "activation_recompute": "full"}, {}),
+            ("starved", 4, {"expert_parallel_size": 4, **SPREAD}, {}),
+            ("Mixtral", 4, {**PIPE, **SPREAD}, {}),
+            ("strange_sorted", 4, {**PIPE, **SPREAD, "pipeline_schedule": "zb-v"}, {}),
+            ("balanced_Qwen3Moe", 4, {**TWO, **SPREAD}, {}),
+            ("drop_in", 4, {**PIPE, **SPREAD, "activation_recompute": "full"}, {}),
+            ("watched", 4, {**TWO, **SPREAD}, {}),
             ("gathered", 2, {}, {}),
             ("gathered", 2, TWO, {}),
             ("words", 4, TWO, {}),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_megatron.data_parallel.buckets.bucket import NARROW
+
 _KINDS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
@@ -29,3 +31,8 @@ def lowered_parameters(module: nn.Module, dtype: torch.dtype | None) -> dict[str
 def _computes_low(module: nn.Module) -> bool:
     own = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     return own or isinstance(module, _KINDS)
+
+
+def has_narrow_weights(module: nn.Module) -> bool:
+    """Whether weights have 16 bits, so that gradients of several backwards lose digits where they add up."""
+    return any(parameter.dtype in NARROW for parameter in module.parameters())

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.late_gather import UseWatch
 from lightning_megatron.data_parallel.windows.window import Window
+from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -108,8 +109,12 @@ class StepWindows:
         with UseWatch(self.hold_used):
             yield
         if self._looks_before_backward:
-            for window in self.windows:
-                self._hold(window)
+            self.hold_all()
+
+    def hold_all(self) -> None:
+        """Make all weights whole, to the end of the step; collective over the replicas."""
+        for window in self.windows if self._active else ():
+            self._hold(window)
 
     def end_step(self) -> None:
         """Once the step's last backward has run: close all windows, or show all weights to code that may look."""
@@ -212,6 +217,8 @@ class LayerWindow(Wrapper):
         for leaf in pytree.tree_leaves(output):
             if not isinstance(leaf, Tensor):
                 continue
+            if isinstance(leaf, WholeTensor):  # gradients pass its part
+                leaf = leaf.local()
             if window.has_memory_of(leaf):  # a weight is given out, to be used elsewhere
                 window.held = True
             if leaf.requires_grad and leaf.grad_fn is not None:
@@ -230,7 +237,7 @@ def _saved(window: Window, owner: StepWindows) -> saved_tensors_hooks:
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> Any:
-        if window.has_memory_of(tensor):
+        if not isinstance(tensor, WholeTensor) and window.has_memory_of(tensor):  # parts are saved by themselves
             return _Weight(tensor)
         return (tensor, tensor._version) if around is None else around[0](tensor)
 

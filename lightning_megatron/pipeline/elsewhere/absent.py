@@ -18,6 +18,7 @@ that is absent here is taken from the stage that has it (``strategy.logs.hook_lo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,7 @@ class Absent(Tensor):
                 _draw(func, args, kwargs)
             return target
         if name in _HOOKS:
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())  # torch refers to it weakly, as no plain dict allows
         return first._result(func, attribute or name, args, kwargs)
 
     def _gradient(self) -> Absent:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
-from lightning_megatron.data_parallel.buckets.bucket import NARROW
+from lightning_megatron.data_parallel.buckets.low_precision import has_narrow_weights
 from lightning_megatron.mesh.batches import checksum
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
@@ -186,7 +186,7 @@ class SeveralStages:
 
     def _rounds(self) -> bool:
         """Whether layers compute in 16 bits."""
-        narrow = any(parameter.dtype in NARROW for parameter in self._module.parameters())
+        narrow = has_narrow_weights(self._module)
         return narrow or torch.is_autocast_enabled(self._device.type)
 
     def begin_training(self) -> None:

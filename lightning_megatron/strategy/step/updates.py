@@ -9,8 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.holders import declared_elementwise
+from lightning_megatron.data_parallel.buckets.low_precision import has_narrow_weights
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
-from lightning_megatron.data_parallel.model_gradients import ModelGradients, has_narrow_weights
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
