@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.float8 import FLOAT8
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.compiled import compile_layers
+from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.forwards.low_precision_linears import multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import install_recompute
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -191,3 +192,24 @@ def test_turning_compilation_off_leaves_a_forward_put_on_a_layer() -> None:
     own = net.layers[1].__dict__["forward"] = lambda x: 3 * x
     compile_layers(net, None, False, "auto")
     assert "forward" not in net.layers[0].__dict__ and net.layers[1].__dict__["forward"] is own
+
+
+def test_an_entry_takes_calls_before_hooks_run_and_gives_them_back() -> None:
+    met: list[str] = []
+
+    class Noting(Entry):
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def enter(self, *args: Any, **kwargs: Any) -> Any:
+            met.append("entry")
+            return self.run_hooked(*args, **kwargs)
+
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: met.append("hook"))
+    entry = Noting(layer)
+    entry.open()
+    assert has_entry(layer) and layer(torch.ones(2)).shape == (2,) and met == ["entry", "hook"]
+    entry.close()
+    entry.close()
+    assert not has_entry(layer) and layer(torch.ones(2)).shape == (2,) and met == ["entry", "hook", "hook"]

@@ -233,6 +233,16 @@ def test_wrapped_forwards_are_walked_in_one_place() -> None:
     assert len(walks) <= WALKS_OVER_FORWARDS, walks
 
 
+def test_calls_of_modules_are_taken_over_in_one_place() -> None:
+    takers = {
+        name
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'_call_impl'"
+    }
+    assert takers == {"pipeline.forwards.entry"}
+
+
 @pytest.mark.parametrize("name", ["__init__", "parallelize", "planner", "strategy"])
 def test_type_checkers_see_the_names_of_a_lazy_package_and_no_others(name: str) -> None:
     hidden = [

@@ -21,6 +21,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.parts.names import outwards
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
+from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.repeated.follower import CallFollower
 from lightning_megatron.pipeline.repeated.wire import Wire
 from lightning_megatron.pipeline.repeated.with_gradients import TrainingFollower
@@ -30,39 +31,33 @@ from lightning_megatron.pipeline.stage.stage import Stage
 _PATIENCE_S = 180.0
 
 
-class _OwnPart:
+class _OwnPart(Entry):
     """Around a part that this stage has and some other has not, while code calls the model repeatedly."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._module = name, module
+        self._name, self.module = name, module
 
-    def install(self, follower: CallFollower) -> None:
+    def follow(self, follower: CallFollower) -> None:
         self._follower = follower
-        self._module.__dict__["_call_impl"] = self.enter
-
-    def remove(self) -> None:
-        self._module.__dict__.pop("_call_impl", None)
+        self.open()
 
     def enter(self, *args: Any, **kwargs: Any) -> Any:
-        return self._follower.call_unit(self._name, self._run, args, kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._module)._call_impl(self._module, *args, **kwargs)
+        return self._follower.call_unit(self._name, self.run_hooked, args, kwargs)
 
 
-class _ModelCall:
+class _ModelCall(Entry):
     """Around a module that contains the layers: called outside of a step, it goes through all stages."""
 
     def __init__(self, calls: ModelCalls, module: nn.Module) -> None:
         self._model_calls, self.module = calls, module
-        module.__dict__["_call_impl"] = self.enter
+        self.open()
 
     def enter(self, *args: Any, **kwargs: Any) -> Any:
-        calls, module = self._model_calls, self.module
+        calls = self._model_calls
         if calls.stage.cursor.running or calls.stage.repeats or torch.is_grad_enabled() or in_backward():
-            return type(module)._call_impl(module, *args, **kwargs)
-        with calls.outside(type(module).__name__):
-            return type(module)._call_impl(module, *args, **kwargs)
+            return self.run_hooked(*args, **kwargs)
+        with calls.outside(type(self.module).__name__):
+            return self.run_hooked(*args, **kwargs)
 
 
 class ModelCalls:
@@ -84,7 +79,7 @@ class ModelCalls:
         self._holders: list[_ModelCall] = []
         for name in reversed(list(outwards(stage.partition.trunk.name))):
             holder = module.get_submodule(name)
-            if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and "_call_impl" not in holder.__dict__:
+            if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and not has_entry(holder):
                 self._holders.append(_ModelCall(self, holder))
 
     @staticmethod
@@ -102,13 +97,12 @@ class ModelCalls:
     def step_begins(self) -> None:
         """Leave the model's own calls alone, which ordinary steps make in every micro-batch."""
         for holder in self._holders:
-            if "_call_impl" in holder.module.__dict__:
-                del holder.module.__dict__["_call_impl"]
+            holder.close()
 
     def step_ends(self) -> None:
         """Meet the calls outside of steps."""
         for holder in self._holders:
-            holder.module.__dict__["_call_impl"] = holder.enter
+            holder.open()
 
     def _own_parts(self) -> list[_OwnPart]:
         """Parts that are here, but not on every stage, and that nobody follows in ordinary steps."""
@@ -154,7 +148,7 @@ class ModelCalls:
         for call, _ in followed:
             call.cursor = follower
         for part in self._parts:
-            part.install(follower)
+            part.follow(follower)
         stage.repeats = True
         try:
             yield
@@ -165,7 +159,7 @@ class ModelCalls:
             stage.repeats = False
             torch.backends.mha.set_fastpath_enabled(fastpath)
             for part in self._parts:
-                part.remove()
+                part.close()
             for call, cursor in followed:
                 call.cursor = cursor
             forget_written()

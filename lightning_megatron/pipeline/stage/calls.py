@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.pipeline.elsewhere.containers import is_ours
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
+from lightning_megatron.pipeline.forwards.entry import Entry
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
 
 
@@ -76,7 +77,7 @@ _GLOBAL_HOOKS = (_BEFORE, _AFTER, _BEFORE_BACKWARD, _BACKWARD)
 """What ``torch.nn.modules.module.register_module_forward_hook`` and its like fill."""
 
 
-class HookedCall(Wrapper):
+class HookedCall(Wrapper, Entry):
     """Around a module, outside of its hooks where user code has registered some; asks what to do with each call.
 
     Attributes:
@@ -92,7 +93,7 @@ class HookedCall(Wrapper):
     def install(self) -> None:
         """Take the slot, and the place where torch runs a module's hooks."""
         super().install()
-        self.module.__dict__["_call_impl"] = self.enter  # an attribute, which `torch.compile` would pass on
+        self.open()
 
     def enter(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for calling the module: hooks and forward."""
@@ -109,7 +110,7 @@ class HookedCall(Wrapper):
             or _BACKWARD
         ):
             if not has_user_hooks(module):  # our own hooks want to meet each call of a step
-                return type(module)._call_impl(module, *args, **kwargs)
+                return self.run_hooked(*args, **kwargs)
             self.runs = self._run_hooked
         else:
             self.runs = self.forward
@@ -128,7 +129,7 @@ class HookedCall(Wrapper):
     def _run_hooked(self, *args: Any, **kwargs: Any) -> Any:
         self._in_hooks = True
         try:
-            return type(self.module)._call_impl(self.module, *args, **kwargs)
+            return self.run_hooked(*args, **kwargs)
         finally:
             self._in_hooks = False
 
