@@ -6,47 +6,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_megatron.context_parallel.rules.elementwise import rows_of
-from lightning_megatron.context_parallel.rules.token_products import whole
-from lightning_megatron.layers.pieces.token_pieces import mean_weight
+from lightning_megatron.layers.pieces.class_losses import ClassLoss
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-def _over_classes(
-    func: Any,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def _over_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """``F.cross_entropy`` and ``F.nll_loss`` of classes in dim 1: [rows, classes, ..]."""
-    if not isinstance(input, WholeTensor) or input.ndim < 2 or input._dim == 1 or target.is_floating_point():
+    if not isinstance(input, WholeTensor) or input._dim == 1:
         raise NeedsWhole
-    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
-        raise NeedsWhole
-    if target.shape != input.shape[:1] + input.shape[2:]:
-        raise NeedsWhole  # torch says what is wrong with that
-    dim, target = max(0, input._dim - 1), whole(target)
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
-    if func is F.cross_entropy:
-        options["label_smoothing"] = label_smoothing
-    own = input._split.take_held(target, dim, 0)
-    rows = input.local()
-    if reduction == "none":
-        return input.like(func(rows, own, reduction="none", **options), dim)
-    summed = func(rows.float() if rows.dtype in _SIXTEEN_BIT else rows, own, reduction="sum", **options)
-    total = input._split.summed(summed)
-    if reduction == "mean":
-        total = total / mean_weight(target, weight, ignore_index)
-    return total if torch.is_autocast_enabled(rows.device.type) else total.to(rows.dtype)
+    loss, dim = ClassLoss(func, input, target, *args, **kwargs), max(0, input._dim - 1)
+    found = loss.of_part(input.local(), input._split.take_held(loss.target, dim, 0))
+    return input.like(found, dim) if loss.is_per_token else loss.of_all(input._split.summed(found))
 
 
 def _of_elements(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
 """Losses over classes, and reductions over them, of logits that are computed a piece of the tokens at a time.
 
 Each piece is computed without being kept, and again in the backward (activation checkpointing, arXiv 1604.06174): of a
-loss over s tokens and V classes in n pieces, s/n × V logits exist at a time. A mean is the sum over all pieces, divided
-by what the whole target says, so that it is torch's.
+loss over s tokens and V classes in n pieces, s/n × V logits exist at a time.
 """
 
 from __future__ import annotations
@@ -15,64 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.layers.pieces.class_losses import ClassLoss
 from lightning_megatron.layers.pieces.head_rows import HeadRows
 from lightning_megatron.layers.pieces.lazy_logits import LazyLogits
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.torch_functions import name_of
 
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
-
-def mean_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean over targets divides by: how many there are, or the sum of their classes' weights."""
-    kept = target != ignore_index
-    if weight is None:
-        return kept.sum()
-    return weight[target.where(kept, 0)].where(kept, 0).sum()
-
-
-def _over_classes(
-    func: Any,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def _over_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """``F.cross_entropy`` and ``F.nll_loss`` of classes in dim 1: [rows, classes, ..]."""
-    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or input.ndim < 2 or input._dim != 1:
+    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or input._dim != 1:
         raise NeedsWhole
-    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
-        raise NeedsWhole
-    if target.is_floating_point() or target.shape != input.shape[:1] + input.shape[2:]:
-        raise NeedsWhole  # probabilities; or torch says what is wrong with that
-    target = target.full() if isinstance(target, WholeTensor) else target
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
-    if func is F.cross_entropy:
-        options["label_smoothing"] = label_smoothing
+    loss = ClassLoss(func, input, target, *args, **kwargs)
     rows = input.local().movedim(1, -1)
-    own, targets = _own(rows, target)
-    one = reduction == "none"
-
-    def piece(part: Tensor, wanted: Tensor) -> Tensor:
-        logits = input.head.logits(part)
-        if not one and logits.dtype in _SIXTEEN_BIT:
-            logits = logits.float()
-        found: Tensor = func(logits, wanted, reduction="none" if one else "sum", **options)
-        return found
-
-    parts = _in_pieces(func, input, piece, own, targets)
-    if one:
+    own, targets = _own(rows, loss.target)
+    parts = _in_pieces(func, input, lambda part, wanted: loss.of_part(input.head.logits(part), wanted), own, targets)
+    if loss.is_per_token:
         return _per_token(rows, torch.cat(parts))
     total = torch.stack(parts).sum()
-    if isinstance(rows, WholeTensor):
-        total = rows._split.summed(total)
-    if reduction == "mean":
-        total = total / mean_weight(target, weight, ignore_index)
-    return total if torch.is_autocast_enabled(total.device.type) else total.to(input.dtype)
+    return loss.of_all(rows._split.summed(total) if isinstance(rows, WholeTensor) else total)
 
 
 def _own(rows: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
