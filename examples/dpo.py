@@ -25,14 +25,13 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
+from tuning import TINY, add_layout, add_training, load_model, make_trainer, save
 
 from lightning_megatron import MegatronStrategy
 
-TINY = "tiny"
 HELD_OUT = 0.2
 Pair = dict[str, list[int]]
 """Token ids of "prompt", "chosen" and "rejected"."""
@@ -177,47 +176,6 @@ def make_loaders(pairs: Sequence[Pair], args: argparse.Namespace) -> tuple[DataL
     return training, DataLoader(cast(Any, pairs[split:]), **options)
 
 
-def make_trainer(args: argparse.Namespace) -> L.Trainer:
-    """An ordinary Trainer with the strategy, on GPUs where there are enough of them."""
-    devices = args.pipeline * args.data_parallel * args.tensor
-    return L.Trainer(
-        strategy=MegatronStrategy(
-            pipeline_parallel_size=args.pipeline,
-            data_parallel_size=args.data_parallel,
-            tensor_parallel_size=args.tensor,
-            micro_batch_size=args.micro_batch,
-        ),
-        accelerator="gpu" if torch.cuda.device_count() >= devices else "cpu",
-        devices=devices,
-        precision=args.precision,
-        max_steps=args.steps,
-        max_epochs=-1,
-        log_every_n_steps=1,
-        limit_val_batches=args.validation_batches,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[TQDMProgressBar(refresh_rate=5)],
-    )
-
-
-def load_model(name: str) -> PreTrainedModel:
-    """A model by path or name in float32, or the tiny one."""
-    return build_tiny_model() if name == TINY else AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-
-
-def save(weights: dict[str, Tensor], args: argparse.Namespace, tokenizer: Any) -> Path:
-    """Write the policy as Hugging Face folders are; runs on the one process that has all ``weights``."""
-    model, prefix = load_model(args.model), "policy."
-    model.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
-    folder = args.output / "model"
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
     parser = argparse.ArgumentParser(
@@ -229,20 +187,10 @@ def parse_arguments() -> argparse.Namespace:
     task.add_argument("--data", type=Path, metavar="FILE", help="JSON lines; without it, counting up is preferred")
     task.add_argument("--pairs", type=int, default=240, help="pairs to make up without --data")
     task.add_argument("--sequence", type=int, default=64, help="longest prompt and answer together, in tokens")
-    layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
-    layout.add_argument("--pipeline", type=int, default=2, help="stages that the policy's layers are cut into")
-    layout.add_argument("--data-parallel", type=int, default=2, help="replicas")
-    layout.add_argument("--tensor", type=int, default=1, help="processes that share each layer")
-    training = parser.add_argument_group("training")
+    add_layout(parser, data_parallel=2, tensor=1)
+    training = add_training(parser, micro_batch=2, steps=60, output="runs/dpo")
     training.add_argument("--batch", type=int, default=16, help="pairs per step, over all replicas")
-    training.add_argument("--micro-batch", type=int, default=2, help="pairs that a stage computes at once")
-    training.add_argument("--steps", type=int, default=60, help="optimizer steps")
     training.add_argument("--beta", type=float, default=0.1, help="how strongly the reference holds the policy")
-    training.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    training.add_argument("--validation-batches", type=int, default=10, help="batches per validation")
-    training.add_argument("--precision", default="32-true", help="the Trainer's precision")
-    training.add_argument("--seed", type=int, default=1, help="for the tiny model's weights and the order of pairs")
-    training.add_argument("--output", type=Path, default=Path("runs/dpo"), help="for the trained model")
     args = parser.parse_args()
     if args.batch % args.data_parallel:
         parser.error(f"--batch {args.batch} must be divisible by --data-parallel {args.data_parallel}")
@@ -255,8 +203,8 @@ def main() -> None:
     L.seed_everything(args.seed, verbose=False)
     pairs, tokenizer = load_pairs(args)
     training, held_out = make_loaders(pairs, args)
-    module = DirectPreference(load_model(args.model), args.beta, args.lr)
-    trainer = make_trainer(args)
+    module = DirectPreference(load_model(args.model, build_tiny_model), args.beta, args.lr)
+    trainer = make_trainer(args, max_epochs=-1, log_every_n_steps=1, check_val_every_n_epoch=None)
     before = trainer.validate(module, held_out, verbose=False)[0]
     trainer.fit(module, training)
     after = trainer.validate(module, held_out, verbose=False)[0]
@@ -265,7 +213,8 @@ def main() -> None:
         print(f"\nMargin before  {before['held_out_margin']:.3f} nats on held-out pairs")
         print(f"Margin after   {after['held_out_margin']:.3f}")
         print(f"Accuracy       {after['held_out_accuracy']:.3f} of the pairs have a margin above 0")
-        print(f"Model          {save(weights, args, tokenizer)}")
+        model = load_model(args.model, build_tiny_model)
+        print(f"Model          {save(model, weights, 'policy.', tokenizer, args.output)}")
 
 
 if __name__ == "__main__":

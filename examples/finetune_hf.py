@@ -31,22 +31,22 @@ from corpus import (
     train_tokenizer,
 )
 from datasets import Dataset, load_from_disk
-from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from tuning import TINY, add_layout, add_training, load_model, make_trainer, save
 
 from lightning_megatron import MegatronStrategy, data
 
-TINY = "tiny"
+TINY_VOCABULARY = 512
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
-def build_tiny_model(vocabulary: int) -> PreTrainedModel:
+def build_tiny_model() -> PreTrainedModel:
     """A Llama with random weights, small enough for any machine: 4 layers of width 64, grouped-query attention."""
     return AutoModelForCausalLM.from_config(
         LlamaConfig(
-            vocab_size=vocabulary,
+            vocab_size=TINY_VOCABULARY,
             hidden_size=64,
             intermediate_size=176,
             num_hidden_layers=4,
@@ -160,55 +160,13 @@ def load_tokenizer(model: str, documents: Dataset) -> Any:
     """The model's own tokenizer; the tiny model gets one trained on the documents."""
     if model != TINY:
         return AutoTokenizer.from_pretrained(model)
-    return PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(documents, 512), eos_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(documents, TINY_VOCABULARY), eos_token=END_OF_TEXT)
 
 
 def cache_folder(args: argparse.Namespace) -> Path:
     """A folder per combination of text, model and row options."""
     described = [args.data, args.model, args.examples, args.sequence, args.seed, args.pack]
     return args.cache / f"rows-{data.cache_key(described, find_files(args.data))}"
-
-
-def load_model(name: str) -> PreTrainedModel:
-    """A model by path or name in float32, or the tiny one."""
-    if name == TINY:
-        return build_tiny_model(vocabulary=512)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-
-
-def make_trainer(args: argparse.Namespace) -> L.Trainer:
-    """An ordinary Trainer with the strategy, on GPUs where there are enough of them."""
-    devices = args.pipeline * args.data_parallel * args.tensor
-    return L.Trainer(
-        strategy=MegatronStrategy(
-            pipeline_parallel_size=args.pipeline,
-            data_parallel_size=args.data_parallel,
-            tensor_parallel_size=args.tensor,
-            micro_batch_size=args.micro_batch,
-            micro_batch_loss_weight=count_targets,
-        ),
-        accelerator="gpu" if torch.cuda.device_count() >= devices else "cpu",
-        devices=devices,
-        precision=args.precision,
-        max_steps=args.steps,
-        gradient_clip_val=1.0,
-        log_every_n_steps=10,
-        limit_val_batches=args.validation_batches,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[TQDMProgressBar(refresh_rate=5)],
-    )
-
-
-def save(weights: dict[str, Tensor], args: argparse.Namespace, rows: Rows) -> Path:
-    """Write the whole model as Hugging Face folders are; runs on the one process that has all ``weights``."""
-    model = load_model(args.model)
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
-    folder = args.output / "model"
-    model.save_pretrained(folder)
-    rows.tokenizer.save_pretrained(folder)
-    return folder
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -224,19 +182,9 @@ def parse_arguments() -> argparse.Namespace:
     task.add_argument("--sequence", type=int, default=64, help="longest row in tokens")
     task.add_argument("--pack", action="store_true", help="lay documents end to end instead of padding them")
     task.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
-    layout = parser.add_argument_group("layout", "processes = pipeline x data-parallel x tensor")
-    layout.add_argument("--pipeline", type=int, default=2, help="stages that the layers are cut into")
-    layout.add_argument("--data-parallel", type=int, default=1, help="replicas")
-    layout.add_argument("--tensor", type=int, default=2, help="processes that share each layer")
-    training = parser.add_argument_group("training")
+    add_layout(parser, data_parallel=1, tensor=2)
+    training = add_training(parser, micro_batch=4, steps=200, output="runs/finetune_hf")
     training.add_argument("--batch", type=int, default=16, help="rows per step and replica")
-    training.add_argument("--micro-batch", type=int, default=4, help="rows that a stage computes at once")
-    training.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    training.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    training.add_argument("--validation-batches", type=int, default=10, help="batches per validation")
-    training.add_argument("--precision", default="32-true", help="the Trainer's precision")
-    training.add_argument("--seed", type=int, default=1, help="for the tiny model's weights and the order of rows")
-    training.add_argument("--output", type=Path, default=Path("runs/finetune_hf"), help="for the trained model")
     return parser.parse_args()
 
 
@@ -245,15 +193,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     L.seed_everything(args.seed, verbose=False)
     rows = Rows(args, cache_folder(args))
-    module = FineTuning(load_model(args.model), args.lr)
-    trainer = make_trainer(args)
+    module = FineTuning(load_model(args.model, build_tiny_model), args.lr)
+    weight = {"micro_batch_loss_weight": count_targets}
+    trainer = make_trainer(args, weight, gradient_clip_val=1.0, log_every_n_steps=10)
     before = trainer.validate(module, rows, verbose=False)[0]["validation_loss"]
     trainer.fit(module, rows)
     after = trainer.validate(module, rows, verbose=False)[0]["validation_loss"]
     weights = cast(MegatronStrategy, trainer.strategy).full_state_dict()
     if trainer.is_global_zero:
         print(f"\nLoss on held-out rows  {before:.3f} nats per token before, {after:.3f} after")
-        print(f"Model                  {save(weights, args, rows)}")
+        model = load_model(args.model, build_tiny_model)
+        print(f"Model                  {save(model, weights, 'model.', rows.tokenizer, args.output)}")
 
 
 if __name__ == "__main__":

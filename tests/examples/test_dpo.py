@@ -31,7 +31,7 @@ def preferring(info: RankInfo, options: dict[str, Any] | None) -> Found:
     replicas, tensor = ((options or {}).get(size, 1) for size in ("data_parallel_size", "tensor_parallel_size"))
     args = SimpleNamespace(model="tiny", data=None, pairs=40, seed=1, sequence=64)
     torch.manual_seed(1)
-    module = dpo.DirectPreference(dpo.load_model("tiny"), lr=2e-3).double()
+    module = dpo.DirectPreference(dpo.build_tiny_model(), lr=2e-3).double()
     pairs = dpo.load_pairs(args)[0][info.rank // tensor % replicas :: replicas]  # a step has the same in any layout
     training, held_out = (
         DataLoader(part, batch_size=8 // replicas, collate_fn=dpo.collate)
