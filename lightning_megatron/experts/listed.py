@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.twin import is_elsewhere, lead
-from lightning_megatron.pipeline.elsewhere.abstract import unchanged
+from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 
 def listed_experts(module: nn.Module) -> int:

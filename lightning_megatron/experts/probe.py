@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.experts.listed import Differs, ListedExperts, lead_list
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.stacked import Choice, computed, mixed, with_experts
-from lightning_megatron.pipeline.elsewhere.abstract import unchanged
+from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 5e-2

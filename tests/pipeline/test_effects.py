@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from lightning_megatron.pipeline.elsewhere.away import Away, refuse_away
 from lightning_megatron.pipeline.elsewhere.effects import Effect, Snapshot, returned_beside
 from lightning_megatron.pipeline.elsewhere.luggage import Luggage, unpack
-from lightning_megatron.pipeline.elsewhere.reachable import Reach
-from lightning_megatron.pipeline.elsewhere.undo import may_read
+from lightning_megatron.pipeline.elsewhere.reachable import Reach, may_read
 from lightning_megatron.pipeline.stage.arguments import same_nests
 
 LOSSES: list[Tensor] = []

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import NUMBERS, plain, unmarked
-from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 log = logging.getLogger(__name__)
 
@@ -167,33 +167,6 @@ def _private(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     except Exception:
         return leaf
-
-
-@contextmanager
-def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Put back the attributes of ``module`` and of all that is in it, and what else its code and its hooks can write
-    to: lists, dictionaries, globals, and such among the arguments of a call.
-    """
-    before = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
-    tables = [(table, dict(table)) for _, attributes in before for table in attributes.values() if type(table) is dict]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    reached = Reach(module, module, frozenset()).containers(arguments)
-    contents = [(container, container.contents()) for container in reached]
-    try:
-        yield
-    finally:
-        for attributes, values in before:
-            attributes.clear()
-            attributes.update(values)
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
-        for container, found in contents:
-            container.restore(found)
-        for buffer, value in buffers:  # a counter of no dimensions is advanced even in an abstract run
-            if not torch.equal(buffer, value):
-                with torch.no_grad():
-                    buffer.copy_(value)
 
 
 _NESTS = (dict, list, tuple)

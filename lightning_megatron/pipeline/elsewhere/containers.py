@@ -105,6 +105,13 @@ class Container:
                 value.clear()
             value.extend(entry)
 
+    def put(self, key: Any, entry: Any) -> None:
+        """Set one entry, or remove it where ``entry`` is :data:`MISSING`."""
+        if entry is not MISSING:
+            self.change("set", key, entry)
+        elif self.read(key) is not MISSING:
+            self.change("drop", key, entry)
+
     def restore(self, contents: dict[Any, Any] | list[Any]) -> None:
         """Put back what :meth:`contents` gave; of objects and closures, what has changed since."""
         value = self.value

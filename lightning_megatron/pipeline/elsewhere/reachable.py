@@ -10,10 +10,12 @@ hooks, by which Hugging Face models collect hidden states and attention weights;
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
 from collections import deque
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +33,7 @@ from lightning_megatron.pipeline.elsewhere.containers import (
     is_library,
 )
 
+_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _MOST = 10_000  # entries of one container
 _OPENED = 64  # entries of a container that are containers themselves and looked into
@@ -225,3 +228,45 @@ def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
             names += inner
             stored += assigned
     return tuple(dict.fromkeys(names)), tuple(dict.fromkeys(stored))
+
+
+def may_read(unit: nn.Module, key: Any, in_table: bool = False) -> bool:
+    """Whether code of a layer, or of its hooks, reads an attribute, a global or an entry called ``key``.
+
+    Args:
+        unit: the layer.
+        key: a name, or what a table has for keys.
+        in_table: whether it is the entry of a dictionary or a list, whose key need not stand in the code.
+    """
+    return any(_loads(code, key) or (in_table and _adds_to_entries(code)) for code in _codes(unit))
+
+
+def _adds_to_entries(code: types.CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    adds = any(step.opname.startswith("INPLACE_") or step.argrepr[-1:] == "=" != step.argrepr[-2:-1] for step in steps)
+    return adds and {"BINARY_SUBSCR", "STORE_SUBSCR"} <= {step.opname for step in steps}
+
+
+def _codes(unit: nn.Module) -> Iterator[types.CodeType]:
+    for module in unit.modules():
+        entries = [entry for table in HOOKS for entry in getattr(module, table).values()]
+        for base in type(module).__mro__:
+            entries += [] if is_library(base) else list(vars(base).values())
+        entries = [entry.func if isinstance(entry, functools.partial) else entry for entry in entries]
+        functions = [function_of(getattr(entry, "__func__", entry)) for entry in entries]
+        yield from (function.__code__ for function in functions if isinstance(function, types.FunctionType))
+
+
+def _loads(code: types.CodeType, key: Any) -> bool:
+    steps = list(dis.get_instructions(code))
+    if code.co_name == "__init__":
+        return False
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if isinstance(step.argval, types.CodeType):
+            if _loads(step.argval, key):
+                return True
+        elif isinstance(key, str) and step.argval == key:
+            only_set = following is not None and following.opname == "STORE_SUBSCR"
+            if step.opname in _LOADS or (step.opname == "LOAD_CONST" and not only_set):
+                return True
+    return False

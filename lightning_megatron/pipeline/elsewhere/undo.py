@@ -1,26 +1,159 @@
-"""Taking back what layers have left behind, where it belongs to one micro-batch alone.
+"""Putting back what user code has written, where it must not stay.
 
-A step that adds up its layers' auxiliary losses resets them, before the layers or behind them. Stages that end before
-that line have run their layers on the next micro-batch long before. In one process nothing can hold on to a graph from
-one step to the next, so neither may a stage: what hangs on the micro-batch's graph is put back when its run ends, and
-so is what was added to lists. Numbers stay: a layer may count.
+One process runs the user's code once per batch. Here it runs more often: on each stage that needs what it leaves
+behind, on copies of a batch that try something, abstractly for shapes, again for a backward. Whatever of it must not
+stay is put back in one of two ways::
+
+    Kept      all that was there before, over what is there     of a trial or an abstract run nothing stays
+    Change    single writes, each seen on its own               what belongs to one micro-batch goes, the rest stays
+
+Of single writes: a step that adds up its layers' auxiliary losses resets them, before the layers or behind them. Stages
+that end before that line have run their layers on the next micro-batch long before. In one process nothing can hold on
+to a graph from one step to the next, so neither may a stage: what hangs on the micro-batch's graph is put back when its
+run ends, and so is what was added to lists. Numbers stay: a layer may count.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.pipeline.elsewhere.containers import HOOKS, MISSING, Container, function_of, is_library
+from lightning_megatron.mesh.autograd import put_back
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
-_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
+
+@dataclass(frozen=True)
+class Contents:
+    """What is inside of an object that code writes to in place: a tensor, a list or a set.
+
+    Attributes:
+        value: the object.
+        copy: of it, as it was.
+        version: of a tensor, then.
+    """
+
+    value: Any
+    copy: Any
+    version: int = 0
+
+    @classmethod
+    def of(cls, value: Any) -> Contents | None:
+        """Those of a value; ``None`` of one that is not written to in place."""
+        if type(value) is Tensor and not value.is_meta:
+            return cls.of_tensor(value)
+        return cls(value, value.copy()) if isinstance(value, (list, deque, set)) else None
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> Contents:
+        """Those of a tensor, of whatever class."""
+        return cls(tensor, tensor.detach().clone(), 0 if tensor.is_inference() else tensor._version)
+
+    def put_back(self) -> None:
+        """Leave the object as it was; one that has not changed is not written to."""
+        value, copy = self.value, self.copy
+        if isinstance(value, Tensor):
+            if not is_equal(value, copy):
+                put_back(value, copy, self.version)
+        elif isinstance(value, set):
+            if value != copy:
+                value.clear()
+                value.update(copy)
+        elif len(value) != len(copy) or any(a is not b for a, b in zip(value, copy, strict=True)):
+            value.clear()
+            value.extend(copy)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; tensors, where shape, dtype and device are as well."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        return same and bool(torch.equal(one.detach(), other.detach()))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    return bool(one == other)
+
+
+class Kept:
+    """Entries of a table as they were: attributes, buffers, entries of a dictionary.
+
+    Args:
+        table: the table.
+        keys: of the entries; of all by default.
+        inside: whether what is inside of them counts, where it is written to in place.
+
+    Attributes:
+        table: the table.
+        values: by key, the value, or :data:`~.containers.MISSING`, and what was inside of it.
+    """
+
+    def __init__(self, table: dict[Any, Any], keys: Iterable[Any] | None = None, *, inside: bool = True) -> None:
+        self.table = table
+        self.values: dict[Any, tuple[Any, Contents | None]] = {}
+        for key in table if keys is None else keys:
+            value = table.get(key, MISSING)
+            self.values[key] = value, Contents.of(value) if inside else None
+
+    def earlier(self, key: Any) -> Any:
+        """A value as it was; :data:`~.containers.MISSING` where there was none."""
+        value, inside = self.values.get(key, (MISSING, None))
+        return value if inside is None else inside.copy
+
+    def put_back(self, goes: Callable[[Any], bool] | None = None) -> None:
+        """Leave the entries as they were.
+
+        Args:
+            goes: whether an entry is removed that was not kept; by default none is.
+        """
+        for key in [key for key in self.table if key not in self.values and goes(key)] if goes else ():
+            del self.table[key]
+        for key, (value, inside) in self.values.items():
+            if value is MISSING:
+                self.table.pop(key, None)
+            elif self.table.get(key, MISSING) is not value:
+                self.table[key] = value
+            if inside is not None:
+                inside.put_back()
+
+
+@contextmanager
+def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[None]:
+    """Around a run of a module that leaves nothing behind: attributes and tables of the module and of all that is in
+    it, its buffers, and what else its code and its hooks can write to: lists, dictionaries, globals, and such among the
+    arguments of a call.
+
+    Args:
+        module: the module.
+        arguments: of the call.
+    """
+    attributes = [child.__dict__ for child in module.modules()]
+    tables = [value for table in attributes for value in table.values() if type(value) is dict]
+    kept = [Kept(table, inside=False) for table in (*attributes, *tables)]
+    orders = [list(each.table) for each in kept]
+    buffers = [Contents.of_tensor(buffer) for buffer in module.buffers() if not buffer.is_meta]
+    reached = Reach(module, module, frozenset()).containers(arguments)
+    contents = [(container, container.contents()) for container in reached]
+    try:
+        yield
+    finally:
+        for each, order in zip(kept, orders, strict=True):
+            each.put_back(lambda _: True)
+            if list(each.table) != order:  # modules run and parameters are listed in it
+                entries = {key: each.table.pop(key) for key in order}
+                each.table.update(entries)
+        for container, found in contents:
+            container.restore(found)
+        for buffer in buffers:  # a counter of no dimensions is advanced even in an abstract run
+            buffer.put_back()
 
 
 @dataclass(frozen=True)
@@ -55,8 +188,7 @@ class Change:
         """Restore the earlier value, unless other code has written to the entry since."""
         if self.kind == "set":
             if self.is_kept:
-                old_is = self.old is not MISSING
-                self.container.change("set" if old_is else "drop", self.key, self.old)
+                self.container.put(self.key, self.old)
             return
         entries = self.container.value
         if self.kind == "fill" and len(entries) == len(self.new):
@@ -79,45 +211,3 @@ def _entries(leaf: Any) -> list[Any]:
     if isinstance(leaf, (Tensor, nn.Module, type)) or is_library(type(leaf)):
         return []
     return pytree.tree_leaves(list(vars(leaf).values()))
-
-
-def may_read(unit: nn.Module, key: Any, in_table: bool = False) -> bool:
-    """Whether code of a layer, or of its hooks, reads an attribute, a global or an entry called ``key``.
-
-    Args:
-        unit: the layer.
-        key: a name, or what a table has for keys.
-        in_table: whether it is the entry of a dictionary or a list, whose key need not stand in the code.
-    """
-    return any(_reads(code, key) or (in_table and _adds_to_entries(code)) for code in _codes(unit))
-
-
-def _adds_to_entries(code: CodeType) -> bool:
-    steps = list(dis.get_instructions(code))
-    adds = any(step.opname.startswith("INPLACE_") or step.argrepr[-1:] == "=" != step.argrepr[-2:-1] for step in steps)
-    return adds and {"BINARY_SUBSCR", "STORE_SUBSCR"} <= {step.opname for step in steps}
-
-
-def _codes(unit: nn.Module) -> Iterator[CodeType]:
-    for module in unit.modules():
-        entries = [entry for table in HOOKS for entry in getattr(module, table).values()]
-        for base in type(module).__mro__:
-            entries += [] if is_library(base) else list(vars(base).values())
-        entries = [entry.func if isinstance(entry, functools.partial) else entry for entry in entries]
-        functions = [function_of(getattr(entry, "__func__", entry)) for entry in entries]
-        yield from (function.__code__ for function in functions if isinstance(function, FunctionType))
-
-
-def _reads(code: CodeType, key: Any) -> bool:
-    steps = list(dis.get_instructions(code))
-    if code.co_name == "__init__":
-        return False
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        if isinstance(step.argval, CodeType):
-            if _reads(step.argval, key):
-                return True
-        elif isinstance(key, str) and step.argval == key:
-            only_set = following is not None and following.opname == "STORE_SUBSCR"
-            if step.opname in _LOADS or (step.opname == "LOAD_CONST" and not only_set):
-                return True
-    return False

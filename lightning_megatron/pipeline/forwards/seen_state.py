@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
 from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import Change
@@ -50,7 +49,7 @@ class SeenState:
         now = [(change.container, change.key, change.container.read(change.key)) for change in self.changes]
         tensors = [(owner, name, owner._buffers.get(name)) for (owner, name), _ in self.buffers]
         for change in self.changes:
-            _write(change.container, change.key, change.old)
+            change.container.put(change.key, change.old)
         for (owner, name), before in self.buffers:
             tensor = owner._buffers[name] if before is None else before
             owner._buffers[name] = None if tensor is None else tensor.clone()
@@ -60,7 +59,7 @@ class SeenState:
             for owner, name, tensor in tensors:
                 owner._buffers[name] = tensor
             for container, key, value in now:
-                _write(container, key, value)
+                container.put(key, value)
 
 
 class StatefulForward:
@@ -135,10 +134,3 @@ class StatefulForward:
 
 def _key(place: Place) -> tuple[int, str]:
     return id(place[0]), place[1]
-
-
-def _write(container: Container, key: Any, value: Any) -> None:
-    if value is not MISSING:
-        container.change("set", key, value)
-    elif container.read(key) is not MISSING:
-        container.change("drop", key, value)

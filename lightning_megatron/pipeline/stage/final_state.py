@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.effects import Effect
-from lightning_megatron.pipeline.elsewhere.undo import Change, may_read
+from lightning_megatron.pipeline.elsewhere.reachable import may_read
+from lightning_megatron.pipeline.elsewhere.undo import Change
 
 TRIAL = "training_step (tried)"
 """Name of a step whose writes are put back on every stage after each micro-batch: nothing is left in the end."""

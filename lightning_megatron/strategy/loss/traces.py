@@ -11,10 +11,8 @@ between them::
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_megatron.mesh.autograd import put_back
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
+from lightning_megatron.pipeline.elsewhere.undo import Kept, is_equal
 
 _NUMBERS = (bool, int, float, complex, str)
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
@@ -35,17 +33,6 @@ _DEPTH = 3
 Table = dict[Any, Any]
 Name = tuple[str, Any]
 Changes = dict[Name, tuple[Any, Any]]
-_MISSING = object()
-
-
-@dataclass
-class _Kept:
-    """A table of values, as it was."""
-
-    name: str
-    table: Table
-    compared: bool
-    values: dict[Any, tuple[Any, Any]]
 
 
 class Traces:
@@ -64,42 +51,34 @@ class Traces:
         modules = [(name, module.get_submodule(name)) for name in names]
         named = [name for name, child in modules if isinstance(child, Metric)]
         metrics: Parts | tuple[()] = Parts(named) if named else ()
-        self._kept = [
-            _Kept(name, table, name not in metrics, {k: (value, _copy_of(value)) for k, value in items})
-            for name, table, items in _tables(modules)
-        ]
+        self._kept = [(name, Kept(table, keys)) for name, table, keys in _tables(modules)]
+        self._compared = [(name, kept) for name, kept in self._kept if name not in metrics]
         self.buffers = {(name, key) for name, module in modules for key in module._buffers}
 
     def changes(self) -> Changes:
         """Numbers and tensors written since: name of the table and key -> value before and now."""
         found: Changes = {}
-        for kept in self._kept:
-            for key in list(kept.table) if kept.compared else ():
-                if key not in kept.values and _is_kept_aside(key):
+        for name, kept in self._compared:
+            for key in list(kept.table):
+                if key not in kept.values and not _is_users(key):
                     continue
-                value, copy = kept.values.get(key, (_MISSING, None))
-                now, before = kept.table[key], _as_it_was(value, copy)
-                if source_of((value, now)) is not None:
+                now, before = kept.table[key], kept.earlier(key)
+                if source_of((kept.values.get(key, (None,))[0], now)) is not None:
                     continue  # another stage judges it
-                if isinstance(now, (*_NUMBERS, Tensor)) and not _equal(before, now):
-                    found[kept.name, key] = (before, now.detach().clone() if type(now) is Tensor else now)
+                if isinstance(now, (*_NUMBERS, Tensor)) and not is_equal(before, now):
+                    found[name, key] = (before, now.detach().clone() if type(now) is Tensor else now)
         return found
 
     def put_back(self) -> None:
         """Leave everything as it was."""
-        for kept in self._kept:
-            for key in [key for key in kept.table if key not in kept.values and not _is_kept_aside(key)]:
-                del kept.table[key]
-            for key, (value, copy) in kept.values.items():
-                if key not in kept.table or kept.table[key] is not value:
-                    kept.table[key] = value
-                _restore(value, copy)
+        for _, kept in self._kept:
+            kept.put_back(_is_users)
 
     def slots(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
         """Where the values called ``names`` are kept."""
         found = []
         for name, key in names:
-            tables = [kept for kept in self._kept if kept.name == name]
+            tables = [kept for at, kept in self._kept if at == name]
             found.append((next((kept.table for kept in tables if key in kept.values), tables[0].table), key))
         return found
 
@@ -155,7 +134,7 @@ class Counters:
 
     def __init__(self, slots: Sequence[tuple[Table, Any]] = (), turns: Sequence[int | None] = ()) -> None:
         self._slots, self._turns = list(slots), list(turns)
-        self._start: list[tuple[Any, Any]] = []
+        self._start: list[Kept] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -167,19 +146,13 @@ class Counters:
 
     def begin(self) -> None:
         """Remember them at the start of a batch."""
-        values = [table.get(key, _MISSING) for table, key in self._slots]
-        self._start = [(value, _copy_of(value)) for value in values]
+        self._start = [Kept(table, (key,)) for table, key in self._slots]
 
     def put_back(self, turn: int) -> None:
         """Set those that are written in this run of a micro-batch as they were then."""
-        for (table, key), (value, copy), own in zip(self._slots, self._start, self._turns, strict=True):
-            if own not in (turn, None):
-                continue
-            if value is _MISSING:
-                table.pop(key, None)
-            else:
-                table[key] = value
-                _restore(value, copy)
+        for kept, own in zip(self._start, self._turns, strict=True):
+            if own in (turn, None):
+                kept.put_back()
 
 
 def judge(
@@ -203,7 +176,7 @@ def judge(
         for name in dict.fromkeys(name for found in (*parts, whole) for name in found):
             before = next(found[name] for found in (*parts, whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*parts, whole))
-            if all(_equal(now, together) for now in apart):
+            if all(is_equal(now, together) for now in apart):
                 counters[name] = None
             elif _adds_up(before, apart, together):
                 adding.add(name)
@@ -225,12 +198,12 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     if any(value.shape != start.shape for value in (end, *ends)):
         alike = all(value.ndim == start.ndim > 0 for value in (end, *ends))
         grown = sum(len(value) - len(start) for value in ends) if alike else -1
-        return alike and len(end) - len(start) == grown and _equal(end[: len(start)], start)
+        return alike and len(end) - len(start) == grown and is_equal(end[: len(start)], start)
     change, changes = (end - start).double(), sum((value - start).double() for value in ends)
     return bool(torch.allclose(change, torch.as_tensor(changes), rtol=1e-4, atol=1e-7))
 
 
-def _tables(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+def _tables(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Table, list[Any]]]:
     seen: set[int] = set()
     for name, child in modules:
         if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
@@ -238,15 +211,14 @@ def _tables(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tab
         else:
             ignored = _LIGHTNINGS if isinstance(child, pl.LightningModule) else _OWN
             keys = [key for key in child.__dict__ if key not in ignored]
-        own = [(key, child.__dict__[key]) for key in keys]
-        yield name, child.__dict__, own
+        yield name, child.__dict__, keys
         if child._buffers:
-            yield name, child._buffers, list(child._buffers.items())
-        for key, value in own:
-            yield from _inner(f"{name}.{key}" if name else str(key), value, seen, _DEPTH)
+            yield name, child._buffers, list(child._buffers)
+        for key in keys:
+            yield from _inner(f"{name}.{key}" if name else str(key), child.__dict__[key], seen, _DEPTH)
 
 
-def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Table, list[tuple[Any, Any]]]]:
+def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Table, list[Any]]]:
     """Tables of dictionaries, and of objects of the user's own classes, inside a value."""
     if depth == 0 or id(value) in seen or isinstance(value, (*_NUMBERS, Tensor, nn.Module, type, type(None))):
         return
@@ -257,58 +229,12 @@ def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
     else:
         return
     seen.add(id(value))
-    items = list(table.items())
-    yield name, table, items
-    for key, item in items:
-        yield from _inner(f"{name}.{key}", item, seen, depth - 1)
+    keys = list(table)
+    yield name, table, keys
+    for key in keys:
+        yield from _inner(f"{name}.{key}", table[key], seen, depth - 1)
 
 
-def _is_kept_aside(key: Any) -> bool:
-    """Whether an attribute that is new belongs to torch or to this package, rather than to the user."""
-    return isinstance(key, str) and (key in _OWN or key in _LIGHTNINGS or key == "forward")
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """A tensor's numbers at one version of it."""
-
-    values: Tensor
-    version: int
-
-
-def _copy_of(value: Any) -> Any:
-    if type(value) is Tensor and not value.is_meta:
-        return _Numbers(value.detach().clone(), 0 if value.is_inference() else value._version)
-    return value.copy() if isinstance(value, (list, deque, set)) else None
-
-
-def _as_it_was(value: Any, copy: Any) -> Any:
-    if isinstance(copy, _Numbers):
-        return copy.values
-    return value if copy is None else copy
-
-
-def _restore(value: Any, copy: Any) -> None:
-    if copy is None:
-        return
-    if isinstance(value, Tensor):
-        if not _equal(value, copy.values):
-            put_back(value, copy.values, copy.version)
-    elif isinstance(value, set):
-        if value != copy:
-            value.clear()
-            value.update(copy)
-    elif len(value) != len(copy) or any(a is not b for a, b in zip(value, copy, strict=True)):
-        value.clear()
-        value.extend(copy)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-        return same and bool(torch.equal(one.detach(), other.detach()))
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False
-    return bool(one == other)
+def _is_users(key: Any) -> bool:
+    """Whether an attribute that is new belongs to the user, rather than to torch or to this package."""
+    return not isinstance(key, str) or not (key in _OWN or key in _LIGHTNINGS or key == "forward")
