@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.products import SIXTEEN_BIT, PendingProducts, sharded_product, share_input, whole_product
 from lightning_megatron.layers.weight_view import TRANSPOSED, Operand, widened_product
-from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.forwards.factors import Factors, add_up
+from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 
 Run = Callable[[Tensor, nn.Parameter, nn.Parameter], Tensor]
 """x, parameters of weight and bias -> output."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.forwards.factors import Factors, add_up
+from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 from tests.harness import run_ranks, run_trainers
 from tests.pipeline.split_scenarios import MICRO_BATCHES, counted
 

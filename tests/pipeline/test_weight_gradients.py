@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.forwards.factors import Factors, add_up
+from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 
 
 class Mixed(nn.Module):

@@ -21,7 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.mesh.batches import map_tensors, shape_signature
 from lightning_megatron.mesh.watch import waits
-from lightning_megatron.pipeline.forwards.weight_gradients import Factors, WeightGradients, add_up
+from lightning_megatron.pipeline.forwards.factors import Factors, add_up
+from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 from lightning_megatron.pipeline.run.around import Around
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
