@@ -243,6 +243,23 @@ def test_calls_of_modules_are_taken_over_in_one_place() -> None:
     assert takers == {"pipeline.forwards.entry"}
 
 
+def test_names_are_matched_with_parts_in_one_place() -> None:
+    matchers = {
+        name
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
+        for prefix in node.args
+        if isinstance(prefix, ast.JoinedStr) and ast.unparse(prefix).endswith("}.'")
+    }
+    assert matchers == {"mesh.parts.names"}
+
+
+def test_values_are_pickled_for_other_ranks_in_one_place() -> None:
+    picklers = {name for name in modules() if "pickle.dumps(" in modules()[name].read_text()}
+    assert picklers <= {"mesh.messages.objects", "pipeline.elsewhere.luggage"}  # the second describes tensors apart
+
+
 @pytest.mark.parametrize("name", ["__init__", "parallelize", "planner", "strategy"])
 def test_type_checkers_see_the_names_of_a_lazy_package_and_no_others(name: str) -> None:
     hidden = [

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 
@@ -51,7 +52,8 @@ class Leftovers:
 
     Args:
         module: the user's module.
-        partition: says which buffers every stage has, and which stage is right about them.
+        partition: says which buffers the step writes outside of the layers.
+        presence: says which stages have them.
         mesh: the grid.
         device: where tensors live.
         side_effects: of the trunk's layers.
@@ -61,6 +63,7 @@ class Leftovers:
         self,
         module: pl.LightningModule,
         partition: Partition,
+        presence: Presence,
         mesh: ParallelMesh,
         device: torch.device,
         side_effects: SideEffects,
@@ -68,7 +71,7 @@ class Leftovers:
         self._module = module
         self._mesh, self._device = mesh, device
         self._side_effects = side_effects
-        self._buffers = SharedBuffers(module, partition, mesh, device)
+        self._buffers = SharedBuffers(module, partition, presence, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
 

@@ -22,6 +22,7 @@ from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_bro
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
 class SharedBuffers:
@@ -30,25 +31,27 @@ class SharedBuffers:
     Args:
         module: the user's module.
         partition: names them.
+        presence: says which stages have them.
         mesh: the grid.
         device: where tensors live.
     """
 
-    def __init__(self, module: nn.Module, partition: Partition, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, partition: Partition, presence: Presence, mesh: ParallelMesh, device: torch.device
+    ) -> None:
         self._module, self._mesh, self._device = module, mesh, device
-        units = Parts(partition.units)
         self._names = [
             name
             for name in (*partition.late_buffers, *partition.early_buffers)
-            if (unit := units.of(name)) is None or len(partition.units[unit]) > 1
+            if (part := presence.part_of(name)) is None or part.is_layer or len(part.stages) > 1
         ]
         norms = {name for name, child in module.named_modules() if isinstance(child, _NormBase)}
         self._statistics = [name for name in self._names if name.rpartition(".")[0] in norms]
-        layers = partition.trunk.layer_names
+        layers = Parts(partition.trunk.layer_names)
         paths = Counter(
             id(child)
             for name, child in module.named_modules(remove_duplicate=False)
-            if any(name.startswith(f"{layer}.") for layer in layers)
+            if layers.of(name) not in (None, name)
         )
         owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in self._names}
         self._of_layers = [name for name in self._names if paths[id(owners[name])] > 1]

@@ -152,7 +152,7 @@ class SeveralStages:
         self._has_loss = mesh.rank == mesh.loss_rank
         self.repeats = Repeats(module, stage, mesh)
         self._delivery = OutcomeDelivery(mesh, device)
-        self._leftovers = Leftovers(module, stage.partition, mesh, device, stage.cursor.side_effects)
+        self._leftovers = Leftovers(module, stage.partition, stage.presence, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
