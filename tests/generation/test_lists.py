@@ -97,7 +97,9 @@ def test_replicas_share_the_prompts_and_write_one_file(
 
 @wide
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2", "gpt_neox"]
+)
 def test_tokens_of_a_family_are_those_of_plain_hugging_face(
     family: str, sizes: tuple[int, int, int], prompts: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from lightning_megatron.checkpoints.files.adapters import (
     stored_entry,
 )
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
+from lightning_megatron.checkpoints.files.library_names import as_in_files
 from lightning_megatron.checkpoints.files.merging import merged_entries
 from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.files.storage import bytes_of
@@ -175,7 +176,7 @@ def export_safetensors(
         adapter: name of the adapter to merge; by default the only one.
 
     Returns:
-        The names of the tensors written.
+        The names of the tensors written, which are those of ``save_pretrained``.
 
     Raises:
         ValueError: no ``prefix`` is given and the module had no Hugging Face model or several, no name starts with the
@@ -199,6 +200,7 @@ def export_safetensors(
         raise ValueError(
             f"no tensor's name starts with {prefix!r}; `lightning-megatron checkpoint inspect` lists them."
         )
+    entries = as_in_files(entries, config)
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shards(entries, shard_bytes)
     weight_map: dict[str, str] = {}

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatron.checkpoints.files.directory import ABOUT, META, data_folder, new_token, publish
 from lightning_megatron.checkpoints.files.folder import Folder
-from lightning_megatron.checkpoints.files.sources import Source
+from lightning_megatron.checkpoints.files.library_names import in_module
+from lightning_megatron.checkpoints.files.sources import Source, one_box
 from lightning_megatron.checkpoints.files.storage import BoxWriter, Place, SummedFile
 
 
@@ -28,6 +29,7 @@ def import_checkpoint(source: Source, path: Any, *, prefix: str = "") -> list[st
     Returns:
         The names of the tensors written.
     """
+    source = in_module(source)
     target = Folder(path)
     names = {name: _renamed(name, source, prefix) for name in source.kinds}
     writer = BoxWriter(data_folder(target, new_token()))
@@ -42,11 +44,7 @@ def import_checkpoint(source: Source, path: Any, *, prefix: str = "") -> list[st
         total = summed.close()
         writer.folder.flush(file)
     results.append(WriteResult(MetadataIndex(""), total.bytes, ("rank-00000.bin", total)))
-    tensors: dict[str, STORAGE_TYPES] = {
-        name: source.metadata.state_dict_metadata[stored] for stored, name in names.items()
-    }
-    for entry in tensors.values():
-        assert hasattr(entry, "chunks") and len(entry.chunks) == 1, "sources that can be imported hold whole tensors"
+    tensors: dict[str, STORAGE_TYPES] = {name: one_box(*source.kinds[stored]) for stored, name in names.items()}
     writer.finish(Metadata(tensors), [results])
     meta, about = _meta(source, prefix)
     buffer = io.BytesIO()

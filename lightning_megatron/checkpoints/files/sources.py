@@ -205,7 +205,7 @@ def _open_safetensors(folder: Folder, files: Mapping[str, Any]) -> Source:
         for key, entry in header.items():
             if key != "__metadata__":
                 dtype = _SAFETENSORS_TYPES[entry["dtype"]]
-                tensors[key] = _one_box(tuple(entry["shape"]), dtype)
+                tensors[key] = one_box(tuple(entry["shape"]), dtype)
                 places[key] = [Place(name, 8 + length + entry["data_offsets"][0])]
     config = json.loads(folder.read("config.json")) if folder.has("config.json") else None
     return Source("safetensors", folder, Metadata(tensors, storage_data=places), {}, {"huggingface": {"": config}})
@@ -231,7 +231,7 @@ def _open_lightning(where: Folder, trust: bool) -> Source:
         if alike != name and tensor.numel():
             tied[name] = alike
             continue
-        tensors[name] = _one_box(tuple(tensor.shape), tensor.dtype)
+        tensors[name] = one_box(tuple(tensor.shape), tensor.dtype)
         places[name] = [Place(path.name, start)]
     meta = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
     meta["lightning_megatron"] = {**content.get("lightning_megatron", {}), "aliases": tied}
@@ -287,7 +287,8 @@ def _make_real(value: Any, path: Path) -> Any:
     return value
 
 
-def _one_box(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+def one_box(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+    """A tensor that is stored whole."""
     box = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [box])
 

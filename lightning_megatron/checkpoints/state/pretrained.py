@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoints.files.sources import Source, open_source
+from lightning_megatron.checkpoints.files.library_names import open_weights
+from lightning_megatron.checkpoints.files.sources import Source
 from lightning_megatron.checkpoints.state.stored import Match, aliases, match
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
@@ -58,7 +59,7 @@ def load_hf_weights(module: nn.Module, path: Any) -> None:
     if _is_divided_later(module):
         Marks.of(module).put(_Later(path))
         return
-    source = open_source(path)
+    source = open_weights(path)
     source.verify()
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     shapes = {name: value.shape for name, value in state.items()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron.checkpoints.files.sources import open_source
+from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.state.pretrained import load_hf_weights, match_weights
 from lightning_megatron.checkpoints.state.stored import aliases
 from lightning_megatron.strategy.generation import files
@@ -85,7 +85,7 @@ class Job:
         """
         shapes = {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         try:
-            match_weights(open_source(self.weights), shapes, aliases(model), self.weights)
+            match_weights(open_weights(self.weights), shapes, aliases(model), self.weights)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoints.files.sources import open_source
+from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.state.pretrained import match_weights
 from lightning_megatron.checkpoints.state.stored import Kinds, Match, aliases, load_module, match, stored_module
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -86,7 +86,7 @@ class ModelState:
         Raises:
             RuntimeError: a parameter is missing there, or has another shape; or a file of a checkpoint is damaged.
         """
-        source = open_source(path)
+        source = open_weights(path)
         source.verify(self._mesh.rank, self._mesh.layout.world_size)
         found = match_weights(source, *self._whole_shapes(), path)
         state = {n: v for n, v in self.stored().items() if isinstance(v, (Tensor, PiecedTensor))}
