@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import world_maximum
-from lightning_megatron.mesh.watch.failure import AgreedFailure
+from lightning_megatron.mesh.watch.board import AgreedFailure
 
 
 class NonFiniteError(AgreedFailure):

@@ -25,8 +25,9 @@ from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.mesh.watch.board import AgreedFailure, Failure
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_echoes, is_echo, say_instead
-from lightning_megatron.mesh.watch.failure import AgreedFailure, Failure, FailureWatch
+from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
 from lightning_megatron.strategy.options import Options

@@ -1,8 +1,9 @@
 """When one rank fails, every rank ends, and says which one it was.
 
 A failed rank cannot join the collectives that the others wait in, so the news travels beside them, through the
-key-value store that the processes met at. A thread on every rank looks there once in a while. Whoever waits for the
-dead usually wakes by itself, because the connection closes; whoever does not is ended after a grace period.
+key-value store that the processes met at (:mod:`~lightning_megatron.mesh.watch.board`). A thread on every rank looks
+there once in a while. Whoever waits for the dead usually wakes by itself, because the connection closes; whoever does
+not is ended after a grace period.
 
 ::
 
@@ -21,66 +22,28 @@ own traceback there.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.mesh.watch.board import ACKNOWLEDGED, DIED, HUNG, RAISED, REFUSED, Board, Failure, StoreIsSilent
 from lightning_megatron.mesh.watch.dead_man import ASKING_S, LIMIT_S, DeadManClock
 from lightning_megatron.mesh.watch.echoes import RemoteFailure
 from lightning_megatron.mesh.watch.hang import HangWatch
 from lightning_megatron.mesh.watch.peers import Peers, Process, told
 from lightning_megatron.mesh.watch.turns import Turns, ranks_waited_for
 
-_FAILURE = "failure"
-_ACKNOWLEDGED = "acknowledged"
-_GATHER = "gather"
 _ROLL = "roll"
-_LOCK_S = 10.0
-_CLOSING_S = 0.05  # a process that ends closes its connections a moment before it is gone,
-_ENDING_S = 3.0  # or some seconds, on a busy machine
-RAISED, DIED, HUNG, REFUSED = "raised", "died", "hung", "refused"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failure of a run.
-
-    Attributes:
-        rank: who.
-        where: its coordinates, in words.
-        traceback: as text, or what else is known.
-        kind: ``raised`` an exception, ``died`` without a word, ``hung``, or ``refused`` for what several ranks do
-            together.
-    """
-
-    rank: int
-    where: str
-    traceback: str
-    kind: str = RAISED
-
-    def __str__(self) -> str:
-        if self.kind == REFUSED:
-            return self.traceback
-        return f"{self.where} {self.traceback}" if self.kind == DIED else f"{self.where} failed:\n{self.traceback}"
-
-
-class AgreedFailure(RuntimeError):
-    """A failure on which all ranks have agreed. Every rank raises it, so none reports it to the others."""
-
-
-class _StoreIsSilent(RuntimeError):
-    """The store does not answer, or its host is gone."""
+_CLOSING_S = 0.05  # a process that ends closes its connections a moment before it is gone
 
 
 class FailureWatch:
@@ -112,21 +75,19 @@ class FailureWatch:
         exit_of: Callable[[int], int | None] = lambda pid: None,
     ) -> None:
         base = store.clone() if hasattr(store, "clone") else store
-        self._store = dist.PrefixStore(f"lightning_megatron/{run}", base)
+        self._store: Any = dist.PrefixStore(f"lightning_megatron/{run}", base)
         self._layout = layout
         self._rank = rank
         self._poll_s = poll_s
         self._grace_s = grace_s
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._seen: Failure | None = None
-        self._silent = False
         self._all_alive = False
         self._answered = 0
         self._doubtful: set[int] = set()
         self.reported = False
         self.turns = Turns(self._store, rank, layout.world_size, ranks_waited_for)
         self._peers = Peers(self._store, rank, layout.world_size, exit_of)
+        self._board = Board(self._store, layout, rank, self._peers)
         self._clock = DeadManClock(LIMIT_S if hang_s is None else hang_s + ASKING_S, self._ring)
         self._hang = HangWatch(self._store, rank, layout.world_size, hang_s) if hang_s is not None else None
         self._thread = threading.Thread(target=self._watch, name="lightning_megatron failure watch", daemon=True)
@@ -158,7 +119,7 @@ class FailureWatch:
         if not hosts:
             self.stop()
         if running:
-            with suppress(RuntimeError), self._asking():
+            with suppress(RuntimeError), self._board.asking():
                 self._store.set(f"left/{self._rank}", "1")
             if hosts:
                 self._linger("left")
@@ -172,15 +133,15 @@ class FailureWatch:
         self.reported = True
         text = "".join(traceback.format_exception(exception))
         try:
-            with self._asking():
-                self._tell(self._rank, text, RAISED)
-                self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
+            with self._board.asking():
+                self._board.tell(self._rank, text, RAISED)
+                self._store.set(f"{ACKNOWLEDGED}/{self._rank}", "1")
         except RuntimeError:  # the store's host is gone; whoever looks after that process says so
             return
 
     def linger(self) -> None:
         """Keep this process (which may host the store) alive until the others have read the report."""
-        self._linger(_ACKNOWLEDGED)
+        self._linger(ACKNOWLEDGED)
 
     def _linger(self, key: str, seconds: float = 8.0) -> None:
         """Wait until every other rank has ended, or has said so under ``key``."""
@@ -189,7 +150,7 @@ class FailureWatch:
         with suppress(RuntimeError):
             while missing and time.monotonic() < deadline:
                 missing -= self._peers.ended().keys()
-                with self._asking():
+                with self._board.asking():
                     missing = {rank for rank in missing if not self._store.check([f"{key}/{rank}"])}
                 time.sleep(0.01)
 
@@ -197,10 +158,10 @@ class FailureWatch:
         """The first failure of the run if another rank had it; waits up to ``wait_s`` seconds for the news."""
         deadline = time.monotonic() + wait_s
         while True:
-            failure = self._look()
+            failure = self._board.look()
             if failure is not None:
                 return failure if failure.rank != self._rank or failure.kind == REFUSED else None
-            if time.monotonic() >= deadline or self._silent:
+            if time.monotonic() >= deadline or self._board.is_silent:
                 return None
             time.sleep(0.05)
 
@@ -211,14 +172,16 @@ class FailureWatch:
         if failure is not None or self._all_alive or not self.is_running:
             return failure
         try:
-            with self._asking():
+            with self._board.asking():
                 question = self._store.add(_ROLL, 1)
             time.sleep(4 * self._poll_s)
-            with self._asking():
+            with self._board.asking():
                 for rank in range(self._layout.world_size):
                     answers = [f"{_ROLL}/{question}/{rank}"], [f"left/{rank}"]
                     if rank != self._rank and not any(map(self._store.check, answers)):
-                        self._tell(rank, "died: its connections are closed, and its process does not answer.", DIED)
+                        self._board.tell(
+                            rank, "died: its connections are closed, and its process does not answer.", DIED
+                        )
                         break
                 else:
                     self._all_alive = True
@@ -237,21 +200,21 @@ class FailureWatch:
             RemoteFailure: it ended after other numbers of batches, or a rank failed meanwhile.
         """
         try:
-            with self._asking():
+            with self._board.asking():
                 key = self.turns.end(kind, count)
             with waits.on(waits.Waiting, f"end of {kind} on every rank"):
                 while not self._has_ended(key):
                     time.sleep(0.02)
-        except _StoreIsSilent as error:
+        except StoreIsSilent as error:
             failure = self.remote(wait_s=2.0)
-            raise RemoteFailure(str(failure) if failure is not None else self._lost()) from error
+            raise RemoteFailure(str(failure) if failure is not None else self._board.lost()) from error
 
     def _has_ended(self, key: str) -> bool:
         """Whether the loop behind ``key`` has ended on every rank; a RemoteFailure if it cannot."""
-        with self._asking():
+        with self._board.asking():
             found = self.turns.differ(key)
             if found is not None:
-                self._tell(*found, REFUSED)
+                self._board.tell(*found, REFUSED)
             ended = self.turns.all_ended(key)
         failure = self.remote()
         if failure is not None:
@@ -260,18 +223,7 @@ class FailureWatch:
 
     def gather(self, seconds: float) -> bool:
         """Whether every rank calls this within ``seconds``: whether collectives are possible after a failure."""
-        deadline = time.monotonic() + seconds
-        try:
-            with self._asking():
-                arrived = self._store.add(_GATHER, 1)
-            goal = (arrived + self._layout.world_size - 1) // self._layout.world_size * self._layout.world_size
-            while arrived < goal and time.monotonic() < deadline:
-                time.sleep(0.05)
-                with self._asking():
-                    arrived = self._store.add(_GATHER, 0)
-        except RuntimeError:
-            return False
-        return bool(arrived >= goal)
+        return self._board.gather(seconds)
 
     def message(self, failure: Failure) -> str:
         """What this process prints when it ends because of ``failure``; empty if another process prints it."""
@@ -281,52 +233,20 @@ class FailureWatch:
         speaker = min(together - {failure.rank}, default=failure.rank)
         return f"\n{failure}\nAll ranks end with it." if speaker == self._rank else ""
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Around questions to the store; a RuntimeError if it has not answered others before."""
-        self._silent = self._silent or self._host_has_ended()
-        if self._silent or not self._lock.acquire(timeout=_LOCK_S):
-            raise _StoreIsSilent("the store does not answer")
-        try:
-            yield
-        except dist.DistError as error:
-            self._lose_store()
-            raise _StoreIsSilent(str(error)) from error
-        finally:
-            self._lock.release()
-
-    def _tell(self, rank: int, text: str, kind: str) -> None:
-        """Write the failure of ``rank`` into the store, unless there is one already; inside :meth:`_asking`."""
-        failure = Failure(rank, self._layout.describe(rank), text, kind)
-        self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
-
-    def _look(self) -> Failure | None:
-        if self._seen is not None:
-            return self._seen
-        try:
-            with self._asking():
-                if not self._store.check([_FAILURE]):
-                    return None
-                self._seen = Failure(**json.loads(self._store.get(_FAILURE)))
-                self._store.set(f"{_ACKNOWLEDGED}/{self._rank}", "1")
-        except RuntimeError:
-            return self._seen
-        return self._seen
-
     def _watch(self) -> None:
         while not self._stopped.is_set():
             self._peers.wait(self._poll_s)
             if self._stopped.is_set():
                 break
             try:
-                with self._asking():
+                with self._board.asking():
                     failed = self._ask_everything()
             except RuntimeError:
-                self._lose_store()
+                self._board.lose()
                 failed = True
             self._clock.wind()
             if failed:
-                self._end(self._look())
+                self._end(self._board.look())
                 break
         self._peers.close()
 
@@ -342,39 +262,19 @@ class FailureWatch:
         hung = self._hang.look() if self._hang is not None else None
         for kind, found in ((REFUSED, self.turns.look()), (HUNG, hung)):
             if found is not None and not self._stopped.is_set():
-                self._tell(*found, kind)
-        return bool(self._store.check([_FAILURE]))
+                self._board.tell(*found, kind)
+        return self._board.has_failure()
 
     def _look_at_the_dead(self, rank: int, process: Process) -> None:
         """Report the end of another rank's process, if that was not the end of its run."""
-        if self._store.check([f"left/{rank}"]) or self._store.check([_FAILURE]):
+        if self._store.check([f"left/{rank}"]) or self._board.has_failure():
             self._peers.forget(rank)
             return
         status = process.status()
         if status is None and rank not in self._doubtful:
             self._doubtful.add(rank)  # at the next look, unless a rank that knows more has told meanwhile
             return
-        self._tell(rank, f"died: its process ({self._peers.describe(rank)}) {told(status)}", DIED)
-
-    def _host_has_ended(self) -> bool:
-        """Whether the process of the store is known to be gone: torch would print a page about each question to it."""
-        process = self._peers.ended(0).get(0)
-        if process is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return False
-        text = f"died: its process ({self._peers.describe(0)}) {told(process.status())}"
-        self._seen = self._seen or Failure(0, self._layout.describe(0), text, DIED)
-        return True
-
-    def _lose_store(self) -> None:
-        """Ask the store no more; its host closes connections before its end can be seen, which is waited for."""
-        self._silent = True
-        deadline = time.monotonic() + _ENDING_S
-        while self._peers.knows(0) and not self._host_has_ended() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._seen = self._seen or Failure(0, self._layout.describe(0), self._lost(), DIED)
-
-    def _lost(self) -> str:
-        return "died: its process hosts the store that the ranks met at, and the connection to it is closed."
+        self._board.tell(rank, f"died: its process ({self._peers.describe(rank)}) {told(status)}", DIED)
 
     def _ring(self, seconds: float) -> None:
         """The store has not answered for too long: end, without asking anybody."""
