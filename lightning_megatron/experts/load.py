@@ -32,7 +32,7 @@ class ExpertCounts:
         self._counts = counts
         self._rows: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        self._mixtures = list(mixtures_of(module))
+        self._mixtures = [mixture for mixture in mixtures_of(module) if not mixture.all_rows]
         for mixture in self._mixtures:
             device = next((p.device for p in mixture.block.parameters()), torch.device("cpu"))
             self._rows[mixture.path] = torch.zeros(mixture.count + 1, dtype=torch.long, device=device)

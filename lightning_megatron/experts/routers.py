@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_megatron.experts.blocks import BlockedExperts, blocked_experts
 from lightning_megatron.experts.listed import ListedExperts, listed_experts, routes
 from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.twin import Led
@@ -27,6 +28,7 @@ class Mixture:
         experts: a module of stacked experts, or a list of experts.
         path: name of ``experts``.
         count: how many experts all ranks have.
+        all_rows: whether each expert takes a row of every token, so that there is no load to count.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Mixture:
     experts: nn.Module
     path: str
     count: int
+    all_rows: bool = False
 
     @property
     def leader(self) -> ListedExperts | None:
@@ -52,6 +55,10 @@ def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
             yield Mixture(name, child, child.get_submodule(leader.path), path, leader.count)
         elif name and (count := leader.count if isinstance(leader, StackedExperts) else stacked_experts(child)):
             yield Mixture(parent(name), module.get_submodule(parent(name)), child, name, count)
+        elif name and (count := leader.count if isinstance(leader, BlockedExperts) else blocked_experts(child)):
+            block = module.get_submodule(parent(name))
+            if routes(block, child, count):
+                yield Mixture(parent(name), block, child, name, count, all_rows=True)
         elif count := listed_experts(child):
             above = name
             for _ in range(ABOVE if name else 0):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
+from lightning_megatron.experts.blocks import BlockedExperts, blocked_experts, try_blocks
 from lightning_megatron.experts.listed import ListedExperts, lead_list, listed_experts, routes
 from lightning_megatron.experts.probe import draws, mixes_samples, try_listed, try_stacked
 from lightning_megatron.experts.routers import ABOVE
@@ -105,14 +106,19 @@ class _Finder:
     def found(self) -> list[Found]:
         """All mixtures that can be shared out."""
         candidates = [
-            self._stacked(name, child, count) if (count := stacked_experts(child)) else self._listed(name, child)
+            self._stacked(name, child, count)
+            if (count := stacked_experts(child) or blocked_experts(child))
+            else self._listed(name, child)
             for name, child in self._module.named_modules()
         ]
         return [each for each in candidates if each is not None]
 
     def _stacked(self, name: str, experts: nn.Module, count: int) -> Found | None:
         why = self._unlike(experts)
-        if not why and count % self._size == 0:
+        if not why and blocked_experts(experts):
+            parts = self._size if count % self._size == 0 else 1
+            why, _ = self._try(experts, "", lambda copied: (try_blocks(copied, count, parts), (0, 0)))
+        elif not why and count % self._size == 0:
             why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, self._size), (0, 0)))
         if not why and name:
             block = self._module.get_submodule(parent(name))
@@ -213,7 +219,7 @@ def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable
         if parameter is not None
     }
     _apply(module, name, own, owners, table)
-    lead(module, StackedExperts(name, owners))
+    lead(module, (BlockedExperts if blocked_experts(module) else StackedExperts)(name, owners))
 
 
 def _cut_one(expert: nn.Module, name: str, number: int, owners: Owners, table: ShardTable) -> None:

@@ -27,16 +27,21 @@ from lightning_megatron.mesh.replaced import Replacements
 
 def stacked_experts(module: nn.Module) -> int:
     """How many experts a module looks to have stacked in its parameters; 0 if it does not look like experts."""
+    return has_stacks(module) if len(forward_arguments(module)) >= 3 else 0
+
+
+def has_stacks(module: nn.Module) -> int:
+    """How many things a module has stacked in its parameters, if it has nothing else; else 0."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     several = {parameter.shape[0] for parameter in own if parameter.dim() >= 2}
     below = any(True for child in module.children() for _ in child.parameters())
     if below or len(several) != 1 or any(p.dim() < 2 for p in own) or all(p.dim() < 3 for p in own):
         return 0
     count = several.pop()
-    return count if count > 1 and len(_arguments(module)) >= 3 else 0
+    return count if count > 1 else 0
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def forward_arguments(module: nn.Module) -> list[str]:
     """Names of the arguments of a module's forward."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]

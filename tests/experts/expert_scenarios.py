@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
 from tests.experts import strangers
+from tests.experts.families import FAMILIES, FURTHER, WIDTH
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
-VOCABULARY, TOKENS, WIDTH, EXPERTS = 32, 6, 16, 4
+VOCABULARY, TOKENS, EXPERTS = 32, 6, 4
 
 
 class Stacked(nn.Module):
@@ -188,28 +189,11 @@ class Later(Mixture):
         super().__init__(LaterExperts())
 
 
-_GROUPED = {"num_key_value_heads": 1, "intermediate_size": 16}
-_CHOOSES = {"num_experts": 4, "num_experts_per_tok": 2}
-_CHOOSES_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Mixtral": ("MixtralForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL}),
-    "Qwen2Moe": (
-        "Qwen2MoeForCausalLM",
-        {**_GROUPED, **_CHOOSES, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16},
-    ),
-    "Qwen3Moe": ("Qwen3MoeForCausalLM", {**_GROUPED, **_CHOOSES, "moe_intermediate_size": 8, "head_dim": 8}),
-    "Olmoe": ("OlmoeForCausalLM", {**_GROUPED, **_CHOOSES}),
-    "GptOss": ("GptOssForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL, "head_dim": 8}),
-    "GraniteMoe": ("GraniteMoeForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL}),
-}
-"""Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration."""
-
-
 class Pretrained(LightningModule):
     """A small Hugging Face model of two layers.
 
     Args:
-        family: key of `FAMILIES`.
+        family: key of `FAMILIES` or `FURTHER`.
         more: of its configuration.
     """
 
@@ -217,7 +201,7 @@ class Pretrained(LightningModule):
         super().__init__()
         import transformers
 
-        name, own = FAMILIES[family]
+        name, own = {**FAMILIES, **FURTHER}[family]
         sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
         config = getattr(transformers, f"{family}Config")(**{**sizes, **own, **more}, pad_token_id=0, use_cache=False)
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -364,7 +348,7 @@ def built(name: str) -> LightningModule:
         return Strange(name.removeprefix("strange_"))
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
-    if name in FAMILIES:
+    if name in FAMILIES or name in FURTHER:
         return Pretrained(name)
     return MODULES.get(name, Words)()
 

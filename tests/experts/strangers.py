@@ -58,6 +58,34 @@ class Dense(Loop):
         return (torch.stack([expert(x) for expert in self.experts], -2) * weights[..., None]).sum(-2)
 
 
+class Batched(nn.Module):
+    """All experts at once, by products of stacks with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) * 0.2)
+        self.outer = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias[:, None], F.gelu(torch.bmm(x, self.inner)), self.outer)
+
+
+class Blocks(Loop):
+    """Gives each expert a block of rows: two places for each sequence, for the tokens that like it most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Batched()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, token = self.gate(x).softmax(-1).mT.topk(2)  # [batch, experts, places]
+        index = token.flatten(1)[..., None].expand(-1, -1, WIDTH)
+        rows = x.gather(1, index).view(len(x), EXPERTS, -1, WIDTH).transpose(0, 1).flatten(1, 2)
+        made = self.experts(rows).view(EXPERTS, len(x), -1, WIDTH).transpose(0, 1) * weights[..., None]
+        return torch.zeros_like(x).scatter_add(1, index, made.flatten(1, 2))
+
+
 class Masked(Loop):
     """One sweep for each choice, written by masks; counts its calls."""
 
@@ -286,7 +314,7 @@ class Block(nn.Module):
 
 EXACT = {
     kind.__name__.lower(): kind
-    for kind in (Loop, Starved, Dense, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences)
+    for kind in (Loop, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences)
 }
 
 

@@ -14,7 +14,7 @@ gradients are thrown away, and what the step logs and writes is put back. It is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
@@ -59,7 +60,11 @@ class MixingTrials:
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
         self._cuts = cuts and options.whole_batch_loss == "auto" and options.loss_weight is None
         wanted = self._cuts or (self._replicas > 1 and options.expert_balance is None)
-        self._routers = routers_of(module) if wanted and module.automatic_optimization else {}
+        wanted = wanted and module.automatic_optimization
+        self._routers = routers_of(module) if wanted else {}
+        self._has_routers = bool(self._routers)  # on any stage: one without has to take part
+        if wanted and mesh.layout.pipeline > 1:
+            self._has_routers = any(objects.gather(self._has_routers, mesh.group("pipeline_parallel")))
         self._balance = options.expert_balance
         alone = self._replicas == 1 or self._balance is not None
         group = None if alone else mesh.group("data_parallel")
@@ -87,7 +92,7 @@ class MixingTrials:
         return self._tries(call, batch, parts, first=first) or keeps
 
     def _tries(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
-        if self._found or not self._routers or self._steps < self._next or not first:
+        if self._found or not self._has_routers or self._steps < self._next or not first:
             return False
         pieces = _pieces(batch, parts) if len(parts) > 1 or self._mesh.layout.pipeline == 1 else []
         pieces = [] if has_gradient_hooks(self._module) else pieces
@@ -142,14 +147,15 @@ class MixingTrials:
         """By how much gradients may differ, relative to their size, by rounding."""
         if torch.is_autocast_enabled(self._device.type):
             return _NARROW
-        return max(_TOLERANCE.get(parameter.dtype, _NARROW) for parameter in self._routers.values())
+        return max((_tolerance_of(parameter.dtype) for parameter in self._routers.values()), default=0.0)
 
     def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> tuple[str, bool, bool] | None:
         """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
         whether there are balancing losses beside, that are known.
         """
         traces, draws = Traces(self._module), SameDraws({2: (0, 1)})
-        gathers = _Gathers(self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None)
+        group = self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None
+        sees = _Sees(group, self._routers.values())
         sink, stages = self._context.gradients.sink, self._context.stages
         found: list[dict[str, Tensor]] = []
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
@@ -161,7 +167,7 @@ class MixingTrials:
             nonlocal failed
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             try:
-                with self._context.recording.aside(), draws.run(len(found)), gathers, eager:
+                with self._context.recording.aside(), draws.run(len(found)), sees, eager:
                     output = call(map_tensors(piece, torch.clone))
                     trained_loss_of(output)
                     return output
@@ -186,7 +192,8 @@ class MixingTrials:
         self._known.left_out = False
         if failed:
             return None
-        return mixed(found[2], found[0], found[1], self._tolerance()), gathers.seen, self._known.called
+        within = max(self._tolerance(), *(_tolerance_of(dtype) for dtype in sees.dtypes))
+        return mixed(found[2], found[0], found[1], within), sees.gathers, self._known.called
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:
@@ -242,24 +249,40 @@ def _kept(gradient: Tensor) -> Tensor:
     return gradient.detach().clone()
 
 
-class _Gathers(TorchDispatchMode):
-    """Sees whether the step itself gathers or reduces over the replicas, whose batches then are one.
+def _tolerance_of(dtype: torch.dtype) -> float:
+    return _TOLERANCE.get(dtype, _NARROW)
+
+
+class _Sees(TorchDispatchMode):
+    """Sees whether the step itself gathers or reduces over the replicas, whose batches then are one; and in which
+    dtypes it computes with routers: many of Hugging Face's do so in 32 bits, whatever the others do.
 
     Args:
         group: the replicas; ``None`` for one.
+        routers: their parameters.
 
     Attributes:
-        seen: whether it does.
+        gathers: whether it does.
+        dtypes: to which it has converted routers.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, routers: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._group, self.seen = group, False
+        self._group, self.gathers = group, False
+        self._routers = {parameter.data_ptr() for parameter in routers}
+        self.dtypes: set[torch.dtype] = {torch.float64}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
         if self._group is not None and func.namespace == "c10d":  # a gather may be sent as messages between pairs
-            self.seen |= any(group.group_name == self._group.group_name for group in _groups_in(args))
-        return func(*args, **dict(kwargs or {}))
+            self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
+        elif func is torch.ops.aten._to_copy.default and _address(args[0]) in self._routers:
+            self.dtypes.add(given.get("dtype") or args[0].dtype)
+        return func(*args, **given)
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor.data_ptr()
 
 
 def _groups_in(args: Any) -> Iterator[dist.ProcessGroup]:

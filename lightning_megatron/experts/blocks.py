@@ -1,0 +1,164 @@
+"""Experts stacked in one module that is given the rows of each, one block after the other.
+
+``forward(rows [experts · n, h]) -> [experts · n, h]``, or ``[experts, n, h]`` in both places, as Llama 4 and mixtures
+with a fixed number of places are written: products of all blocks at once. Rows of zeros, for tokens that are not meant
+for an expert, are sent like all others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_megatron.experts.sending import Owners
+from lightning_megatron.experts.stacked import forward_arguments, has_stacks, with_experts
+from lightning_megatron.experts.twin import is_elsewhere
+
+_ROWS = 6
+
+
+def blocked_experts(module: nn.Module) -> int:
+    """How many experts a module looks to have stacked that takes their rows in blocks; 0 if it does not look so."""
+    foreign = not type(module).__module__.startswith("torch.")  # whose convolutions have stacks, too
+    return has_stacks(module) if foreign and len(forward_arguments(module)) == 1 else 0
+
+
+class BlockedExperts:
+    """Leads the calls of one module of such experts, of which this rank has some.
+
+    Args:
+        name: of the module, for messages.
+        owners: who has which experts.
+
+    Attributes:
+        count: how many experts all ranks have.
+    """
+
+    def __init__(self, name: str, owners: Owners) -> None:
+        self._name, self._owners, self.count = name, owners, owners.experts
+        self._runs = self._answers = False
+
+    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call: send the blocks to their experts.
+
+        Raises:
+            ValueError: it is not called with as many rows for each expert.
+        """
+        if self._answers:
+            return own(*args, **kwargs)
+        given = next(iter((*args, *kwargs.values())), None)
+        if len(args) + len(kwargs) != 1 or not isinstance(given, Tensor) or not _is_in_blocks(given, self.count):
+            raise ValueError(
+                f"`{self._name}` looks like stacked experts that take a block of rows each, but is not called with one "
+                f"tensor of {self.count} blocks; use `expert_parallel_size=1`."
+            )
+        if is_elsewhere(module, given):
+            return torch.zeros_like(given)
+        rows, lead = given.reshape(-1, given.shape[-1]), given.dim() == 3
+        expert = torch.arange(self.count, device=rows.device).repeat_interleave(len(rows) // self.count)
+
+        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
+            forward = own if self._runs else functools.partial(self._answer, module)
+            with with_experts(module, self._owners.experts, self._owners.local):
+                return in_blocks(forward, arrived, local, self._owners.local, lead=lead)
+
+        before, self._runs = self._runs, True
+        try:
+            found = self._owners.send(rows, expert, compute)
+        finally:
+            self._runs = before
+        return found.view(*given.shape[:-1], -1)
+
+    def _answer(self, module: nn.Module, rows: Tensor) -> Any:
+        self._answers = True
+        try:
+            return module(rows)
+        finally:
+            self._answers = False
+
+
+def _is_in_blocks(given: Tensor, experts: int) -> bool:
+    return given.shape[0] == experts if given.dim() == 3 else given.dim() == 2 and len(given) % experts == 0
+
+
+def in_blocks(own: Callable[[Tensor], Tensor], rows: Tensor, expert: Tensor, experts: int, *, lead: bool) -> Tensor:
+    """What the experts' own forward makes of rows, ``[n, h], [n] -> [n, h]``, where n is 0 too.
+
+    Args:
+        own: the forward.
+        rows: as many for each expert.
+        expert: numbers of their experts.
+        experts: how many there are.
+        lead: whether the forward takes blocks ``[experts, n, h]``.
+    """
+    order = torch.argsort(expert, stable=True)
+    given = rows[order] if len(rows) else rows.new_zeros(experts, rows.shape[1]) + rows.sum()
+    found = own(given.view(experts, -1, rows.shape[1]) if lead else given)
+    found = found.reshape(-1, found.shape[-1])[: len(rows)]
+    return found.new_empty(found.shape).index_copy(0, order, found)
+
+
+def try_blocks(module: nn.Module, experts: int, parts: int) -> str:
+    """Why a module does not treat its experts' rows one by one; "" if it does.
+
+    Args:
+        module: a copy, with real parameters on the CPU; it is changed.
+        experts: how many it looks to have.
+        parts: over how many ranks they are to be shared out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    with torch.no_grad():
+        for parameter in own:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    sizes, why = (
+        {n: None for p in own for n in p.shape[1:]},
+        "its forward does not take a block of rows for each expert",
+    )
+    for size in sizes:
+        for lead in (False, True):
+            rows = torch.randn(experts * _ROWS, size, generator=generator).to(own[0].dtype)
+            try:
+                whole = module(rows.view(experts, _ROWS, size) if lead else rows)
+                if not isinstance(whole, Tensor) or whole.shape[:-1].numel() != len(rows):
+                    continue
+            except Exception as error:
+                why = f"its forward does not run on a block of rows for each expert ({error})"
+                continue
+            return _compare(module, own, rows, whole, experts, parts, lead=lead)
+    return why
+
+
+def _compare(
+    module: nn.Module, own: list[nn.Parameter], rows: Tensor, whole: Tensor, experts: int, parts: int, *, lead: bool
+) -> str:
+    local, found = experts // parts, []
+    expert = torch.arange(experts).repeat_interleave(_ROWS)
+    for part in range(parts):
+        values = {name: p[part * local : (part + 1) * local] for name, p in module._parameters.items() if p is not None}
+        place = ((expert // local) == part).nonzero().view(-1).flip(0)
+        forward = functools.partial(_with, module, values, experts, local)
+        try:
+            made = in_blocks(forward, rows[place], expert[place] - part * local, local, lead=lead)
+        except Exception as error:
+            return f"its forward does not run on a part of its experts ({error})"
+        found.append(made.flip(0))
+    split, whole = torch.cat(found), whole.reshape(len(rows), -1)
+    near = 1e-9 if whole.dtype == torch.float64 else 5e-2 if whole.dtype.itemsize == 2 else 1e-4
+    if split.shape != whole.shape or not torch.allclose(split, whole, rtol=0.0, atol=near):
+        return "its output is not what each expert makes of each row by itself"
+    trained, weighed = [p for p in own if p.requires_grad], torch.randn_like(whole)
+    pairs = [torch.autograd.grad((each * weighed).sum(), trained) for each in (whole, split)] if trained else [(), ()]
+    if not all(torch.allclose(one, other, rtol=near, atol=near) for one, other in zip(*pairs, strict=True)):
+        return "the gradients of its parameters are not those of each expert by itself"
+    return ""
+
+
+def _with(module: nn.Module, values: dict[str, Tensor], before: int, now: int, rows: Tensor) -> Tensor:
+    with with_experts(module, before, now):
+        return functional_call(module, values, (rows,))  # type: ignore[no-any-return]
