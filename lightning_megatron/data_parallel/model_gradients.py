@@ -30,7 +30,8 @@ from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_its
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
 from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
-from lightning_megatron.data_parallel.windows.step_windows import StepWindows, spread_parameters
+from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
+from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
 from lightning_megatron.mesh.parts.boxes import ShardSpec
@@ -68,7 +69,7 @@ class ModelGradients:
         several: bool = False,
         layers: Sequence[str] = (),
     ) -> None:
-        self._layers = layers
+        self._layers = layers if options.shards_weights else ()
         self._module = module
         self._mesh = mesh
         self._device = device
@@ -171,7 +172,7 @@ class ModelGradients:
         if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect or host):
             self.local = LocalGradients(parameters.values())
             return
-        apart = spread_parameters(self._module, self._layers, shared) if options.shards_weights else {}
+        spread = spread_parameters(self._module, self._layers, shared)
         self.buckets = GradientBuckets(
             parameters,
             replicas,
@@ -181,13 +182,12 @@ class ModelGradients:
             watched=watched,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
-            apart=apart,
+            apart=spread.trained,
         )
-        if apart:
-            looks = watches_forward or watches_weights, watches_forward
-            self.windows = StepWindows(
-                self._module, apart, self.buckets, stays_whole=looks[0], looks_before_backward=looks[1]
-            )
+        if spread.modules:
+            frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
+            looks = watches_forward, watches_weights
+            self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
         self._wholes = self._whole_matrices(self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:

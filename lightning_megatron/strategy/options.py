@@ -93,8 +93,8 @@ class Options:
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
             other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
             out otherwise. ``False`` keeps the whole state on every replica.
-        weight_sharding: share the weights of layers out over the replicas, too: a rank keeps its part of each, and a
-            layer's weights are whole while it runs. See ``docs/memory.md``.
+        weight_sharding: share weights out over the replicas, too: a rank keeps its part of each layer, embedding and
+            head, trained or frozen, and they are whole while they run. See ``docs/memory.md``.
         optimizer_offload: step the optimizer in host memory, which holds its weights and state; or ``{"to": FOLDER,
             "keep": 0.5, "interleave": k}``: in files, half of it on the device. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.

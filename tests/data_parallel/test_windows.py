@@ -46,7 +46,22 @@ def test_a_rank_keeps_its_shard_of_the_layers_and_two_whole_ones(replicas: int) 
         assert count["between"] == [0] * 8, "between steps nothing is whole"
         assert count["whole"] / replicas <= count["kept"] < 1.02 * count["whole"] / replicas
         assert count["most"] <= 3 * count["largest"], "two windows in a backward, and one that opens"
-        assert count["opened"] <= 8 * 4 * 2 + 4, "two gathers of a layer in a step, and all at the end"
+        assert count["opened"] == 8 * (4 * 2 + 4) + 5, (
+            "two gathers of a layer in a step, four of a tied head, all at last"
+        )
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 2, 1), pytest.param((2, 2, 1), marks=WIDE), pytest.param((1, 2, 2), marks=WIDE)]
+)
+def test_frozen_weights_are_spread_too(layout: tuple[int, int, int]) -> None:
+    for value in check(Setup(layout, SPREAD), "adapted"):
+        count = value["count"]
+        assert set(count["between"]) == {0}
+        assert count["whole"] / 2 <= count["kept"] < 1.02 * count["whole"] / 2
+        assert count["most"] <= 3 * count["largest"]
+        total = sum(weight.numel() for name, weight in value["weights"].items()) if layout == (1, 2, 1) else 0
+        assert count["whole"] > 0.9 * 8 * total, "all of a module but norms, biases and positions"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +104,8 @@ def test_weights_are_those_of_one_process(
     [
         row("strange", "strange", (1, 2, 1), {}, wide=False),
         row("writing", "writing", (1, 2, 1), {}, wide=False),
+        row("tied", "tied", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
+        row("tied-tp2", "tied", (1, 2, 2), {}),
         row("hooked", "hooked", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
         row("hooked-pp2", "hooked", (2, 2, 1), {}),
         row("writing-tp2", "writing", (1, 2, 2), {}),
@@ -120,6 +137,11 @@ def test_sixteen_bits_are_those_of_whole_weights(precision: str) -> None:
 def test_replicas_that_run_other_layers_are_told_which() -> None:
     with pytest.raises(JobFailed, match=r"`net.transformer.h.\d` runs while other replicas run another layer"):
         run_trainers(spread, Setup((1, 2, 1), SPREAD), "dropping", devices=2)
+
+
+def test_a_weight_that_is_used_unseen_is_refused_by_name() -> None:
+    with pytest.raises(JobFailed, match=r"`tower.weight` was used in a function that torch does not report"):
+        run_trainers(spread, Setup((1, 2, 1), SPREAD), "unreported", devices=2)
 
 
 @pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=WIDE), pytest.param("hook", marks=WIDE)])

@@ -18,6 +18,7 @@ from lightning_megatron.data_parallel.windows.window import Window
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, Unfreeze
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
+from tests.parity.zoo.data import VOCABULARY
 
 
 class Layer(nn.Module):
@@ -98,6 +99,59 @@ class Writing(SharedTask):
         assert not any(bool(parameter.isnan().any()) for parameter in self.parameters())
 
 
+class Adapted(SharedTask):
+    """Trains the first norms of its layers and a branch; all else is frozen, as under an adapter."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.net.requires_grad_(False)
+        for layer in self.net.transformer.h:
+            layer.ln_1.requires_grad_(True)
+
+
+class Tied(SharedTask):
+    """Two pairs of layers share matrices; code outside of a head's forward reads its weight."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        layers = self.net.transformer.h
+        layers[2].ln_1, layers[3].mlp, layers[0].attn = layers[1].ln_1, layers[1].mlp, layers[3].attn
+        self.tower = nn.Sequential(nn.Linear(VOCABULARY, 64), nn.GELU(), nn.Linear(64, VOCABULARY))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, loss = self.net(*batch)
+        aside = F.linear(F.gelu(self.tower[0](logits)), self.tower[2].weight).square().mean()
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss + aside
+
+
+class _Extension(torch.autograd.Function):
+    """A product in C++, of which torch's functions know nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        with torch._C.DisableTorchFunction():
+            return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, ctx.saved_tensors[0].flatten(0, 1).t() @ gradient.flatten(0, 1)
+
+
+class Unreported(SharedTask):
+    """Hands a weight outside of layers to a function of its own."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.tower = nn.Linear(VOCABULARY, VOCABULARY, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, loss = self.net(*batch)
+        result: Tensor = loss + _Extension.apply(logits.detach(), self.tower.weight).square().mean()
+        return result
+
+
 class Hooked(SharedTask):
     """Gradient hooks of parameters read weights, and write them."""
 
@@ -176,6 +230,9 @@ MODULES: dict[str, Any] = {
     "dropping": Dropping,
     "writing": Writing,
     "hooked": Hooked,
+    "adapted": Adapted,
+    "tied": Tied,
+    "unreported": Unreported,
     "validated": Validated,
 }
 CALLBACKS: dict[str, Any] = {

@@ -144,6 +144,11 @@ class Bucket:
         return self.weights is not None and self.weights.hosted
 
     @property
+    def lies_apart(self) -> bool:
+        """Whether this rank's shard of the weights lies apart, so that the others can be freed."""
+        return self.weights is not None and self.weights.low is not None
+
+    @property
     def master(self) -> Tensor:
         """The weights that the optimizer updates; empty where it updates the parameters themselves."""
         return self.flat[:0] if self.weights is None else self.weights.master

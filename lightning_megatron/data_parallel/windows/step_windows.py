@@ -14,7 +14,7 @@ layer finds them whole: from then on to the end of the step the window is open.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.late_gather import UseWatch
+from lightning_megatron.data_parallel.windows.spread import Spread
 from lightning_megatron.data_parallel.windows.window import Window
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
-
-_OPEN_IN_BACKWARD = 2  # one computes while hooks of the layer before it may still run
 
 
 class StepWindows:
@@ -39,10 +38,11 @@ class StepWindows:
 
     Args:
         module: holds the layers; their forwards are wrapped until :meth:`close`.
-        layers: name of a parameter -> name of its layer.
-        buckets: with the weights of these parameters apart.
-        stays_whole: whether code outside of layers may look at weights between steps.
-        looks_before_backward: whether it may between a step's forward and its backward.
+        spread: the parameters of the windows.
+        buckets: with the weights of the trained ones apart.
+        frozen: buckets of the others, which have no gradients.
+        watches_forward: whether code outside of layers may look at weights between a step's forward and its backward.
+        watches_weights: whether it may between steps.
 
     Attributes:
         windows: in the order of the layers.
@@ -51,26 +51,37 @@ class StepWindows:
     def __init__(
         self,
         module: nn.Module,
-        layers: Mapping[str, str],
+        spread: Spread,
         buckets: GradientBuckets,
-        *,
-        stays_whole: bool = False,
-        looks_before_backward: bool = False,
+        frozen: Sequence[Bucket] = (),
+        watches_forward: bool = False,
+        watches_weights: bool = False,
     ) -> None:
-        self._stays_whole, self._looks_before_backward = stays_whole, looks_before_backward
+        self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
-        names = list(dict.fromkeys(layers.values()))
-        parts: dict[str, list[Any]] = {name: [] for name in names}
-        for bucket in buckets.buckets:
-            if bucket.weights is not None and bucket.weights.low is not None:
-                parts[layers[bucket.names[0]]].append(bucket)
-        self.windows = [Window(name, number, parts[name]) for number, name in enumerate(names)]
+        trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
+        self.windows = [
+            Window(
+                name,
+                number,
+                [bucket for bucket in trained if spread.trained[bucket.names[0]] == name],
+                [bucket for bucket in frozen if spread.frozen[bucket.names[0]] == name],
+            )
+            for number, name in enumerate(spread.modules)
+        ]
         self._of = {id(parameter): window for window in self.windows for parameter in window.parameters}
         self._recent: list[Window] = []
         self._active = False
-        self._layers = [module.get_submodule(name) for name in names]
-        for layer, window in zip(self._layers, self.windows, strict=True):
-            LayerWindow(layer, window, self).install()
+        self._opened: dict[int, int] = {}
+        opens = defaultdict[str, list[Window]](list)
+        for window in self.windows:
+            for name in spread.modules[window.name]:
+                opens[name].append(window)
+        self._most_recent = 1 + max((len(windows) for windows in opens.values()), default=1)
+        self._layers = [module.get_submodule(name) for name in opens]
+        for layer, windows in zip(self._layers, opens.values(), strict=True):
+            LayerWindow(layer, windows, self).install()
+        buckets.on_arrival = self._check
 
     @property
     def active(self) -> bool:
@@ -79,7 +90,7 @@ class StepWindows:
 
     def close(self) -> None:
         """Leave the layers' forwards as they were; the windows stay as they are."""
-        self._active = False
+        self._active, self._buckets.on_arrival = False, None
         for layer in self._layers:
             ForwardStack.of(layer).remove(ForwardSlot.WEIGHTS)
 
@@ -104,7 +115,10 @@ class StepWindows:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step up to its backward, or, where it runs that itself, to its end."""
+        for window in self.windows:
+            window.let_go_of_unfrozen()
         self._hide_all()
+        self._opened = {id(window): window.opened for window in self.windows}
         self._active = True
         with UseWatch(self.hold_used):
             yield
@@ -132,6 +146,16 @@ class StepWindows:
         if window is not None and self._active and not window.is_open:
             self._hold(window)
 
+    def _check(self, bucket: Bucket, index: int) -> None:
+        """Refuse a gradient of a weight that was hidden all along, as what used it has told nobody."""
+        window = self._of.get(id(bucket.parameters[index])) if bucket.lies_apart else None
+        if window is not None and self._active and window.opened == self._opened.get(id(window)):
+            raise RuntimeError(
+                f"`{bucket.names[index]}` was used in a function that torch does not report, without a call of the "
+                f"module that holds it, so that its values were not there (`weight_sharding=True`); call "
+                f"`{window.name}`, or pass `weight_sharding=False`."
+            )
+
     def _hold(self, window: Window) -> None:
         window.open()
         window.held = True
@@ -151,7 +175,7 @@ class StepWindows:
         self._forget(window)
         window.open()
         self._recent.append(window)
-        if len(self._recent) > _OPEN_IN_BACKWARD:
+        if len(self._recent) > self._most_recent:
             oldest = self._recent.pop(0)
             if not oldest.held:
                 oldest.close()
@@ -160,92 +184,78 @@ class StepWindows:
         self._recent = [other for other in self._recent if other is not window]
 
 
-def spread_parameters(module: nn.Module, layers: Sequence[str], shared: Collection[str]) -> dict[str, str]:
-    """Trained parameters of layers that nothing else holds: name -> name of the layer.
-
-    Args:
-        module: holds the layers.
-        layers: their names.
-        shared: names of parameters that other stages hold too.
-    """
-    parts, homes = Parts(layers), defaultdict(set)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        homes[id(parameter)].add(parts.of(name))
-    found = {}
-    for name, parameter in module.named_parameters():
-        layer = parts.of(name)
-        if parameter.requires_grad and layer is not None and len(homes[id(parameter)]) == 1 and name not in shared:
-            found[name] = layer
-    return found
-
-
 class LayerWindow(Wrapper):
     """Opens the window of a layer around its forward, and sees to it that its backward finds it open.
 
     Args:
         module: the layer.
-        window: with its weights.
-        owner: closes the window.
+        windows: with its weights.
+        owner: closes the windows.
     """
 
     slot = ForwardSlot.WEIGHTS
 
-    def __init__(self, module: nn.Module, window: Window, owner: StepWindows) -> None:
+    def __init__(self, module: nn.Module, windows: Sequence[Window], owner: StepWindows) -> None:
         super().__init__(module)
-        self._window: Window | None = window
+        self._windows = list(windows)
         self._owner: StepWindows | None = owner
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the layer has weights of its own."""
-        return {**self.__dict__, "_window": None, "_owner": None}
+        return {**self.__dict__, "_windows": [], "_owner": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        window, owner = self._window, self._owner
-        if window is None or owner is None or not owner.active:
+        windows, owner = self._windows, self._owner
+        if owner is None or not owner.active:
             return self.forward(*args, **kwargs)
-        window.open()
+        for window in windows:
+            window.open()
         try:
-            with _saved(window, owner) if torch.is_grad_enabled() else nullcontext():
+            with _saved(windows, owner) if torch.is_grad_enabled() else nullcontext():
                 output = self.forward(*args, **kwargs)
-            self._follow(output, window, owner)
+            self._follow(output, windows, owner)
             return output
         finally:
-            owner.leave(window)
+            for window in windows:
+                owner.leave(window)
 
     @staticmethod
-    def _follow(output: Any, window: Window, owner: StepWindows) -> None:
+    def _follow(output: Any, windows: Sequence[Window], owner: StepWindows) -> None:
         for leaf in pytree.tree_leaves(output):
             if not isinstance(leaf, Tensor):
                 continue
             if isinstance(leaf, WholeTensor):  # gradients pass its part
                 leaf = leaf.local()
-            if window.has_memory_of(leaf):  # a weight is given out, to be used elsewhere
-                window.held = True
-            if leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(lambda _: owner.need(window))
+            for window in windows:
+                if window.has_memory_of(leaf):  # a weight is given out, to be used elsewhere
+                    window.held = True
+                if leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(lambda _, window=window: owner.need(window))
 
 
 class _Weight:
     """A weight, or a view of one, that autograd has saved."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, window: Window) -> None:
+        self.tensor, self.window = tensor, window
 
 
-def _saved(window: Window, owner: StepWindows) -> saved_tensors_hooks:
-    """Hooks by which autograd opens the window when it reads a weight; other tensors go to the hooks around these."""
+def _saved(windows: Sequence[Window], owner: StepWindows) -> saved_tensors_hooks:
+    """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> Any:
-        if not isinstance(tensor, WholeTensor) and window.has_memory_of(tensor):  # parts are saved by themselves
-            return _Weight(tensor)
+        if not isinstance(tensor, WholeTensor):  # whose parts are saved by themselves
+            for window in windows:
+                if window.has_memory_of(tensor):
+                    return _Weight(tensor, window)
         return (tensor, tensor._version) if around is None else around[0](tensor)
 
     def unpack(packed: Any) -> Any:
         if isinstance(packed, _Weight):
-            owner.need(window)
+            owner.need(packed.window)
             return packed.tensor
-        return _unchanged(window.name, *packed) if around is None else around[1](packed)
+        return _unchanged(windows[0].name, *packed) if around is None else around[1](packed)
 
     return saved_tensors_hooks(pack, unpack)
 

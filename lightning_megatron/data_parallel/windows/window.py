@@ -30,6 +30,7 @@ class Window:
         name: of the layer.
         number: its place in that order, equal on all replicas.
         buckets: with weights that lie apart from this rank's shard of them.
+        frozen: others, of parameters without gradients.
 
     Attributes:
         is_open: whether the weights are whole.
@@ -37,15 +38,15 @@ class Window:
         opened: how often it was opened.
     """
 
-    def __init__(self, name: str, number: int, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, name: str, number: int, buckets: Sequence[Bucket], frozen: Sequence[Bucket] = ()) -> None:
         self.name, self.number = name, number
-        self._buckets = list(buckets)
+        self._buckets, self._frozen = [*buckets, *frozen], list(frozen)
         self.is_open, self.held = True, False
         self.opened = 0
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The layer's trained parameters."""
+        """The parameters in it."""
         return (parameter for bucket in self._buckets for parameter in bucket.parameters)
 
     @property
@@ -67,6 +68,9 @@ class Window:
         if self.is_open:
             return
         self.opened += 1
+        if not self._buckets:  # all of its parameters were unfrozen
+            self.is_open = True
+            return
         with torch.no_grad(), torch._C.DisableTorchFunction():  # else those who watch uses would see one here
             self._agree()
             for bucket in self._buckets:
@@ -83,6 +87,13 @@ class Window:
             for bucket in self._buckets:
                 bucket.hide_weights()
         self.is_open, self.held = False, False
+
+    def let_go_of_unfrozen(self) -> None:
+        """Leave parameters whole that are trained by now, for the buckets of gradients; collective if there are any."""
+        unfrozen = [bucket for bucket in self._frozen if any(p.requires_grad for p in bucket.parameters)]
+        if unfrozen:
+            self.open()
+            self._buckets, self._frozen = ([b for b in of if b not in unfrozen] for of in (self._buckets, self._frozen))
 
     def has_memory_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of the weights, or a view of one; only while the window is open."""
