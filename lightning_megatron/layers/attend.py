@@ -103,7 +103,7 @@ def attend_heads(
     causal = masks[2] and masks[0] is None and masks[1] is not None and not need_weights
     mask = None if causal else _merged_mask(layer, masks, query, extra)
     if sharding is not None and layer.training and layer.dropout > 0:
-        sharding.stream.open(query.device)
+        sharding.stream.open(query.device, (query.shape[0], query.shape[2]))
     dropout = layer.dropout if layer.training else 0.0
     out, weights = _attend(query, key, value, mask, causal, dropout, need_weights)
     if sharding is not None:

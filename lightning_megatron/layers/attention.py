@@ -129,7 +129,9 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         table |= {f"out_proj.{key}": value for key, value in apply_specs(self.out_proj, out).items()}
         self.register_forward_pre_hook(_no_fused_encoder)
         heads = block_range(self.num_heads, size, rank)
-        self._sharding = AttentionSharding(group, heads, read, rows, sequence_dim, RankStream(name, rank))
+        self._sharding = AttentionSharding(
+            group, heads, read, rows, sequence_dim, RankStream(name, rank, group.size(), heads=True)
+        )
         return table
 
     def _projection_rows(self, heads: Range, key_value: Sequence[int]) -> tuple[Range, ...]:

@@ -264,6 +264,8 @@ class RowParallelLinear(nn.Linear):
         if self.bias is not None:
             table["bias"] = ParameterSharding(ShardSpec.whole((self.out_features,)), scatter_dim is not None)
         apply_specs(self, table)
+        if stream is not None and len(ranges) == 1:
+            stream.features = ranges[0][1] - ranges[0][0]
         self._sharding = RowSharding(group, split_input, scatter_dim, stream, list(entries))
         return table
 

@@ -69,7 +69,7 @@ class ParallelMLP(nn.Module):
             ValueError: ``intermediate_size`` is not divisible by the size of the group.
         """
         group = resolve_group(mesh)
-        stream = RankStream(name, group.rank())
+        stream = RankStream(name, group.rank(), group.size())
         entry = ColumnEntry(group, sequence_dim, stream)
         parts = {"up_proj": self.up_proj.shard_(group, entry=entry)}
         if self.gate_proj is not None:

@@ -103,7 +103,7 @@ class ColumnEntry(OfOneRank):
             bias = None if bias is None else part.of(bias)
             return member.products.product(gathered, weight_part.of(member.weight), bias)
         self._bring_in(x, index)
-        self._open_stream(member, x)
+        self._open_stream(member, self._shared[0])
         shared, weight, pending = self._shared[0], self._shared[1 + index], self._pending
         self._waiting.discard(index)
         if not self._waiting:
@@ -142,5 +142,5 @@ class ColumnEntry(OfOneRank):
         self._source, self._waiting = weakref.ref(x), set(range(len(weights)))
 
     def _open_stream(self, member: Member, x: Tensor) -> None:
-        if self.stream is not None and member.training:
-            self.stream.open(x.device)
+        if self.stream is not None:
+            self.stream.open(x.device, x.shape[:-1], training=member.training)

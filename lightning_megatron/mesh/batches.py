@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -112,12 +113,23 @@ def split_batch(batch: Any, micro_batch_size: int) -> list[Any]:
     if micro_batch_size >= size:
         return [batch]
     starts = range(0, size, micro_batch_size)
-    return [_slice(batch, size, start, min(start + micro_batch_size, size)) for start in starts]
+    ends = [(start, min(start + micro_batch_size, size)) for start in starts]
+    return [_slice(batch, size, itemgetter(slice(*pair)), pair[1] - pair[0]) for pair in ends]
 
 
 def samples_of(batch: Any, start: int, stop: int) -> Any:
     """Samples ``start`` to ``stop`` of ``batch``, cut as :func:`split_batch` cuts it."""
-    return _slice(batch, batch_size_of(batch), start, stop)
+    return _slice(batch, batch_size_of(batch), itemgetter(slice(start, stop)), stop - start)
+
+
+def twice(batch: Any) -> Any:
+    """All samples of ``batch``, and all of them again."""
+
+    def doubled(rows: Any) -> Any:
+        return torch.cat([rows, rows]) if isinstance(rows, Tensor) else rows[list(range(len(rows))) * 2]
+
+    size = batch_size_of(batch)
+    return _slice(batch, size, lambda rows: rows * 2 if isinstance(rows, (list, tuple)) else doubled(rows), 2 * size)
 
 
 def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
@@ -189,26 +201,26 @@ def _even_tensors(batch: Any) -> Iterator[Tensor]:
             yield from _even_tensors(child)
 
 
-def _slice(value: Any, size: int, start: int, stop: int) -> Any:
+def _slice(value: Any, size: int, take: Callable[[Any], Any], count: int) -> Any:
     if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and value.shape[0] == size else value
+        return take(value) if value.dim() and value.shape[0] == size else value
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, Mapping):
-        return _rebuild_mapping(value, {k: _slice(v, size, start, stop) for k, v in value.items()})
+        return _rebuild_mapping(value, {k: _slice(v, size, take, count) for k, v in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _slice(getattr(value, f.name), size, start, stop) for f in dataclasses.fields(value)}
+        fields = {f.name: _slice(getattr(value, f.name), size, take, count) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     if isinstance(value, (list, tuple)):
         if len(value) == size and (_is_ragged(value) or _first_size(value) is None):
-            return value[start:stop]
-        items = [_slice(item, size, start, stop) for item in value]
+            return take(value)
+        items = [_slice(item, size, take, count) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_array(value) and value.shape[0] == size:
-        return value[start:stop]
+        return take(value)
     raise ValueError(
         f"the batch holds an object of type {type(value).__name__}, which cannot be cut into micro-batches of "
-        f"{stop - start} out of {size} samples; return tensors, dicts, lists, tuples or dataclasses, or set "
+        f"{count} out of {size} samples; return tensors, dicts, lists, tuples or dataclasses, or set "
         f"`micro_batch_size={size}`."
     )
 

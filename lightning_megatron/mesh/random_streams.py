@@ -11,27 +11,31 @@ main process draw the same numbers as in one process.
     global stream   ───────────────────────────────────────────▶   samplers, augmentation, the user's hooks
     step k          ┬─ micro-batch 0: before │ layer 0 │ layer 1 │ ... │ after
                     └─ micro-batch 1: before │ layer 0 │ layer 1 │ ... │ after
+
+With ``random_streams="layout"`` all micro-batches of all replicas enter the same streams, each draw takes one number of
+them, its key, and what it gives comes from that key and the place of the samples in the global batch
+(:mod:`~lightning_megatron.mesh.draws.mode`). What is drawn between two layers has streams of its own then.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.draws.global_rows import Rows
+from lightning_megatron.mesh.draws.mode import LayoutDraws
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
 _CALL_BITS = 20
+_BEHIND = 1 << 30  # segments behind layers, counted from here
+_WHOLE = Rows(0, 1, 1)
 
 
 def mix(*values: int) -> int:
@@ -57,11 +61,16 @@ class SegmentStreams:
         device: device whose generator is reseeded besides the CPU's.
         replica: data-parallel coordinate, so that replicas draw different numbers.
         seed: equal on all stages of a replica.
+        draws: answers draws from counters, so that they are those of one process in any layout; ``None`` where
+            torch's generators do.
     """
 
-    def __init__(self, device: torch.device, replica: int, seed: int) -> None:
+    def __init__(self, device: torch.device, replica: int, seed: int, draws: LayoutDraws | None = None) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._replica = replica
+        self._replica, self.draws = replica if draws is None else 0, draws
+        self._rows, self._ahead = [_WHOLE], dict[int, int]()
+        self._now, self._drawn = 0, False
+        self._others: tuple[Any, Any] | None = None
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
@@ -82,30 +91,79 @@ class SegmentStreams:
         return self._alike
 
     @contextmanager
-    def step(self, *, training: bool) -> Iterator[None]:
+    def step(self, *, training: bool, name: str = "", rows: Sequence[Rows] = (_WHOLE,)) -> Iterator[None]:
         """Run one step on its own streams, and restore the state of the global generators afterwards.
 
         Training and evaluation steps are counted separately: a run on one stage evaluates without streams, and its
         training steps must draw the same dropout masks.
+
+        Args:
+            training: whether it counts as a training step.
+            name: of the user's step.
+            rows: the samples of each micro-batch.
         """
         self._steps[training] += 1
         step_seed = mix(self._seed, self._steps[training], training)
         self.step_state = absorb(_START, step_seed, self._replica)
         state = _current_rng_state(self._device)
         try:
-            yield
+            with self._drawing(name, rows):
+                yield
         finally:
             restore_rng_state(state, self._device)
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Run a step that does not count, in which all micro-batches draw from the same streams."""
+    def trial(self, name: str = "training_step", rows: Sequence[Rows] = (_WHOLE,)) -> Iterator[None]:
+        """Run a step that does not count, in which all micro-batches draw from the same streams.
+
+        Args:
+            name: of the user's step.
+            rows: the samples of each micro-batch.
+        """
         before, state = self.step_state, _current_rng_state(self._device)
         self.step_state, self._alike = absorb(_START, mix(self._seed, self._steps[True], -1), self._replica), True
         try:
-            yield
+            with self._drawing(name, rows):
+                yield
         finally:
             self.step_state, self._alike = before, False
+            restore_rng_state(state, self._device)
+
+    @contextmanager
+    def _drawing(self, name: str, rows: Sequence[Rows]) -> Iterator[None]:
+        """Answer what the code inside draws, as far as counters do."""
+        if self.draws is None:
+            yield
+            return
+        before, outer = self._rows, self._drawn
+        self._rows, self._drawn = list(rows), True
+        self.draws.begin(name)
+        try:
+            with nullcontext() if outer else self.draws:
+                yield
+            self._check_others()
+        finally:
+            self._drawn, self._others = outer, None
+            if outer:  # a trial, in a step that goes on
+                self._rows = before
+                self.draws.begin(name)
+
+    def use_rows(self, rows: Sequence[Rows]) -> None:
+        """Say which samples the micro-batches of a trial have from now on."""
+        self._rows = list(rows)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the backward of the latest step, in which layers that are computed again draw again."""
+        if self._drawn or self.draws is None:
+            yield
+            return
+        state, self._drawn = _current_rng_state(self._device), True
+        try:
+            with self.draws:
+                yield
+        finally:
+            self._drawn = False
             restore_rng_state(state, self._device)
 
     def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
@@ -116,156 +174,92 @@ class SegmentStreams:
             segment: 0 before the trunk, ``1 + i`` in layer i, one past the last layer after the trunk.
             call: how often this segment of this micro-batch has been entered before.
         """
-        self.enter_known(self._seed_of(self._state_of(micro_batch), segment, call))
+        if self.draws is not None:
+            self._go_to_rows(micro_batch)
+            self.draws.enter(segment, call)
+        self._enter_known(self._seed_of(self._state_of(micro_batch), segment, call))
 
-    def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = ()) -> dict[int, int]:
+    def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = (), *, whole: bool = False) -> None:
         """Enter segment 0 of a micro-batch; reseeds Python's and NumPy's generators too.
 
         Args:
             micro_batch: index of the micro-batch in the step.
-            segments: segments whose seeds for the first call are wanted.
-
-        Returns:
-            Segment -> seed for :meth:`enter_known`. Hashing all seeds in a row takes a third of the time of hashing
-            them one by one between layers.
+            segments: segments that :meth:`enter_ahead` will enter. Hashing all seeds in a row takes a third of the
+                time of hashing them one by one between layers.
+            whole: whether code runs that sees the whole batch, of which layers see micro-batches.
         """
         state = self._state_of(micro_batch)
         seed = self._seed_of(state, 0)
-        self.enter_known(seed)
+        if self.draws is not None:
+            self._check_others()
+            self._go_to_rows(micro_batch, whole=whole)
+            self.draws.enter(0, 0)
+        self._enter_known(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-        return {segment: self._seed_of(state, segment) for segment in segments}
+        self._others = _states_of_others() if self.draws is not None and self.draws.splits else None
+        self._ahead = {segment: self._seed_of(state, segment) for segment in segments}
 
-    def enter_known(self, seed: int) -> None:
+    def _check_others(self) -> None:
+        """Refuse numbers of Python's and NumPy's generators, of which nobody can tell what they are drawn for."""
+        if self.draws is None or self._others is None:
+            return
+        for name, before, now in zip(("random", "numpy.random"), self._others, _states_of_others(), strict=True):
+            if before != now:
+                self._others = None
+                self.draws.refuse(name, "it may draw for every sample, and has no counters", "in the step")
+
+    def _go_to_rows(self, micro_batch: int, *, whole: bool = False) -> None:
+        """Say whose samples are drawn for from now on."""
+        if self.draws is None:
+            return
+        self._now = micro_batch
+        rows = self._rows[micro_batch if micro_batch < len(self._rows) else 0]
+        if whole and len(self._rows) > 1:
+            rows = self._rows[0]._replace(size=sum(part.size for part in self._rows))
+        self.draws.rows = rows
+
+    def resume(self, micro_batch: int) -> None:
+        """Draw for the samples of a micro-batch whose backward, with its recomputations, comes now."""
+        self._go_to_rows(micro_batch)
+
+    def enter_ahead(self, segment: int) -> None:
+        """Enter, for the first time in this micro-batch, one of the segments that were named."""
+        if self.draws is not None:
+            self.draws.enter(segment, 0)
+        self._enter_known(self._ahead[segment])
+
+    def leave(self, layer: int, call: int = 0) -> None:
+        """Enter what is behind a layer, where that has a stream of its own."""
+        if self.draws is not None:
+            self.enter(self._now, _BEHIND + layer, call)
+
+    def _enter_known(self, seed: int) -> None:
         """Reseed torch's generators with a known seed."""
         torch.default_generator.manual_seed(seed)
         if self._on_gpu:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
 
     def _state_of(self, micro_batch: int) -> int:
-        return absorb(self.step_state, 0 if self._alike else micro_batch)
+        return absorb(self.step_state, 0 if self._alike or self.draws is not None else micro_batch)
 
     @staticmethod
     def _seed_of(state: int, segment: int, call: int = 0) -> int:
         return absorb(state, (segment << _CALL_BITS) + call) & _MASK
 
-    def position(self) -> tuple[Tensor, Tensor | None]:
-        """States of torch's generators: the CPU's, and the GPU's if there is one."""
+    def position(self) -> tuple[Any, ...]:
+        """States of torch's generators: the CPU's, and the GPU's if there is one; and which draw is next."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), cuda
+        return torch.get_rng_state(), cuda, None if self.draws is None else self.draws.position
 
-    def go_to(self, position: tuple[Tensor, Tensor | None]) -> None:
+    def go_to(self, position: tuple[Any, ...]) -> None:
         """Restore the states that :meth:`position` returned."""
         torch.set_rng_state(position[0])
         if position[1] is not None:
             torch.cuda.set_rng_state(position[1], self._device)
-
-
-class SegmentHooks:
-    """Enters the segment streams of a trunk that is not cut, so that one process draws the same numbers as a pipeline.
-
-    Args:
-        layers: the trunk's layers.
-        streams: the streams.
-        parts: modules outside the trunk that hold parameters.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], streams: SegmentStreams, parts: Sequence[nn.Module] = ()) -> None:
-        self._streams = streams
-        self._layers = len(layers)
-        self._micro_batch: int | None = None
-        self._calls: dict[int, int] = {}
-        self._parts = PartHooks(parts, streams, lambda: None if self._calls else self._micro_batch)
-        self._handles = [
-            layer.register_forward_pre_hook(functools.partial(self._enter, 1 + index))
-            for index, layer in enumerate(layers)
-        ]
-        self._handles.append(layers[-1].register_forward_hook(functools.partial(self._enter, 1 + self._layers)))
-
-    def begin(self, micro_batch: int) -> None:
-        """Enter the segment before the trunk of a micro-batch."""
-        self._micro_batch = micro_batch
-        self._calls = {}
-        self._streams.enter_micro_batch(micro_batch)
-
-    def end(self) -> None:
-        """Disable the hooks until the next :meth:`begin`."""
-        self._micro_batch = None
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        self._parts.remove()
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, segment: int, *_: Any) -> None:
-        if self._micro_batch is None:
-            return
-        call = self._calls.get(segment, 0)
-        if in_backward():  # the user's activation checkpointing recomputes, and must draw the same numbers
-            self._streams.enter(self._micro_batch, segment, max(0, call - 1))
-            return
-        self._calls[segment] = call + 1
-        self._streams.enter(self._micro_batch, segment, call)
-
-
-class PartHooks:
-    """Makes each part that runs before the layers draw from a stream of its own.
-
-    A stage without the part does not run it, and so draws nothing for it. The numbers that the step itself draws after
-    the part (a diffusion model's time steps, noise) must still be equal on all stages.
-
-    Args:
-        parts: modules outside the trunk; those that cannot draw random numbers get no hooks.
-        streams: the streams.
-        before_trunk: returns the current micro-batch, or ``None`` if no step runs or its layers have begun.
-    """
-
-    def __init__(
-        self, parts: Sequence[nn.Module], streams: SegmentStreams, before_trunk: Callable[[], int | None]
-    ) -> None:
-        self._streams = streams
-        self._before_trunk = before_trunk
-        self._saved: dict[int, Any] = {}
-        self._calls: dict[int, tuple[tuple[int, int], int]] = {}
-        self._handles = []
-        for index, part in enumerate(parts):
-            if _may_draw(part):
-                self._handles.append(part.register_forward_pre_hook(functools.partial(self._enter, index)))
-                self._handles.append(part.register_forward_hook(functools.partial(self._leave, index)))
-
-    def use_streams(self, streams: SegmentStreams) -> None:
-        """Draw from other streams from now on."""
-        self._streams = streams
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, index: int, *_: Any) -> None:
-        micro_batch = self._before_trunk()
-        self._saved.pop(index, None)
-        if micro_batch is None or in_backward():
-            return
-        self._saved[index] = self._streams.position()
-        now = (self._streams.step_state, micro_batch)
-        last, call = self._calls.get(index, (None, 0))
-        call = call + 1 if last == now else 0
-        self._calls[index] = (now, call)
-        self._streams.enter(micro_batch, -1 - index, call)
-
-    def _leave(self, index: int, *_: Any) -> None:
-        if index in self._saved:
-            self._streams.go_to(self._saved.pop(index))
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Whether ``module`` may draw random numbers: it contains a dropout, or a module that is not torch's."""
-    children = list(module.modules())
-    foreign = any(not type(child).__module__.startswith("torch.nn.modules.") for child in children)
-    return foreign or any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)
+        if self.draws is not None:
+            self.draws.position = position[2]
 
 
 def state_digest() -> int:
@@ -281,6 +275,12 @@ def collect_rng_state(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = state["numpy"]
         state["numpy"] = (kind, keys.tolist(), *rest)
     return state
+
+
+def _states_of_others() -> tuple[Any, Any]:
+    """What tells whether Python's and NumPy's generators have drawn."""
+    found = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
+    return random.getstate(), (int(found[1][0]), *found[2:])
 
 
 def _current_rng_state(device: torch.device) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.recipes import arguments_of
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
+from lightning_megatron.strategy.together import check_draws
 from lightning_megatron.strategy.weight_checks import check_weight_sharding
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Options:
             adds them up, or runs only the layers in micro-batches, where these compute sample by sample, and the code
             around them on the whole batch. ``True`` says that the loss is one of the whole batch; ``False`` takes the
             mean of the micro-batches' losses as it is.
+        random_streams: ``"torch"`` draws from torch's generators, by stage and micro-batch; ``"layout"`` from counters
+            over the global batch, so that dropout and noise are those of one process. See ``docs/random_numbers.md``.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.
         optimizer_sharding: share the optimizer's work and state out over the replicas: each updates its part of the
             weights. ``{"shard": n}`` does so among n neighbouring replicas (those of a node) and repeats it in every
@@ -146,6 +149,7 @@ class Options:
     compile_layers: CompileOptions = False
     micro_batch_loss_weight: LossWeight | None = None
     whole_batch_loss: bool | str = "auto"
+    random_streams: str = "torch"
     variable_shapes: bool = False
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
@@ -198,6 +202,7 @@ class Options:
         check_experts(self)
         check_weight_sharding(self)
         check_offload(self)
+        check_draws(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -291,6 +296,7 @@ class Options:
                 offload=offload_of(self.optimizer_offload),
             ),
             expert_balance=self.expert_balance,
+            random_streams=self.random_streams,
         )
 
     @property

@@ -52,6 +52,7 @@ from lightning_megatron.strategy.step.assembly import Assembled, Assembler, sync
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
+from lightning_megatron.strategy.together import check_draws_run
 from lightning_megatron.strategy.weight_checks import check_sharded_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -362,6 +363,7 @@ def start_run(
     check_expert_run(options.expert_parallel_size, trainer, module)
     check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
+    check_draws_run(options.random_streams, module, processes.mesh.layout)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.expert_balance)
     lightning_state.refuse_graphs(trainer, processes.mesh.layout)
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in

@@ -56,9 +56,8 @@ class MegatronStrategy(ParallelStrategy):
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
     pipeline stages × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and
-    weights are those of one process (schedule: SC21, arXiv 2104.04473).
-
-    Arguments are described by :class:`~lightning_megatron.strategy.options.Options`, and below by ``help``.
+    weights are those of one process (schedule: SC21, arXiv 2104.04473). The arguments are described by
+    :class:`~lightning_megatron.strategy.options.Options`, and below by ``help``.
 
     Raises:
         ValueError: an argument is out of range, or sizes do not fit the number of devices.
@@ -95,6 +94,7 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_placement: Mapping[str, str] | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None, compile_layers: given.CompileOptions = False,
         timeout: timedelta | None = timedelta(minutes=30), cluster_environment: ClusterEnvironment | None = None,
+        random_streams: str = "torch",
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.data_parallel.presplit import splits_itself
+from lightning_megatron.mesh.layout import Layout
 
 
 def check_size(name: str, size: Any) -> None:
@@ -77,3 +79,40 @@ def refuse_with(given: str, wrong: str) -> NoReturn:
     """
     option = given.partition("=")[0]
     raise MisconfigurationException(f"`{given}` does not go together with {wrong}. Otherwise leave `{option}` out.")
+
+
+_GIVEN = "random_streams='layout'"
+_WITH_LAYOUT = {
+    "compile_layers": False,
+    "expert_parallel_size": 1,
+    "layout": None,
+}
+"""Options that do not go together with draws from counters, and the only values that do."""
+
+
+def check_draws(options: Any) -> None:
+    """Refuse a value of ``random_streams`` that is none, and options that do not go together with it.
+
+    Raises:
+        ValueError: with both options.
+    """
+    if options.random_streams not in ("torch", "layout"):
+        raise ValueError(f"`random_streams={options.random_streams!r}` must be 'torch' or 'layout'.")
+    if options.random_streams == "layout":
+        check_options_with(_GIVEN, options, _WITH_LAYOUT, "random_streams='torch'")
+
+
+def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Layout) -> None:
+    """Refuse modules whose code counters do not see, or whose steps are not cut at their layers.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if random_streams == "torch":
+        return
+    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        refuse_with(_GIVEN, "`torch.compile`: what compiled code draws cannot be seen")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        refuse_with(_GIVEN, "`torch.jit`: what scripted code draws cannot be seen")
+    if not module.automatic_optimization and layout.pipeline * layout.data > 1:
+        refuse_with(_GIVEN, "`automatic_optimization=False` on several stages or replicas, where no step is tried")

@@ -87,8 +87,9 @@ class Builder:
     def _region(self, region: Region) -> None:
         sequence = self._sequence_of(region)
         stream = None
-        if not region.gathered and sequence is None:
-            stream = RankStream(region.row, self.group.rank())
+        if not region.gathered:  # where tokens are split, a layer's own stream is switched around it
+            heads, ranks = region.sizes is not None, (self.group.rank(), self.group.size())
+            stream = RankStream(region.row, *ranks, heads=heads, switches=sequence is None)
         dims = (None, None) if sequence is None else sequence.dims(region)
         brought_in = sequence is not None and sequence.enters_above(region)
         updated = any(self._updates[name] is not None for name in region.columns)
@@ -274,8 +275,7 @@ def _whole_inside(column: nn.Module, stream: RankStream) -> None:
         stream.close()
 
     def open_(module: nn.Module, args: Any, output: Tensor) -> None:
-        if module.training:
-            stream.open(output.device)
+        stream.open(output.device, output.shape[:-1], training=module.training)
 
     column.register_forward_pre_hook(RankHook(close), prepend=True)
     column.register_forward_hook(RankHook(open_))

@@ -94,8 +94,9 @@ class SequencePlan:
         first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
         last.register_forward_hook(_gathering(self.dim, group))
         for name in self.layers:
-            layer, stream = self.module.get_submodule(name), RankStream(name, group.rank())
-            layer.register_forward_pre_hook(_opening(stream), with_kwargs=True, prepend=True)
+            layer, stream = self.module.get_submodule(name), RankStream(name, group.rank(), group.size())
+            opening = _opening(stream, self.dim, whole=layer is first)
+            layer.register_forward_pre_hook(opening, with_kwargs=True, prepend=True)
             layer.register_forward_hook(_closing(stream))
             layer.register_forward_hook(_forgetting(stream), always_call=True)
         for name, keys in {door for door in self.doors.values() if door is not None}:
@@ -291,11 +292,15 @@ def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     return RankHook(hook)
 
 
-def _opening(stream: RankStream) -> Callable[..., None]:
+def _opening(stream: RankStream, dim: int, *, whole: bool) -> Callable[..., None]:
+    """Before a layer of the trunk; the first one gets all tokens, which are split then."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if module.training and tensors:
-            stream.open(tensors[0].device)
+        if tensors:
+            shape = list(tensors[0].shape)
+            shape[dim] //= stream.size if whole else 1
+            stream.open(tensors[0].device, tokens=(dim, tuple(shape)), training=module.training)
 
     return RankHook(hook)
 

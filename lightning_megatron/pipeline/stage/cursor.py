@@ -13,6 +13,7 @@ A :class:`StageCursor` follows the layer calls of one run and does the replacing
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.key_value_caches import in_caches, with_own_caches
-from lightning_megatron.mesh.random_streams import PartHooks, SegmentStreams
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.segment_hooks import PartHooks
 from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
@@ -102,20 +104,16 @@ class StageCursor:
         """
         self.first, self.stop = bounds
         self._starts, self._trunk_only = self.first == 0 and received.span is None, trunk_only
-        self.where, self.training = where, trains(where)
-        self._watch = watch
+        self.where, self.training, self._watch = where, trains(where), watch
         self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
         self.stand_ins.begin(received, watch)
         self.computes_parts = self._starts and not self.side_effects.looks and not self.tells_always
-        self.micro_batch = micro_batch
-        self.received = received
-        self.sent = Boundary()
+        self.micro_batch, self.received, self.sent = micro_batch, received, Boundary()
         self._aliases: dict[int, tuple[Any, Tensor]] = {}
-        self._made: dict[int, Tensor] = {}
-        self._filled: dict[int, Tensor] = {}
-        self._next = called
-        self.running, self.parameters_read = True, False
-        self._seeds = self._streams.enter_micro_batch(micro_batch, range(1 + self.first, 2 + self.stop))
+        self._made, self._filled = dict[int, Tensor](), dict[int, Tensor]()
+        self._next, self.running, self.parameters_read = called, True, False
+        ahead = range(1 + self.first, 2 + self.stop)
+        self._streams.enter_micro_batch(micro_batch, ahead, whole=self.first == self.stop)
 
     def end(self) -> None:
         """Finish a run: nothing of the micro-batch stays referenced here."""
@@ -135,8 +133,8 @@ class StageCursor:
     def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
         """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
         self.first, self.stop = bounds
-        self.micro_batch = run.micro_batch
-        self.received = run.received
+        self.micro_batch, self.received = run.micro_batch, run.received
+        self._streams.resume(run.micro_batch)
 
     def writes(self, bounds: tuple[int, int]) -> bool:
         """Whether the layers ``bounds`` have written into what they received."""
@@ -166,6 +164,7 @@ class StageCursor:
             return self.passes.call_layer(index, call, args, kwargs)
         if self.running and 0 < index < self.first - 1 and self._passes_on(index, call, args, kwargs):
             self._next += 1
+            self._streams.leave(index)
             if self.received.effects is not None:
                 self.side_effects.repeat(index, args, kwargs, None)
             return args[0]
@@ -175,10 +174,11 @@ class StageCursor:
 
     def follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of a layer in its turn."""
-        if self._watch is None:
-            return self._follow(index, call, args, kwargs)
-        with self._watch.paused():
-            return self._follow(index, call, args, kwargs)
+        with nullcontext() if self._watch is None else self._watch.paused():
+            output = self._follow(index, call, args, kwargs)
+        if index < self._layers - 1:
+            self._streams.leave(index)
+        return output
 
     def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a skipped layer, neither first nor last, may hand on its input: the usual case, so at once."""
@@ -197,7 +197,7 @@ class StageCursor:
         if index == self.stop:
             self._capture(call, args, kwargs)
         args, kwargs = self._substitute(index, call, args, kwargs)
-        self._streams.enter_known(self._seeds[1 + index])
+        self._streams.enter_ahead(1 + index)
         output = note(self.stand_ins.noted.layers, index, self._compute(call, args, kwargs))
         if type(output) is not Tensor or self._made:
             self._made = made_by_layers(self._made, (args, kwargs), output)
@@ -208,14 +208,14 @@ class StageCursor:
                 self.sent = trunk_output.taken(output, call.sentinel.name, leaves=leaves)
                 self.sent.forms = self.stand_ins.all_forms()
                 raise StageDone
-            self._streams.enter_known(self._seeds[1 + self._layers])
+            self._streams.enter_ahead(1 + self._layers)
             if self.received.effects is not None:
                 self.side_effects.finish_trunk()
         return output
 
     def _joined(self, call: LayerCall, output: Any, received: trunk_output.Joined) -> Any:
         """What the last layer gives for a whole batch, where all layers have run on its micro-batches."""
-        self._streams.enter_known(self._seeds[1 + self._layers])
+        self._streams.enter_ahead(1 + self._layers)
         return trunk_output.given(output, received, call.sentinel.name)
 
     def is_inside(self, index: int) -> bool:

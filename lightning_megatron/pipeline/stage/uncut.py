@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.mesh.random_streams import SegmentHooks, SegmentStreams
+from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.segment_hooks import SegmentHooks
 from lightning_megatron.pipeline.cut.partition import parts_outside
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
@@ -53,11 +54,20 @@ class UncutModule:
             where: name of the step.
             trunk_only: never, with one stage.
         """
+        self.enter(micro_batch)
+        return StageRun(micro_batch, received, Boundary(), step(batch, micro_batch))
+
+    def enter(self, micro_batch: int) -> None:
+        """Let what follows draw as a micro-batch does."""
         if self._segments is None:
             self._streams.enter_micro_batch(micro_batch)
         else:
             self._segments.begin(micro_batch)
-        return StageRun(micro_batch, received, Boundary(), step(batch, micro_batch))
+
+    def enter_again(self) -> None:
+        """Let layers that are computed again draw again, in a backward that runs by itself."""
+        if self._segments is not None:
+            self._segments.resume()
 
     def resume(self, virtual_stage: int, run: StageRun) -> None:
         """Nothing to prepare: the backward follows its forward, so the random streams are still those of ``run``."""

@@ -22,13 +22,14 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.strategy.data.walk import order_state, restore_order
+from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 
 OWN, LIGHTNINGS = "own", "lightning"
 _REQUIRES, _RESOLVE = "_requires_distributed_sampler", "_resolve_sampler"
@@ -83,6 +84,15 @@ class Samplers:
     def _sampler_of(self, loader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
         deals = self._order == OWN and self._mesh.layout.data > 1 and mode == RunningStage.TRAINING
         return DealtSampler(loader.sampler, self._mesh) if deals else self._resolve(loader, shuffle=shuffle, mode=mode)
+
+
+def deals_in_turns(module: pl.LightningModule) -> bool:
+    """Whether the samples of training are dealt out to the replicas in turns, as torch's distributed samplers do."""
+    combined, _ = fetched_loaders(module.trainer)
+    loaders = getattr(combined, "flattened", None) or ()
+    samplers: list[Any] = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
+    samplers += [getattr(loader.batch_sampler, "sampler", None) for loader in loaders if isinstance(loader, DataLoader)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
 class DealtSampler(DistributedSamplerWrapper):

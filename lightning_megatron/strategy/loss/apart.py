@@ -52,6 +52,7 @@ class AroundTrial:
         parts: neighbouring micro-batches.
         both: all of them at once.
         schedule: gives the schedule of a forward of so many micro-batches.
+        use_rows: told of which samples the micro-batches are that run next.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class AroundTrial:
         parts: Sequence[Any],
         both: Any,
         schedule: Callable[[int], Schedule],
+        use_rows: Callable[[Sequence[Any]], None],
     ) -> None:
         self._call, self._recording, self._traces = call, recording, traces
         self._parts, self._both, self._schedule = list(parts), both, schedule
+        self._use_rows = use_rows
         self._draws = SameDraws({len(parts): tuple(range(len(parts)))})
         self._given: list[Sequence[Tensor]] = []
         self._found: list[tuple[Any, LogRecorder]] = []
@@ -74,6 +77,7 @@ class AroundTrial:
     def run(self, executor: PipelineExecutor) -> None:
         """Run all four, as far as this rank's stages go."""
         whole = PipelineStep(self._schedule(1), partial(self._recorded, around=False), [self._both], TRIAL)
+        self._use_rows([self._both])
         executor.run(whole)
         self._around(executor, [self._both], lambda index: _NOTHING)
         self._around(executor, self._parts, lambda index: self._draws.run(index))
@@ -91,6 +95,7 @@ class AroundTrial:
                 return self._alone(batch, self._writes[True])
 
         whole = WholeBatch(self._both, before, self._recorded)
+        self._use_rows(parts)
         executor.run(PipelineStep(self._schedule(len(parts)), layers, parts, TRIAL, whole=whole))
         self.failed = self.failed or whole.failed
         self._given.append(whole.given)

@@ -29,6 +29,7 @@ from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
@@ -182,7 +183,9 @@ class MixingTrials:
 
         schedule = self._context.schedule(1, forward_only=False)
         with self._context.streams.trial(), stages.running(pieces[2], 1, training=False) as executor:
-            for piece in pieces:
+            sizes = [batch_size_of(piece) for piece in pieces]
+            for piece, rows in zip(pieces, [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])], strict=True):
+                self._context.streams.use_rows([rows])
                 sink.begin(fresh=True, reduce=False)
                 executor.run(PipelineStep(schedule, run, [piece], TRIAL_WITH_BACKWARD, [1.0], sink))
                 found.append({name: _kept(p.grad) for name, p in self._routers.items() if p.grad is not None})

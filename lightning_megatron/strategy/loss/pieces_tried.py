@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
@@ -20,6 +21,18 @@ from lightning_megatron.strategy.step.step_context import Stages
 
 _PARTS = 5  # most micro-batches that are tried
 _FEW = 4  # samples at once, of fewer of which some losses look like means
+
+
+class Pieces(Protocol):
+    """What a trial runs; see :class:`Joins`."""
+
+    @property
+    def pieces(self) -> Sequence[Any]:
+        """In the order in which they run."""
+
+    @property
+    def joins(self) -> Mapping[int, tuple[int, ...]]:
+        """Place of several at once among the pieces -> places of the one, the other, ..."""
 
 
 class Joins:
@@ -50,6 +63,15 @@ class Joins:
             self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
         self.pieces = [map_tensors(piece, torch.clone) for piece in self.pieces]
 
+    def rows(self) -> list[Rows]:
+        """The samples of each piece, among those of all."""
+        sizes = [batch_size_of(piece) for piece in self.pieces]
+        singles = [place for place in range(len(sizes)) if place not in self.joins]
+        found = dict(zip(singles, Deal().rows([sizes[place] for place in singles]), strict=True))
+        for both, places in self.joins.items():
+            found[both] = found[places[0]]._replace(size=sizes[both])
+        return [found[place] for place in range(len(sizes))]
+
 
 class Tried:
     """The user's step on the pieces of a trial; leaves nothing behind.
@@ -59,7 +81,7 @@ class Tried:
     """
 
     def __init__(
-        self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: Joins, stages: Stages
+        self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: Pieces, stages: Stages
     ) -> None:
         self._call, self._recording, self.traces, self._joins = call, recording, traces, joins.joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
@@ -124,7 +125,8 @@ class LossTrials:
         tried = Tried(call, self._recording, Traces(self._module), joins, self._stages)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
-        with self._streams.trial(), self._stages.running(*checked, training=False) as executor:
+        trial = self._streams.trial(rows=joins.rows())
+        with trial, self._stages.running(*checked, training=False) as executor:
             executor.run(step)
         names, writes = tried.written(self._layers)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
@@ -149,7 +151,7 @@ class LossTrials:
 
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
-        tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule)
+        tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule, self._use_rows)
         with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
             tried.run(executor)
 
@@ -165,6 +167,9 @@ class LossTrials:
         if between:
             return f"the code between them writes `{min(between)}`"
         return next((why for why, *_ in told if why), "")
+
+    def _use_rows(self, parts: Sequence[Any]) -> None:
+        self._streams.use_rows(Deal().rows([batch_size_of(part) for part in parts]))
 
     def _found(self, step: PipelineStep, tried: Tried, joins: Joins) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""

@@ -80,11 +80,27 @@ class OneStage:
 
     def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
         """See :class:`Stages`."""
+        return nullcontext(self._open()[1])
+
+    def _open(self) -> tuple[UncutModule, PipelineExecutor]:
         if self._opened is None:
             whole = UncutModule(self._module, self._streams)
             links = StageLinks(self._mesh.group("pipeline_parallel"), self._mesh.pipeline_ranks, self._device)
             self._opened = whole, PipelineExecutor(whole, links, WholeFinality())
-        return nullcontext(self._opened[1])
+        return self._opened
+
+    @contextmanager
+    def segments(self, *, again: bool = False) -> Iterator[None]:
+        """Around a step that is run by itself, or ``again`` around its backward: layers draw from their streams."""
+        whole = self._open()[0]
+        if again:
+            whole.enter_again()
+        else:
+            whole.enter(0)
+        try:
+            yield
+        finally:
+            whole.end()
 
     def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
         """This stage's own."""

@@ -23,6 +23,8 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
+from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
+from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups, Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
@@ -187,7 +189,7 @@ class Assembler:
             self._check_own_split()
         agree_on_random_state(mesh, self._device)
         seed = agree_on_base_seed(self._device)
-        streams = SegmentStreams(self._device, mesh.coordinates.data, seed)
+        streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws())
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         tensor_state, report = self._split_layers(module)
         synchronize(module, mesh, wanted=syncs_batch_norm)
@@ -217,6 +219,14 @@ class Assembler:
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage), self._lazy_heads(module, stage)
         return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads)
+
+    def _draws(self) -> LayoutDraws | None:
+        """What answers draws, where they are to be those of one process."""
+        options = self._engine_options
+        if options.random_streams != "layout":
+            return None
+        splits = self._mesh.layout.world_size > 1 or options.micro_batch_size != "auto"
+        return LayoutDraws(ALL_ANSWERS, splits=splits)
 
     def _lazy_heads(self, module: pl.LightningModule, stage: Stage | None) -> LazyHeads | None:
         """Find the heads whose logits are to be computed in pieces."""

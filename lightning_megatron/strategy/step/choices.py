@@ -29,6 +29,7 @@ class EngineOptions:
     sequence_parallel: bool
     gradients: GradientOptions
     expert_balance: str | None = None
+    random_streams: str = "torch"
 
     @property
     def schedule_shape(self) -> ScheduleShape:

@@ -33,6 +33,7 @@ from lightning_megatron.strategy.loss.loss_checks import LossChecks
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
 from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.drawn_steps import DrawnStep
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.refusals import check_by_hand
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
@@ -99,7 +100,8 @@ class StepEngine:
         )
         stages: Stages
         if stage is None:
-            stages, check, take = OneStage(module, mesh, device, streams), None, None
+            one_stage = stages = OneStage(module, mesh, device, streams)
+            check, take = None, None
         else:
             several_stages = SeveralStages(module, mesh, device, stage, tensor, options, world)
             stages, check, take = several_stages, refuse_away, several_stages.repeats.take_log
@@ -114,6 +116,8 @@ class StepEngine:
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
             self.whole = PlainStep(self._context, copies, self._in_parts.cuts.mixing)
+            if streams.draws is not None:
+                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing)
         elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
             self.whole = StepByHand(self._context, stage, self._in_parts, copies)

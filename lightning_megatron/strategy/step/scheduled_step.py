@@ -23,6 +23,7 @@ from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.cuts import Cut, Cuts
 from lightning_megatron.strategy.loss.skips import Asks
 from lightning_megatron.strategy.loss.traces import LastStageWrites
+from lightning_megatron.strategy.step.drawn_steps import Drawing
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -35,6 +36,7 @@ class ScheduledStep:
 
     Attributes:
         cuts: how batches are cut.
+        drawing: whose samples draws are for.
         around: schedules of steps whose loss is one of the whole batch, by number of the layers' micro-batches.
     """
 
@@ -50,7 +52,7 @@ class ScheduledStep:
         self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
-        self.cuts = Cuts(context)
+        self.cuts, self.drawing = Cuts(context), Drawing(context)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
@@ -58,6 +60,7 @@ class ScheduledStep:
         self._stages.begin_training()
         split = self.cuts.candidates(batch)
         try:
+            self.drawing.learn(call, split, "training_step")
             parts, cut = self.cuts.choose(call, batch, split, first=window.first)
             total = cut.total * window.batches * self._mesh.layout.context  # each of whose ranks has a gradient
             scales = [weight / total * window.scale for weight in cut.weights]
@@ -119,8 +122,10 @@ class ScheduledStep:
             passes = partial(repeats.train, streams=self._context.streams) if training else repeats.run
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
-        own = training or passes is None  # else it draws as one process
-        streams = self._context.streams.step(training=training) if own else nullcontext()
+        apart = self.drawing.refuses(repeated=passes is not None)
+        own = training or passes is None or apart  # else it draws as one process
+        rows = self.drawing.rows(cut.layers or parts, name)
+        streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
         with self._context.recording.step(len(parts), cut.logs) as recorder, streams:
             call = self._context.experts.ending(call) if repeats is None else call
             call = asks.hears(call) if asks is not None else call
