@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import options as given
 from lightning_megatron.strategy.generation.lists import continue_prompts
-from lightning_megatron.strategy.lightning.distributed import move_optimizers
+from lightning_megatron.strategy.lightning.distributed import leaving_meta_tensors, move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.strategy.lightning.restoring import restore_now
@@ -262,7 +262,8 @@ class MegatronStrategy(ParallelStrategy):
         self._processes.stop_watching()
         if self._run is not None:
             self._run.close()
-        super().teardown()
+        with leaving_meta_tensors(self.lightning_module):
+            super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers alike on all stages of a replica; training goes on where the checkpoint's run stopped."""

@@ -63,7 +63,7 @@ class Adapted(LightningModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        base, config = base_of(kind), config_of(kind)
+        base, config, self.turns = base_of(kind), config_of(kind), kind == "in turns"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(1)
@@ -71,8 +71,14 @@ class Adapted(LightningModule):
             if kind == "two":
                 self.model.add_adapter("other", peft.LoraConfig(target_modules=["o_proj"], **LOW_RANK))
                 self.model.double()
+            if kind in ("both", "in turns"):
+                self.model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj", "down_proj"], **LOW_RANK))
+                self.model.base_model.set_adapter(["default", "other"])
+                self.model.double()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.turns:
+            self.model.set_adapter("other" if index % 2 else "default")
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         return loss
 

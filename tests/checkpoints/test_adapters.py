@@ -115,6 +115,24 @@ def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, fol
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+@pytest.mark.parametrize("kind", ["in turns", pytest.param("both", marks=pytest.mark.wide)])
+def test_two_adapters_train_at_a_layout_and_are_written_one_by_one(kind: str, folder: Path, tmp_path: Path) -> None:
+    path, wanted = _trained(kind, folder, **LAYOUT), torch.load(_trained(kind, folder), weights_only=True)
+    found, untrained = load_whole(path)["state_dict"], Adapted(kind).state_dict()
+    assert found.keys() == wanted["state_dict"].keys()
+    for name, value in wanted["state_dict"].items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        assert ".lora_B." not in name or not torch.equal(value, untrained[name]), f"{name} has not trained"
+    for adapter in ("default", "other"):
+        command("export", path, tmp_path / adapter, "--format", "adapter", "--adapter", adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "default"))
+        model.load_adapter(str(tmp_path / "other"), "other")
+    for name, value in model.double().state_dict().items():
+        torch.testing.assert_close(value, found[f"model.{name}"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("adapter", ["default", "other"])
 def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: Path, tmp_path: Path) -> None:
     path = _trained("two", folder)

@@ -108,6 +108,17 @@ def part_by_part(info: RankInfo, folder: str, sizes: dict[str, int], path: str) 
     trainer.save_checkpoint(path)
 
 
+def too_exact(info: RankInfo, folder: str) -> None:
+    """Float64, in which grouped experts cannot compute."""
+    make_trainer(info, MegatronStrategy(), max_steps=1).fit(Later(folder), DataLoader([torch.arange(8)]))  # type: ignore[arg-type]
+
+
+def test_a_run_refused_before_weights_are_read_says_why(tmp_path: Path) -> None:
+    _model("mixtral", experts_implementation="grouped_mm").save_pretrained(tmp_path)
+    (outcome,) = run_trainers(too_exact, str(tmp_path), devices=1, check=False, grace=20)
+    assert outcome.error is not None and "experts_implementation='eager'" in outcome.error
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -96,3 +97,18 @@ def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> No
         hosted = {key: optimizer.state.pop(key) for key in keys}
         _optimizers_to_device([optimizer], device)
         optimizer.state.update(hosted)
+
+
+@contextmanager
+def leaving_meta_tensors(module: nn.Module | None) -> Iterator[None]:
+    """Around Lightning's teardown, which moves the module: one that was refused before its weights came has no numbers
+    to move, and the error of that would hide the refusal.
+    """
+    if module is None or not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        yield
+        return
+    vars(module)["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        del vars(module)["cpu"]
