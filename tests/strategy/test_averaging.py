@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import one_process, run_trainers
-from tests.strategy.averaging_scenarios import KINDS, STOP, averaged
+from tests.strategy.averaging_scenarios import KINDS, STOP, averaged, counted
 
 WIDE = pytest.mark.wide
 LAYOUTS = {"one": (1, 1, 1), "pp2": (2, 1, 1), "dp2": (1, 2, 1), "tp2": (1, 1, 2), "pp2tp2": (2, 1, 2)}
@@ -31,6 +31,16 @@ def test_averages_are_those_of_one_process_and_go_on(kind: str, layout: str, tmp
     for name, value in weights.items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(resumed[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2", marks=WIDE)])
+def test_methods_that_a_subclass_overrides_are_called_as_in_one_process(layout: str) -> None:
+    calls, weights = one_process(counted, None)
+    outcomes = run_trainers(counted, LAYOUTS[layout], devices=2)
+    assert [outcome.value[0] for outcome in outcomes] == [calls, calls]
+    assert {"setup", "update", "transfer"} == set(calls)
+    for name, value in weights.items():
+        torch.testing.assert_close(outcomes[0].value[1][name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_an_average_saved_by_one_layout_goes_on_at_another(tmp_path: Path) -> None:

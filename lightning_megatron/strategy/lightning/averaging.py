@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -124,7 +125,7 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
 
 
 class _NoCopy(Replacement):
-    """Stands for ``setup`` of one callback, which copies the whole module; does nothing.
+    """Stands for ``setup`` of one callback: runs that of a subclass, in which Lightning's, which copies, does nothing.
 
     Args:
         callback: whose method it is.
@@ -133,10 +134,18 @@ class _NoCopy(Replacement):
 
     def __init__(self, callback: Any, replaced: Replacements) -> None:
         super().__init__(callback, "setup")
-        self.replaced = replaced
+        self.replaced, self._callback = replaced, callback
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Copy nothing."""
+        kind: Any = WeightAveraging if isinstance(self._callback, WeightAveraging) else StochasticWeightAveraging
+        with Replacements() as replaced:
+            replaced.put(kind, "setup", _nothing)
+            type(self._callback).setup(self._callback, *args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for Lightning's ``setup``."""
 
 
 class _Own:
@@ -186,9 +195,15 @@ class _Own:
 
     def update_parameters(self, average: HeldTensors, module: nn.Module, n_averaged: Tensor, avg_fn: Any) -> None:
         """``StochasticWeightAveraging.update_parameters`` with the weights in use."""
-        type(self._callback).update_parameters(average, self.live(), n_averaged, avg_fn)
+        self._formula("update_parameters")(average, self.live(), n_averaged, avg_fn)
 
     def transfer_weights(self, average: HeldTensors, module: nn.Module) -> None:
         """The averaged parameters become those in use; buffers stay."""
-        own = set(self.names)
-        self._weights.load({name: pieces for name, pieces in average.pieces().items() if name in own})
+        own, live = set(self.names), copy.deepcopy(self.live())
+        self._formula("transfer_weights")(average, live)
+        self._weights.load({name: pieces for name, pieces in live.pieces().items() if name in own})
+
+    def _formula(self, name: str) -> Any:
+        """The callback's method: Lightning's static one, or that of a subclass, which may be bound."""
+        kind = type(self._callback)
+        return inspect.getattr_static(kind, name).__get__(self._callback, kind)
