@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def text_of(node: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int
     Args:
         node: the expression.
         scope: the function that it stands in; assignments there are followed.
-        module: functions and constants of it are followed.
+        module: functions and constants of it are followed, and functions that it imports.
         depth: of following.
     """
     if isinstance(node, ast.Constant):
@@ -74,17 +75,37 @@ def text_of(node: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int
 
 
 def _returned(call: ast.Call, module: ast.Module, depth: int) -> list[str]:
-    """What a function of the same module may return."""
+    """What a function of the package, or an exception that one makes, may say."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name == "join" and call.args and isinstance(call.args[0], ast.GeneratorExp):
+        return text_of(call.args[0].elt, None, module, depth + 1)
     if name in ("format", "join", "strip"):
         return text_of(call.func.value, None, module, depth + 1) if isinstance(call.func, ast.Attribute) else []
+    if name.endswith(("Error", "Exception")):
+        return [text for argument in call.args[:1] for text in text_of(argument, None, module, depth + 1)]
     found = []
-    for function in ast.walk(module):
-        if isinstance(function, ast.FunctionDef) and function.name == name:
-            for statement in ast.walk(function):
-                if isinstance(statement, ast.Return) and statement.value is not None:
-                    found += text_of(statement.value, function, module, depth + 1)
+    for function, home in _named(name, module):
+        for statement in ast.walk(function):
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                found += text_of(statement.value, function, home, depth + 1)
     return found
+
+
+def _named(name: str, module: ast.Module) -> list[tuple[ast.FunctionDef, ast.Module]]:
+    """Functions of that name, with the module that each stands in: this one, or one that it is imported from."""
+    here = [(node, module) for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if here:
+        return here
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            path = REPOSITORY.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            return _named(name, _parsed(path)) if path.is_file() else []
+    return []
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def raised(path: Path) -> Iterator[str]:
@@ -102,7 +123,8 @@ def raised(path: Path) -> Iterator[str]:
         kind = node.exc.func.attr if isinstance(node.exc.func, ast.Attribute) else getattr(node.exc.func, "id", "")
         if kind in NO_MESSAGE:
             continue
-        arguments = node.exc.args[:1] if kind[:1].isupper() or (kind.startswith("_") and node.exc.args) else [node.exc]
+        arguments = node.exc.args[:1] if kind[:1].isupper() or kind.startswith("_") else []
+        arguments += [] if kind[:1].isupper() else [node.exc]
         for argument in arguments:
             for text in text_of(argument, scopes.get(id(node)), module):
                 whole = " ".join(text.split())

@@ -69,13 +69,23 @@ def test_messages_are_read_through_names_functions_and_conditions(tmp_path: Path
         "def told(x):\n    if x:\n        return f'the first of {x} failed'\n    return 'the second ' + 'failed'\n"
         "def act(x):\n    advice = f'use at most {x} of them'\n    if x > 3:\n        raise ValueError(told(x))\n"
         "    raise RuntimeError(f'`x={x!r}` is too large; {advice}' if x else 'nothing was given')\n"
+        "def _made(x):\n    return RuntimeError(f'{x} was made by a function')\n"
+        "def more(x):\n    raise _made(x)\n    raise ValueError('; '.join(told(each) for each in x))\n"
     )
     assert set(errors.raised(path)) == {
         "the first of … failed",
         "the second failed",
         "`x=…` is too large; …",
         "nothing was given",
+        "… was made by a function",
     }
+
+
+def test_messages_are_read_through_functions_of_other_modules() -> None:
+    path = errors.PACKAGE / "strategy" / "step" / "assembly.py"
+    assert "by an earlier run and holds this rank's part" in " ".join(errors.raised(path)), (
+        "made by a function of another module"
+    )
 
 
 def test_every_message_in_the_error_guide_is_one_that_the_code_gives() -> None:
