@@ -365,7 +365,7 @@ def start_run(
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     check_draws_run(options.random_streams, module, processes.mesh.layout)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.expert_balance)
-    lightning_state.refuse_graphs(trainer, processes.mesh.layout)
+    lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
         lightning_state.insert_failure_callback(trainer, processes.report)

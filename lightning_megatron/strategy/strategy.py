@@ -38,7 +38,7 @@ from lightning_megatron.strategy.lightning.distributed import leaving_meta_tenso
 from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.strategy.lightning.restoring import restore_now
-from lightning_megatron.strategy.lightning.trainer_access import present, seed_workers, show_device_mesh
+from lightning_megatron.strategy.lightning.trainer_access import is_under_way, present, seed_workers, show_device_mesh
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
@@ -124,8 +124,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Always: there is a process group, over which Lightning is to synchronise what is logged."""
-        return True
+        """Whether there are several processes, as tuners ask before a run; in a run always, for samplers and logs."""
+        return self.num_nodes * self.num_processes > 1 or is_under_way(self.lightning_module)
 
     @property
     def root_device(self) -> torch.device:

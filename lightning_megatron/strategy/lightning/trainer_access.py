@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelPruning, ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
@@ -60,6 +60,22 @@ def _to_nobody(exception: BaseException) -> None:
     """Stands for the report of a failure where there are no other ranks yet."""
 
 
+def settle_callbacks(trainer: pl.Trainer, layout: Layout, sharded: bool) -> None:
+    """Refuse loggers and callbacks of Lightning that cannot do here what they do, and let others count as here.
+
+    Args:
+        trainer: about to run.
+        layout: of its ranks.
+        sharded: whether replicas share out the optimizer's update.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    refuse_graphs(trainer, layout)
+    refuse_lottery(trainer, layout, sharded)
+    count_samples_once(trainer, layout)
+
+
 def refuse_graphs(trainer: pl.Trainer, layout: Layout) -> None:
     """Refuse ``TensorBoardLogger(log_graph=True)`` where no rank can run the whole forward that it traces.
 
@@ -72,6 +88,47 @@ def refuse_graphs(trainer: pl.Trainer, layout: Layout) -> None:
             f"(`pipeline_parallel_size={layout.pipeline}`, `tensor_parallel_size={layout.tensor}`); leave `log_graph` "
             "out, and log the graph in a run on one device: `max_steps=1` is enough."
         )
+
+
+def refuse_lottery(trainer: pl.Trainer, layout: Layout, sharded: bool) -> None:
+    """Refuse ModelPruning's lottery tickets where weights lie in buckets.
+
+    It sets ``weight.data = copy.data``, so in one process the "original" weights that it keeps go on to be trained, and
+    later prunings put back what the weights are. Weights in buckets take the values only.
+
+    Args:
+        trainer: about to run.
+        layout: of its ranks.
+        sharded: whether replicas share out the optimizer's update.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    mixed = str(trainer.precision).endswith("mixed")
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, ModelPruning) or callback._resample_parameters:
+            continue
+        if callback._use_lottery_ticket_hypothesis and (mixed or (sharded and layout.data > 1)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} with `use_lottery_ticket_hypothesis=True` (its default) keeps weights in "
+                f"one memory with those that it prunes, and with `data_parallel_size={layout.data}` and "
+                f"`precision={trainer.precision!r}` they lie elsewhere: later prunings would put other weights back "
+                "than in one process. Pass `use_lottery_ticket_hypothesis=False`, or train with "
+                "`MegatronStrategy(optimizer_sharding=False)` in a precision that is not mixed."
+            )
+
+
+def count_samples_once(trainer: pl.Trainer, layout: Layout) -> None:
+    """Let ThroughputMonitors multiply their rates by the replicas, not by the devices that share a replica's samples.
+
+    What they call a device is a replica then; ``mfu`` is that of its devices together.
+    """
+    for monitor in callbacks_of(trainer):
+        if isinstance(monitor, ThroughputMonitor):  # its setup, before each run's, has counted anew
+            for throughput in monitor._throughputs.values():
+                throughput.world_size = layout.data
+                if monitor.available_flops is not None:
+                    throughput.available_flops = monitor.available_flops * layout.world_size // layout.data
 
 
 def skips_backward(module: pl.LightningModule) -> bool:
@@ -193,6 +250,13 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 def hook_of(module: pl.LightningModule) -> str | None:
     """The hook that is running now, as ``self.log`` sees it; ``None`` outside of hooks."""
     return module._current_fx_name
+
+
+def is_under_way(module: pl.LightningModule | None) -> bool:
+    """Whether a function of the Trainer runs and has come further than the hooks called ``setup``."""
+    if module is None or module._trainer is None or hook_of(module) == "setup":
+        return False
+    return module._trainer.state.status == TrainerStatus.RUNNING
 
 
 def training_data(module: pl.LightningModule) -> Any:
