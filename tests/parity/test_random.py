@@ -90,7 +90,7 @@ def test_batches_of_one_update_draw_as_in_one_process(layout: str) -> None:
 REFUSED = [
     ("diffusion", "dp2", "only steps of training are tried"),
     ("mixup", "pp2-mb2", "it is an order of all samples, of which some are here"),
-    pytest.param("by_sample", "dp2", "how often it does depends on the number of samples", marks=pytest.mark.wide),
+    pytest.param("by_sample", "pp2-mb2", "how often it does depends on the number of samples", marks=pytest.mark.wide),
     pytest.param("pythons", "pp2-mb2", "it may draw for every sample, and has no counters", marks=pytest.mark.wide),
 ]
 
