@@ -152,6 +152,7 @@ GATHERS = {
     "convolution": lambda x: F.conv1d(x.transpose(1, 2), random_tensor(4, WIDTH, 3), padding=2)[..., :TOKENS],
     "cumulative": lambda x: x.cumsum(1) + x.flip(1) + x.roll(1, 1),
     "padded": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "twice": lambda x: torch.cat([x, x], 1) + torch.cat([x, x[:, :0], x], 1),
     "another token": lambda x: torch.cat([torch.zeros(BATCH, 1, WIDTH, dtype=x.dtype), x], 1),
     "batch norm": lambda x: F.batch_norm(x.flatten(0, 1), None, None, training=True),
     "recurrent": lambda x: nn.GRU(WIDTH, 3, batch_first=True, dtype=x.dtype)(x)[0] * 0 + x[..., :3],
@@ -254,7 +255,7 @@ RINGED = {
     "shared heads": lambda x: grouped(x, is_causal=True),
     "shared heads, mask": lambda x: grouped(x, attn_mask=CAUSAL[None, None]),
     "shared heads, a mask each": lambda x: grouped(x, attn_mask=torch.stack((CAUSAL, NOBODY))[None]),
-    "some tokens": lambda x: sdpa(torch.cat((x, x), 1)[:, :TOKENS], is_causal=True),
+    "after an empty cache": lambda x: sdpa(torch.cat((x[:, :0], x), 1)[:, :TOKENS], is_causal=True),
 }
 
 

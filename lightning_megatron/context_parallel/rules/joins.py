@@ -20,8 +20,9 @@ def _join(func: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         raise NeedsWhole
     dim %= first.ndim + stacked
     if not stacked and dim == first._dim:
-        if len(parts) > 1 and all(part is first or part.numel() == 0 for part in parts):  # an empty cache of keys
-            return first.like(first.local().clone())
+        filled = [part for part in parts if part.numel()]
+        if len(parts) > 1 and len(filled) == 1 and isinstance(filled[0], WholeTensor):  # an empty cache of keys
+            return filled[0].like(filled[0].local().clone())
         raise NeedsWhole
     place = first._dim - first.ndim
     if any(part.ndim != first.ndim or part.shape[place] != first.shape[place] for part in parts):
