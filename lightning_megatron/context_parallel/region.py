@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.context_parallel.block_split import from_described, in_blocks
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
-from lightning_megatron.context_parallel.token_split import BALANCES, Scope, TokenSplit
+from lightning_megatron.context_parallel.token_split import BALANCES, Scope
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
@@ -59,13 +60,23 @@ class TokenRegion:
         layers: its repeated layers; each call of one whose first tensor is whole cuts that to this rank's rows.
         group: the context ranks.
         options: ``method`` and ``balance``, as `check_options` gives them.
+        blocks: tensor ranks of which each keeps a block of those rows (sequence parallelism), and the name of the layer
+            where they begin to; ``None`` where all keep the same.
     """
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, options: Mapping[str, str]
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        options: Mapping[str, str],
+        blocks: tuple[dist.ProcessGroup, str] | None = None,
     ) -> None:
+        self._blocks = None if blocks is None else blocks[0]
+        self._first = None if blocks is None else blocks[1]
         self._module, self._group, self._balance = module, group, options["balance"]
         self.scope = Scope(options["method"])
+        self.scope.shared_out = in_blocks
         self.cuts: Counter[tuple[tuple[int, ...], float]] = Counter()
         self._names = {id(part): name for name, part in module.named_modules()}
         self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
@@ -123,7 +134,7 @@ class TokenRegion:
         """The tensor of global shape again, on the next stage."""
         self.scope.cut = True
         dim, split = described
-        return TokenShards.show(rows, TokenSplit.from_described(split, self._group, self.scope), dim)
+        return TokenShards.show(rows, from_described(split, self._group, self.scope, self._blocks), dim)
 
     def _with_shard(self, layer: nn.Module, value: Any, taken: list[Tensor]) -> Any:
         """``value`` with its first tensor of numbers cut; lists and dictionaries stay the same objects."""
@@ -167,8 +178,16 @@ class TokenRegion:
                 f"`{name}` was given {value.shape[dim]} tokens, fewer than `context_parallel_size={size}` ranks can "
                 "split (generation calls the layers with one token at a time); use `context_parallel_size=1`."
             )
-        shards = cut(value, self._group, dim, self._balance, self.scope)
-        self.cuts[tuple(value.shape), split_of(shards).causal_balance] += 1
+        if self._blocks is not None and name != self._first:
+            raise RuntimeError(
+                f"`sequence_parallel=True` with `context_parallel_size={size}`: `{name}` was given whole tokens, but "
+                f"layers split over tensor ranks begin to share them at `{self._first}`. Name one list of layers with "
+                "`pipeline_layers=...`, or use `sequence_parallel=False`."
+            )
+        shards = cut(value, self._group, dim, self._balance, self.scope, self._blocks)
+        split = split_of(shards)
+        split = split if self._blocks is None else split.together()
+        self.cuts[tuple(value.shape), split.causal_balance] += 1
         return shards
 
     def _refuse_hooks(self) -> None:

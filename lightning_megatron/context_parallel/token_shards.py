@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.context_parallel.block_split import in_blocks
 from lightning_megatron.context_parallel.rules import (
     elementwise,
     joins,
@@ -25,8 +26,9 @@ from lightning_megatron.context_parallel.rules import (
     token_products,
     token_views,
 )
-from lightning_megatron.context_parallel.token_split import BALANCES, Scope, TokenSplit
+from lightning_megatron.context_parallel.token_split import Scope, TokenSplit, runs_in_units
 from lightning_megatron.layers.whole import RULES, NeedsWhole, Rule, WholeTensor
+from lightning_megatron.mesh.messages.collectives import split_to_group
 from lightning_megatron.mesh.torch_functions import getters, name_of, setters
 
 
@@ -92,7 +94,14 @@ class TokenShards(WholeTensor):
     rules: ClassVar[Mapping[Any, Rule]] = {func: _called_otherwise(rule) for func, rule in _RULES.items()}
 
 
-def cut(whole: Tensor, group: Any, dim: int = 1, balance: str = "zigzag", scope: Scope | None = None) -> TokenShards:
+def cut(
+    whole: Tensor,
+    group: Any,
+    dim: int = 1,
+    balance: str = "zigzag",
+    scope: Scope | None = None,
+    blocks: Any | None = None,
+) -> TokenShards:
     """The same tensor, of which this rank keeps some rows. No communication.
 
     Args:
@@ -101,7 +110,15 @@ def cut(whole: Tensor, group: Any, dim: int = 1, balance: str = "zigzag", scope:
         dim: that of the tokens.
         balance: key of `BALANCES`.
         scope: of the module's steps.
+        blocks: ranks of which each keeps one block of those rows (sequence parallelism), if any.
+
+    Raises:
+        ValueError: tokens that cannot be shared in blocks.
     """
     dim %= whole.ndim
-    split = TokenSplit(group, whole.shape[dim], BALANCES[balance](whole.shape[dim], group.size()), scope or Scope())
-    return TokenShards.show(split.take(whole, dim, 0).clone(), split, dim)
+    runs = runs_in_units(balance, whole.shape[dim], group.size(), 1 if blocks is None else blocks.size())
+    split = TokenSplit(group, whole.shape[dim], runs, scope or Scope())
+    rows = split.take(whole, dim, 0)
+    if blocks is None:
+        return TokenShards.show(rows.clone(), split, dim)
+    return TokenShards.show(split_to_group(rows, dim, blocks), in_blocks(split, blocks), dim)

@@ -64,6 +64,18 @@ BALANCES = {"zigzag": zigzag_runs, "block": block_runs}
 """Ways to deal tokens out, by name."""
 
 
+def runs_in_units(balance: str, length: int, ranks: int, unit: int) -> tuple[tuple[Run, ...], ...]:
+    """Runs of each rank, in which the tokens of every ``unit`` of neighbours stay together."""
+    if length % unit:
+        raise ValueError(
+            f"The sequence length {length} is not divisible by tensor_parallel_size={unit}, which "
+            f"sequence_parallel=True needs: pad or cut to {(length // unit + 1) * unit} or {length // unit * unit}, or "
+            "set sequence_parallel=False."
+        )
+    dealt = BALANCES[balance](length // unit, ranks)
+    return tuple(tuple((start * unit, stop * unit) for start, stop in runs) for runs in dealt)
+
+
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Runs without empty ones; neighbours become one."""
     found: list[Run] = []
@@ -85,6 +97,7 @@ class Scope:
         cut: whether tokens were split in it.
         method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
         attended: how often it did, by method.
+        shared_out: makes the split whose parts are blocks of another's, over a group (sequence parallelism).
     """
 
     running: bool = False
@@ -93,6 +106,11 @@ class Scope:
     def __init__(self, method: str = "gather") -> None:
         self.method = method
         self.attended: Counter[str] = Counter()
+        self.shared_out: Callable[[TokenSplit, dist.ProcessGroup], TokenSplit] = _not_shared_out
+
+
+def _not_shared_out(split: TokenSplit, group: dist.ProcessGroup) -> TokenSplit:
+    raise RuntimeError(f"tokens are not split into blocks over {group.size()} tensor ranks here")
 
 
 @dataclass(frozen=True)
@@ -204,6 +222,17 @@ class TokenSplit(SplitDim):
         if folded is not None:
             folded = folded[0], cls.from_described(folded[1], group, scope), folded[2]
         return cls(group, length, runs, scope, folded)
+
+    def in_blocks(self, group: dist.ProcessGroup) -> TokenSplit:
+        """The same where each rank of ``group`` holds one block of this rank's rows; see `.block_split`."""
+        return self.scope.shared_out(self, group)
+
+    def check_mixes(self) -> None:
+        """Nothing to refuse: a function may read the tokens of other ranks."""
+
+    def together(self) -> TokenSplit:
+        """Not made of blocks: what is gathered over tensor ranks must have been split over them."""
+        raise RuntimeError("tokens that are not split into blocks were given to a layer that gathers them")
 
     def refuse_bypass(self, shape: Sequence[int]) -> None:
         """Refuse a function whose gradient would not be known.

@@ -28,7 +28,7 @@ from lightning_megatron.layers.products import (
 )
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input
-from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.layers.whole import SplitDim, WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import Range
 from lightning_megatron.mesh.pickling import OfOneRank
@@ -129,7 +129,7 @@ def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Ten
     if any(isinstance(x, WholeTensor) and x.is_by_rows for x in inputs):  # rows are multiplied where they are
         rows = [x.local() if isinstance(x, WholeTensor) and x.is_by_rows else x for x in inputs]
         found = zip(inputs, rows, _project(layer, rows), strict=True)
-        return [part if x is own else x.like(part) for x, own, part in found]  # type: ignore[attr-defined]
+        return [part if x is own else x.like(part, split=_brought(layer, x)) for x, own, part in found]  # type: ignore[attr-defined, arg-type]
     whole = _sharding_of(layer) is None
     if whole and layer._qkv_same_embed_dim and query is key and key is value:
         return list(_packed_projection(layer, query).split(_projection_sizes(layer), -1))
@@ -154,6 +154,12 @@ def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Ten
             put_off, part = takers[i], parts[i]
             outputs[i] = sharded_product(shared, passed[place], biases[i], pending, place, put_off, part=part)
     return [outputs[i] for i in range(3)]
+
+
+def _brought(layer: nn.MultiheadAttention, x: WholeTensor) -> SplitDim | None:
+    """How the tokens of a projection of ``x`` are split where that gathers them; ``None`` for as those of ``x``."""
+    sharding = _sharding_of(layer)
+    return None if sharding is None or sharding.sequence_dim is None else x._split.together()
 
 
 def _packed_projection(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -297,7 +303,9 @@ def _attend(
 
 def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
     if isinstance(out, WholeTensor) and out.is_by_rows:
-        return out.like(_output(layer, out.local()))
+        sharding = _sharding_of(layer)
+        scatters = sharding is not None and sharding.sequence_dim is not None
+        return out.like(_output(layer, out.local()), split=out._split.in_blocks(sharding.group) if scatters else None)  # type: ignore[union-attr]
     sharding, weight, bias = _sharding_of(layer), layer.out_proj.weight, layer.out_proj.bias
     taker = _taker(layer, "out_proj", None, out)
     if sharding is None:

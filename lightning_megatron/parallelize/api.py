@@ -30,6 +30,7 @@ def parallelize(
     *,
     example: Any = None,
     synchronize: bool = True,
+    splits_input: bool = True,
 ) -> ParallelReport:
     """Split the layers of a module over the tensor group, in place. Collective over that group.
 
@@ -42,6 +43,8 @@ def parallelize(
             default.
         synchronize: whether parameters and buffers are first broadcast from tensor rank 0, so that all ranks have the
             same initial values.
+        splits_input: whether the first layer splits its input along the sequence, under ``sequence_parallel``; not
+            where that is split over context ranks as well.
 
     Returns:
         The plan that was applied, with a table of all parameters.
@@ -57,6 +60,8 @@ def parallelize(
         broadcast_state(module, group)
     blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
     _agree(blueprint, group)
+    if sequence is not None:
+        sequence.splits_input = splits_input
     return _carry_out(module, group, blueprint, sequence)
 
 

@@ -10,7 +10,6 @@ from lightning_megatron.context_parallel.region import check_options
 from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_CONTEXT = {
-    "sequence_parallel": False,
     "compile_layers": False,
     "record_timeline": False,
     "overlap_parameter_gather": False,
@@ -36,6 +35,9 @@ def check_context(options: Any) -> None:
     check_size("context_parallel_size", size)
     if size > 1:
         check_options_with(f"context_parallel_size={size}", options, _WITHOUT_CONTEXT, "context_parallel_size=1")
+    if size > 1 and options.sequence_parallel:
+        given = f"sequence_parallel=True, context_parallel_size={size}"
+        check_options_with(given, options, {"random_streams": "torch"}, "sequence_parallel=False")
     check_options(size, options.context_parallel_options)
 
 

@@ -89,3 +89,19 @@ def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
     strategy = MegatronStrategy(pipeline_parallel_size=2, context_parallel_size=2)
     with pytest.raises(ValueError, match="`context_parallel_size=1`"):
         rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
+
+
+def kept_per_token(size: int) -> float:
+    """Bytes that a rank keeps for the backward, per token of the whole sequences."""
+    kept = []
+    for tokens in (256, 512):
+        strategy = MegatronStrategy(context_parallel_size=size)
+        found = rehearse(strategy, Words, torch.zeros(BATCH, tokens, dtype=torch.long), world_size=size)
+        kept.append(found.bytes_by_kind["activations"])
+    return (kept[1] - kept[0]) / (256 * BATCH)
+
+
+def test_what_is_kept_for_the_backward_falls_as_context_ranks_are_added():
+    alone = kept_per_token(1)
+    for size in (2, 4):
+        assert kept_per_token(size) <= 1.05 / size * alone

@@ -24,6 +24,9 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "cp2xtp2": (1, 1, 2),
     "cp3xtp2": (1, 1, 2),
     "pp2xcp2xtp2": (2, 1, 2),
+    "cp2xtp2xsp": (1, 1, 2),
+    "cp3xtp2xsp": (1, 1, 2),
+    "pp2xcp2xtp2xsp": (2, 1, 2),
 }
 CONTEXT = {name: int(part[2:]) for name in LAYOUTS for part in name.split("x") if part.startswith("cp")}
 """Context ranks of a layout; 1 in the others."""
@@ -75,6 +78,11 @@ class Row:
     def context(self) -> int:
         """Context-parallel size."""
         return CONTEXT.get(self.layout, 1)
+
+    @property
+    def sequence(self) -> bool:
+        """Whether tensor ranks share the tokens between regions (sequence parallelism)."""
+        return self.layout.endswith("sp")
 
     @property
     def reference(self) -> Row:

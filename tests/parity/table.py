@@ -87,7 +87,7 @@ def everyday() -> list[Row]:
         Row("torch_encoder", "dp2xcp2", "1f1b", "none", 1, 0),
         Row("hf_llama", "cp2", "1f1b", "value", 1, 0),
         Row("nanogpt", "pp2xcp2", "1f1b", "norm", 2, 2),
-        Row("hf_gpt2", "cp2xtp2", "1f1b", "norm", 1, 0),
+        Row("hf_gpt2", "cp2xtp2xsp", "1f1b", "norm", 1, 0),
     ]
     return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns, *tokens]
 
@@ -118,5 +118,9 @@ def everything() -> Iterator[Row]:
     yield Row("nanogpt", "pp3xcp2", "1f1b", "norm", 2, 2)
     for layout in ("pp2xdp2xcp2", "cp3xtp2", "pp2xcp2xtp2"):
         yield Row("nanogpt", layout, "1f1b", "norm", 2, 2)
+    for module, layout in itertools.product(("nanogpt", "hf_llama", "hf_gpt2"), ("cp2xtp2xsp", "cp3xtp2xsp")):
+        yield Row(module, layout, "1f1b", "value", 2, 0)
+    for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+        yield Row("hf_llama", "pp2xcp2xtp2xsp", schedule, "norm", 2, 2)
     for setting in itertools.product(*FACTORS):
         yield _row("nanogpt", setting)  # type: ignore[arg-type]

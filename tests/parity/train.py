@@ -79,6 +79,7 @@ def make_strategy(row: Row) -> Any:
         data_parallel_size=data,
         tensor_parallel_size=tensor,
         context_parallel_size=row.context,
+        sequence_parallel=row.sequence,
         micro_batch_size=row.micro_batch or "auto",
         pipeline_schedule=row.schedule,
     )

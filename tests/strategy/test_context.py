@@ -12,8 +12,14 @@ from tests.strategy.context_scenarios import every_loop, fit, updates
 OPTIONS = [
     ({"context_parallel_size": 0}, "`context_parallel_size=0` must be an integer"),
     ({"context_parallel_size": True}, "must be an integer"),
-    ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "`sequence_parallel=False`"),
     ({"context_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
+    (
+        {
+            **{"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
+            "random_streams": "layout",
+        },
+        "random_streams='torch'",
+    ),
     ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
     ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),
     ({"context_parallel_size": 2, "context_parallel_options": {"method": "rings"}}, "use 'gather'"),

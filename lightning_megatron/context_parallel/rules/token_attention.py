@@ -104,6 +104,7 @@ def _attention(
     if attn_mask is not None and is_causal:
         raise NeedsWhole  # torch says what is wrong with that
     keys = split_of(key if isinstance(key, WholeTensor) else query)
+    keys.check_mixes()
     split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key._split == value._split
     split = split and key._dim == key.ndim - 2 and value._dim == value.ndim - 2
     alike = split and key._split == query._split and key.shape[:-1] == value.shape[:-1]

@@ -76,9 +76,9 @@ class WholeTensor(torch.Tensor):
         made: Self = _make(cls, local, split, dim)
         return made
 
-    def like(self, local: Tensor, dim: int | None = None) -> Self:
-        """Another part of a tensor that is cut in the same way, maybe along another ``dim``."""
-        return self.show(local, self._split, self._dim if dim is None else dim)
+    def like(self, local: Tensor, dim: int | None = None, split: SplitDim | None = None) -> Self:
+        """Another part of a tensor that is cut in the same way, maybe along another ``dim`` or by another ``split``."""
+        return self.show(local, split or self._split, self._dim if dim is None else dim)
 
     def local(self) -> Tensor:
         """This rank's part, padding included: [.., block, ..]."""

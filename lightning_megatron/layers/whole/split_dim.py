@@ -89,6 +89,14 @@ class SplitDim:
         """That of the tensor of global shape, which is its part's."""
         return local.dtype
 
+    def in_blocks(self, group: dist.ProcessGroup) -> SplitDim:
+        """The same dim where each rank of ``group`` holds one block of what is here (sequence parallelism)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be split further")
+
+    def together(self) -> SplitDim:
+        """The same dim where each rank of that group holds all of its blocks."""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+
     def refuse_bypass(self, shape: Sequence[int]) -> None:
         """Called where a function that passes by the rules was given a tensor of this ``shape`` that needs a gradient.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SEQUENCE_SPLIT = "sequence split"
+"""Style of the layer where sequence parallelism begins."""
+
 
 @dataclass(frozen=True)
 class ModuleRow:

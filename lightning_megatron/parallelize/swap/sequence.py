@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
 from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
-from lightning_megatron.parallelize.plan.row import ModuleRow
+from lightning_megatron.parallelize.plan.row import SEQUENCE_SPLIT, ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.inputs import LENGTH
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models
@@ -49,6 +50,7 @@ class SequencePlan:
         doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and its
             arguments to gather, or None if the projections gather it.
         outside: parameters outside of the layers that act on sequence shards only (conditions, gates between layers).
+        splits_input: whether the first layer splits its input; not where what splits tokens over context ranks does.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class SequencePlan:
     dim: int
     doors: dict[str, Door | None] = field(default_factory=dict)
     outside: set[str] = field(default_factory=set)
+    splits_input: bool = True
 
     def carried_over(self, study: Study, module: nn.Module) -> SequencePlan:
         """Translate a plan made for a stand-in to the user's ``module``."""
@@ -91,7 +94,8 @@ class SequencePlan:
     def install(self, group: dist.ProcessGroup) -> None:
         """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
         first, last = self.module.get_submodule(self.layers[0]), self.module.get_submodule(self.layers[-1])
-        first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
+        if self.splits_input:
+            first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
         last.register_forward_hook(_gathering(self.dim, group))
         for name in self.layers:
             layer, stream = self.module.get_submodule(name), RankStream(name, group.rank(), group.size())
@@ -106,7 +110,7 @@ class SequencePlan:
     def rows(self) -> list[ModuleRow]:
         """Rows of the report for the two ends of the trunk."""
         return [
-            ModuleRow(self.layers[0], "sequence split", None, None, "", "all-gather"),
+            ModuleRow(self.layers[0], SEQUENCE_SPLIT, None, None, "", "all-gather"),
             ModuleRow(self.layers[-1], "sequence gather", None, None, "all-gather", ""),
         ]
 
@@ -278,7 +282,7 @@ def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
 
 def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace(args, kwargs, keys, lambda x: gather_for_shards(x, dim if x.dim() > 2 else 0, group))
+        return _replace(args, kwargs, keys, lambda x: _gathered(x, dim if x.dim() > 2 else 0, group, gather_for_shards))
 
     return RankHook(hook)
 
@@ -286,10 +290,17 @@ def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> 
 def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
-            return gather_from_group(output, dim, group)
-        return type(output)([gather_from_group(output[0], dim, group), *output[1:]])
+            return _gathered(output, dim, group, gather_from_group)
+        return type(output)([_gathered(output[0], dim, group, gather_from_group), *output[1:]])
 
     return RankHook(hook)
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup, gather: Callable[..., Tensor]) -> Tensor:
+    """All of the tokens; of one whose tokens are split over context ranks as well, all of this context rank's."""
+    if not isinstance(x, WholeTensor):
+        return gather(x, dim, group)
+    return x.like(gather(x.local(), dim, group), split=x._split.together())
 
 
 def _opening(stream: RankStream, dim: int, *, whole: bool) -> Callable[..., None]:

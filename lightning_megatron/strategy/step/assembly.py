@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -28,6 +29,7 @@ from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups, Holders, ParallelMesh
 from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.parallelize.plan.row import SEQUENCE_SPLIT
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
@@ -217,7 +219,7 @@ class Assembler:
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
             agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
-        tokens, heads = self._split_tokens(module, stage), self._lazy_heads(module, stage)
+        tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
         return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads)
 
     def _draws(self) -> LayoutDraws | None:
@@ -236,15 +238,17 @@ class Assembler:
         calls = stage is None or stage.partition.owners[-1] == stage.stage
         return LazyHeads(module, layers, self._options.loss_chunks, calls)
 
-    def _split_tokens(self, module: pl.LightningModule, stage: Stage | None) -> TokenRegion | None:
+    def _split_tokens(
+        self, module: pl.LightningModule, stage: Stage | None, report: ParallelReport | None
+    ) -> TokenRegion | None:
         """Split the tokens of the module's steps over context ranks, where there are several."""
         if stage is not None:
             stage.cursor.tokens = None
         if self._mesh.layout.context == 1:
             return None
-        group = self._mesh.group("context_parallel")
+        group, blocks = self._mesh.group("context_parallel"), self._blocks(report)
         if stage is not None:  # whose layers ask the region themselves
-            stage.cursor.tokens = region = TokenRegion(module, (), group, self._options.context)
+            stage.cursor.tokens = region = TokenRegion(module, (), group, self._options.context, blocks)
             return region
         try:
             layers = find_trunk(module, self._options.pipeline_layers).layers(module)
@@ -252,7 +256,14 @@ class Assembler:
             raise ValueError(
                 f"`context_parallel_size={group.size()}` splits the input of repeated layers: {error}"
             ) from error
-        return TokenRegion(module, layers, group, self._options.context)
+        return TokenRegion(module, layers, group, self._options.context, blocks)
+
+    def _blocks(self, report: ParallelReport | None) -> tuple[dist.ProcessGroup, str] | None:
+        """Tensor ranks that share out the tokens of a context rank, and the layer where they begin to."""
+        for row in report.rows if report is not None and report.sequence_parallel else ():
+            if row.style == SEQUENCE_SPLIT:
+                return self._mesh.group("tensor_parallel"), row.name
+        return None
 
     def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
@@ -275,7 +286,10 @@ class Assembler:
             from lightning_megatron.parallelize import parallelize
 
             with self._precision.forward_context():
-                report = parallelize(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel)
+                report = parallelize(
+                    *(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel),
+                    splits_input=self._mesh.layout.context == 1,
+                )
             earlier = Marks.of(module).put(_Split(tensor, TensorState(report.parameters, group), report))
         return earlier.state, earlier.report
 
