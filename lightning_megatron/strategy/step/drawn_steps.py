@@ -98,6 +98,8 @@ class Drawing:
                 step = PipelineStep(self._context.schedule(2, forward_only=True), run, pieces, TRIAL)
                 with self._streams.trial(name), stages.running(pieces[1], 2, training=False) as executor:
                     executor.run(step)
+                if tried.failed:  # code behind the layers, whose errors a trial of the loss forgives
+                    raise RuntimeError(f"`random_streams='layout'` cannot try the step: {tried.failed}")
                 outcome = stages.outcome(lambda: Outcome(no_logs(self._context.device)), TRIAL)
                 stages.settle()
                 missed = "" if isinstance(outcome.output, StartOver) else lesson.left_over()
