@@ -19,8 +19,9 @@ from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.loss import said as said_of_losses
-from lightning_megatron.strategy.loss.traces import Traces, judge
+from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.written import Join, judge
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
@@ -269,16 +270,17 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
         traces.put_back()
     assert "seen" not in vars(module) and module.table == {"samples": 0} and module.kept == []
     assert not module.mean.any() and module.meter.best == 5.0
-    counters, writes = judge([(changes[:2], changes[2])])
-    assert counters == [("", "seen")] and writes in ("meter.best", "mean")
-    assert judge([([{}, {}], {})]) == ([], "")
+    kinds, writes, _ = judge([Join(changes[:2], changes[2])])
+    assert kinds == {("", "seen"): "same", ("table", "samples"): "sum"} and writes in ("meter.best", "mean")
+    assert judge([Join([{}, {}], {})]) == ({}, "", False)
     right = ("", "right")
-    added = ([{}, {right: (3, 5)}], {right: (3, 5)})
-    alike = ([{right: (3, 4)}, {right: (3, 4)}], {right: (3, 4)})
+    added = Join([{}, {right: (3, 5)}], {right: (3, 5)})
+    alike = Join([{right: (3, 4)}, {right: (3, 4)}], {right: (3, 4)})
     mean = ("layers.0", "mean")
-    unlike = ([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
-    assert judge([unlike], ["layers.0"]) == ([], "") and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
-    assert judge([added]) == ([], "") and judge([alike]) == ([right], "") and judge([added, alike])[1] == "right"
+    unlike = Join([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
+    assert judge([unlike], ["layers.0"])[1] == "" and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
+    assert judge([added]) == ({right: "sum"}, "", False)
+    assert judge([alike]) == ({right: "same"}, "", False) and judge([added, alike])[1] == "right"
 
 
 class Ways(Callback):

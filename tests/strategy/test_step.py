@@ -139,7 +139,8 @@ def test_both_ways_give_the_gradients_losses_and_logs_of_the_whole_batch(mesh: P
 
 def test_one_stage_runs_its_micro_batches_one_at_a_time(mesh: ParallelMesh) -> None:
     module = Net()
-    run(engine_of(module, mesh, micro_batch_size=2, pipeline_schedule="gpipe"), module, rows(6))
+    options = {"micro_batch_size": 2, "pipeline_schedule": "gpipe", "whole_batch_loss": False}
+    run(engine_of(module, mesh, **options), module, rows(6))  # its list would get what is of the whole batch
     assert module.order == ["F0", "B0", "F2", "B2", "F4", "B4"]
 
 
@@ -162,14 +163,15 @@ def test_gradients_of_several_batches_add_up_to_their_mean(mesh: ParallelMesh) -
 @pytest.mark.parametrize("trunk", [True, False])
 def test_every_micro_batch_of_every_step_draws_numbers_of_its_own(mesh: ParallelMesh, trunk: bool) -> None:
     module = Net(drop=0.5, trunk=trunk)
-    engine, state = engine_of(module, mesh, micro_batch_size=8), torch.get_rng_state()
+    options = {"micro_batch_size": 8, "whole_batch_loss": False}  # its list would get what is of the whole batch
+    engine, state = engine_of(module, mesh, **options), torch.get_rng_state()
     for _ in range(2):
         run(engine, module, rows(16))
     assert torch.equal(torch.get_rng_state(), state), "the global stream is that of one process"
     pairs = [(i, j) for i in range(4) for j in range(i)]
     assert not any(torch.equal(module.masks[i], module.masks[j]) for i, j in pairs)
     again = Net(drop=0.5, trunk=trunk)
-    run(engine_of(again, mesh, micro_batch_size=8), again, rows(16))
+    run(engine_of(again, mesh, **options), again, rows(16))
     assert all(torch.equal(one, other) for one, other in zip(again.masks, module.masks, strict=False))
 
 

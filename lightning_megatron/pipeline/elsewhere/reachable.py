@@ -48,16 +48,17 @@ class Reach:
         root: the user's module.
         layer: a layer of its trunk.
         others: the trunk's other layers, whose own attributes are none of this layer's business.
+        most: containers to find; more are data that happens to hang on the module.
 
     Attributes:
         passing: whether what was found last holds for one call only.
     """
 
-    def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int]) -> None:
+    def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int], most: int = _FOUND) -> None:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._layer, self._others = layer, others
         self._inside = frozenset(id(module) for module in layer.modules())
-        self._root = root
+        self._root, self._most = root, most
 
     def containers(self, arguments: tuple[Any, ...] = ()) -> list[Container]:
         """All of them, those inside the layer first.
@@ -80,7 +81,7 @@ class Reach:
         kind = type(value)
         if (
             depth == 0
-            or len(self._found) > _FOUND
+            or len(self._found) > self._most
             or kind in _PLAIN
             or isinstance(value, Tensor)
             or id(value) in self._seen

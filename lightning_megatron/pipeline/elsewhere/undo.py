@@ -16,7 +16,7 @@ run ends, and so is what was added to lists. Numbers stay: a layer may count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import put_back
+from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
+
+LISTS = (list, deque, set)
+"""What is written to entry by entry."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is inside of an object that code writes to in place: a tensor, a list or a set.
+    """What is inside of an object that code writes to in place: a tensor, a list, a set, the state of a generator.
 
     Attributes:
         value: the object.
@@ -49,7 +53,10 @@ class Contents:
         """Those of a value; ``None`` of one that is not written to in place."""
         if type(value) is Tensor and not value.is_meta:
             return cls.of_tensor(value)
-        return cls(value, value.copy()) if isinstance(value, (list, deque, set)) else None
+        if isinstance(value, LISTS):
+            return cls(value, value.copy())
+        state = state_of(value)
+        return None if state is None else cls(value, state)
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> Contents:
@@ -62,17 +69,26 @@ class Contents:
         if isinstance(value, Tensor):
             if not is_equal(value, copy):
                 put_back(value, copy, self.version)
-        elif isinstance(value, set):
-            if value != copy:
-                value.clear()
-                value.update(copy)
-        elif len(value) != len(copy) or any(a is not b for a, b in zip(value, copy, strict=True)):
+        elif isinstance(copy, State):
+            if state_of(value) != copy:
+                set_state(value, copy)
+        else:
+            refill(value, copy)
+
+
+def refill(value: Any, entries: Any) -> None:
+    """Let a list, deque or set hold ``entries`` and nothing else."""
+    if isinstance(value, set):
+        if value != entries:
             value.clear()
-            value.extend(copy)
+            value.update(entries)
+    elif len(value) != len(entries) or any(a is not b for a, b in zip(value, entries, strict=True)):
+        value.clear()
+        value.extend(entries)
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; tensors, where shape, dtype and device are as well."""
+    """Whether two values are equal; tensors, where shape, dtype and device are as well; lists, entry by entry."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -80,7 +96,12 @@ def is_equal(one: Any, other: Any) -> bool:
         return same and bool(torch.equal(one.detach(), other.detach()))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
-    return bool(one == other)
+    if isinstance(one, (list, tuple, deque)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_equal(entry, other[key]) for key, entry in one.items())
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
 class Kept:
@@ -96,7 +117,9 @@ class Kept:
         values: by key, the value, or :data:`~.containers.MISSING`, and what was inside of it.
     """
 
-    def __init__(self, table: dict[Any, Any], keys: Iterable[Any] | None = None, *, inside: bool = True) -> None:
+    def __init__(
+        self, table: MutableMapping[Any, Any], keys: Iterable[Any] | None = None, *, inside: bool = True
+    ) -> None:
         self.table = table
         self.values: dict[Any, tuple[Any, Contents | None]] = {}
         for key in table if keys is None else keys:

@@ -16,8 +16,9 @@ import functools
 import inspect
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +31,7 @@ from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
+from lightning_megatron.strategy.logs.written_beside import WrittenBeside
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
@@ -74,15 +76,24 @@ class Leftovers:
         self._buffers = SharedBuffers(module, partition, presence, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
+        self._beside = WrittenBeside(module, partition.trunk.layer_names, partial(_followed, depth=_DEPTH))
+        self._is_last = mesh.rank == mesh.loss_rank
+
+    def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """The user's step; see :class:`.WrittenBeside`."""
+        return self._beside.looks(call, name) if self._is_last else call
 
     def snapshot(self) -> None:
         """Remember the attributes as they are before a step."""
         self._before = {name: _fingerprint(value) for name, value in self._candidates()}
         self._buffers.snapshot()
+        if self._is_last:
+            self._beside.snapshot()
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
-        ``buffer`` for a buffer, or ``layers`` for what layers have left behind, as bytes.
+        ``buffer`` for a buffer, ``layers`` for what layers have left behind, as bytes, or ``beside`` for an entry of a
+        table that is none of the module's own attributes, by its address.
         """
         found: list[tuple[str, str, Any, Any]] = []
         left_behind = self._side_effects.take_step()
@@ -98,7 +109,7 @@ class Leftovers:
                 found.append(("extend", name, len(before[2]), value[len(before[2]) :]))
             else:
                 found.append(("set", name, None, self._by_name(value)))
-        return found
+        return found + [("beside", "", place, value) for place, value in self._beside.changes()]
 
     def _by_name(self, value: Any) -> Any:
         """``value``; a dictionary with modules for keys, which are divided, with :class:`_Name` in their place."""
@@ -117,6 +128,9 @@ class Leftovers:
         for kind, name, length, value in changes:
             if kind == "buffer":
                 self._buffers.set(name, value)
+                continue
+            if kind == "beside":
+                self._beside.set(length, value)
                 continue
             if kind == "layers":
                 self._side_effects.repeat_step(value)

@@ -28,17 +28,19 @@ class Recorded:
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
         self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
-        self._counters = cut.counters if len(cut.counters) else None
-        if self._counters is not None:
-            self._counters.begin()
+        self._once = cut.once
+        self._once.begin(cut.weights, [float(batch_size_of(part)) for part in parts])
 
     def __call__(self, part: Any, index: int) -> Any:
-        if self._counters is not None:
-            self._counters.put_back(self._chunks - self._left[index])
+        turn = self._chunks - self._left[index]
         self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
         self._left[index] -= 1
         with self._writes.undone() if self._left[index] else nullcontext():
-            return self._call(part)
+            self._once.put_back(turn)
+            try:
+                return self._call(part)
+            finally:  # a stage ends its run by raising
+                self._once.note(turn, last=not self._left[index])
 
 
 class RecordedAround:
@@ -55,25 +57,38 @@ class RecordedAround:
         reaches_end: bool,
     ) -> None:
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
-        self._counters, self._weight, self._reaches_end = cut.counters, cut.weights[0], reaches_end
+        self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
         self._turns = [0] * len(cut.layers)
-        self._counters.begin()
+        sizes = [float(batch_size_of(part)) for part in cut.layers]
+        self._once.begin(sizes, sizes)
 
     def layers(self, part: Any, index: int) -> Any:
         """On a micro-batch, for its layers."""
-        self._counters.put_back(self._turns[index])
+        turn = self._turns[index]
         self._turns[index] += 1
-        with self._writes[0].undone(passes_on=False), self._recording.aside():
-            return self._call(part)
+        alike: list[Any] = []
+        try:
+            with self._writes[0].undone(passes_on=False), self._recording.aside(), self._once.layers(turn, alike):
+                return self._call(part)
+        finally:
+            self._once.set_again(alike)
 
     def before(self, batch: Any, _: int) -> Any:
         """On the whole batch, up to the layers."""
+        self._once.put_back(0)
         if not self._reaches_end:
-            return self._call(batch)
+            return self._whole(batch)
         with self._writes[1].undone(), self._recording.aside():
-            return self._call(batch)
+            return self._whole(batch)
 
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
+        self._once.put_back(0)
         self._recorder.begin_micro_batch(self._weight, self._weight)
-        return self._call(batch)
+        return self._whole(batch)
+
+    def _whole(self, batch: Any) -> Any:
+        try:
+            return self._call(batch)
+        finally:
+            self._once.settle()

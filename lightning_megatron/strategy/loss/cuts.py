@@ -18,9 +18,9 @@ from lightning_megatron.strategy.generation.first_try import calls_again, may_ca
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.skips import Asks, Skips
-from lightning_megatron.strategy.loss.traces import Counters
 from lightning_megatron.strategy.loss.tries import LossTrials
 from lightning_megatron.strategy.loss.weighing import Counted
+from lightning_megatron.strategy.loss.written import OncePerBatch
 from lightning_megatron.strategy.step.step_context import StepContext
 
 
@@ -32,7 +32,7 @@ class Cut:
         weights: in means.
         total: of the weights, over all replicas.
         logs: how logged values combine, where that is known.
-        counters: put back before each of them.
+        once: what the step writes once per batch.
         sums: whether their losses are added up.
         layers: the micro-batches in which layers run, where the loss is one of the whole batch.
     """
@@ -40,7 +40,7 @@ class Cut:
     weights: list[float]
     total: float = 1.0
     logs: Mapping[str, str] = field(default_factory=dict)
-    counters: Counters = field(default_factory=Counters)
+    once: OncePerBatch = field(default_factory=OncePerBatch)
     sums: bool = False
     layers: list[Any] = field(default_factory=list)
 
@@ -124,7 +124,7 @@ class Cuts:
                 self._skips.say(len(parts), self._layout.pipeline)
             return [batch], Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
         logs: Mapping[str, str] = {}
-        counters, sums = Counters(), False
+        once, sums = OncePerBatch(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
         layers: list[Any] = []
         if whole and weigh is None and (len(parts) > 1 or self.trials.reading.fits):
@@ -134,18 +134,18 @@ class Cuts:
                 return self._cut(call, batch, parts)
             if read.whole:
                 layers, parts = parts if self.trials.around and len(parts) > 1 else [], [batch]
-                counters = self.trials.counters.of_layers()
+                once = self.trials.once
             else:
-                logs, counters, sums = read.logs, self.trials.counters, read.way == "sum"
+                logs, once, sums = read.logs, self.trials.once, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
-            return parts, Cut([1.0] * len(parts), float(replicas), logs, counters, sums)
+            return parts, Cut([1.0] * len(parts), float(replicas), logs, once, sums)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
-        return parts, Cut(weights, self._over_replicas(weights, weigh is not None), logs, counters, layers=layers)
+        return parts, Cut(weights, self._over_replicas(weights, weigh is not None), logs, once, layers=layers)
 
     def _repeats(self, repeats: Repeats, call: Callable[[Any], Any], parts: Sequence[Any]) -> bool:
         """Whether the training step calls the layers more than once, as far as is known; tried once, if need be."""

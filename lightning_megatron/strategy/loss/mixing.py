@@ -154,7 +154,7 @@ class MixingTrials:
         """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
         whether there are balancing losses beside, that are known.
         """
-        traces, draws = Traces(self._module), SameDraws({2: (0, 1)})
+        traces, draws = Traces(self._module, beside=True), SameDraws({2: (0, 1)})
         group = self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None
         sees = _Sees(group, self._routers.values())
         sink, stages = self._context.gradients.sink, self._context.stages

@@ -15,8 +15,10 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
-from lightning_megatron.strategy.loss.traces import Name, Traces, judge
+from lightning_megatron.strategy.loss.tables import Name
+from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
+from lightning_megatron.strategy.loss.written import Join, judge
 from lightning_megatron.strategy.step.step_context import Stages
 
 _PARTS = 5  # most micro-batches that are tried
@@ -83,9 +85,9 @@ class Tried:
     def __init__(
         self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: Pieces, stages: Stages
     ) -> None:
-        self._call, self._recording, self.traces, self._joins = call, recording, traces, joins.joins
+        self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
-        self._changes: list[dict[Name, tuple[Any, Any]]] = [{} for _ in joins.pieces]
+        self._changes: list[Changes] = [{} for _ in joins.pieces]
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
@@ -109,9 +111,15 @@ class Tried:
                 self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
             self._runs[index] += 1
 
-    def written(self, layers: Sequence[str]) -> tuple[list[Name], str]:
-        """What every part writes alike, and one value that has to be written by the whole batch, or ""."""
-        joins = [([self._changes[index] for index in pair], self._changes[both]) for both, pair in self._joins.items()]
+    def written(self, layers: Sequence[str]) -> tuple[dict[Name, str], str, bool]:
+        """How what a batch writes comes of its parts, and one value that the whole has to write; see :func:`judge`."""
+        pieces, joins = self._pieces.pieces, []
+        for both, pair in self._pieces.joins.items():
+            parts = [pieces[index] for index in pair]
+            counts = [[float(way(part)) for part in parts] for way in candidates(pieces[both], *parts)]
+            weights = {"sizes": [[float(batch_size_of(part)) for part in parts]]}
+            weights |= {"weights": [way for way in counts if all(way)]} if counts else {}
+            joins.append(Join([self._changes[index] for index in pair], self._changes[both], weights))
         return judge(joins, layers, self.traces.buffers)
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:

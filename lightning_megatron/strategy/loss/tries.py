@@ -36,8 +36,10 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
-from lightning_megatron.strategy.loss.traces import Counters, Traces
+from lightning_megatron.strategy.loss.tables import Name, Table
+from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.written import OncePerBatch
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -53,7 +55,7 @@ class LossTrials:
 
     Attributes:
         reading: what the loss is made of, as far as it was seen.
-        counters: values that a step writes once per batch.
+        once: values that a step writes once per batch.
         around: whether layers may run in micro-batches where the loss is one of the whole batch.
         again: whether the step was seen to call the layers again.
     """
@@ -68,7 +70,9 @@ class LossTrials:
         self._keys: set[str] = set()
         self._new_keys, self._fresh = False, False
         self.reading = Reading(stays=context.options.whole_batch_loss is True)
-        self.counters = Counters()
+        self.once = OncePerBatch()
+        self._slots: dict[Name, tuple[Table, Any, str, int | None]] = {}
+        self._unsure = False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
@@ -107,7 +111,7 @@ class LossTrials:
             return "time"
         if self.reading.whole and not self.reading.opaque:
             return ""
-        if self._new_keys or (not self.reading.settled and self._steps <= _UNSETTLED):
+        if self._new_keys or ((self._unsure or not self.reading.settled) and self._steps <= _UNSETTLED):
             return "keys"
         counts = list(self.reading.open())
         if not counts:
@@ -122,13 +126,13 @@ class LossTrials:
         if self._steps >= self._next:
             self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True
-        tried = Tried(call, self._recording, Traces(self._module), joins, self._stages)
+        tried = Tried(call, self._recording, Traces(self._module, beside=True), joins, self._stages)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         trial = self._streams.trial(rows=joins.rows())
         with trial, self._stages.running(*checked, training=False) as executor:
             executor.run(step)
-        names, writes = tried.written(self._layers)
+        kinds, writes, unsure = tried.written(self._layers)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
@@ -137,21 +141,25 @@ class LossTrials:
             return
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         alone = self._stages.may_run_around and not inside
-        told = objects.gather((writes, alone, tried.draws.narrow), self._mesh.group("world"))
+        told = objects.gather((writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
         found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
-        self.counters = Counters(tried.traces.slots(names), [tried.turn(name, self._layers) for name in names])
+        doubted, self._unsure = self._unsure, any(unsure for *_, unsure, _ in told)
+        for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
+            self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
+        self.once = OncePerBatch(self._module, list(self._slots.values()))
         could, self.around = self.around, False
-        if self.reading.whole and all(alone for _, alone, _ in told):
+        if self.reading.whole and all(alone for _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
         if not (could and self.around) and not (before.opaque and self.reading.opaque):
-            self._say(before, found, len(parts), why)
+            self._say(before, found, len(parts), "" if doubted and found.writes else why)
 
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
-        tried = AroundTrial(call, self._recording, Traces(self._module), parts, both, self._schedule, self._use_rows)
+        traces = Traces(self._module, beside=True)
+        tried = AroundTrial(call, self._recording, traces, parts, both, self._schedule, self._use_rows)
         with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
             tried.run(executor)
 
@@ -161,9 +169,15 @@ class LossTrials:
 
         why = self._stages.outcome(judged, TRIAL).output[0]
         self._stages.settle()
-        told = objects.gather((tried.failed or why, *tried.written()), self._mesh.group("world"))
+        whole, around = tried.written()
+        around.update(name for name, slot in self._slots.items() if slot[2] == "same")  # which is set again
+        told = objects.gather((tried.failed or why, whole, around), self._mesh.group("world"))
         lost = set().union(*(whole for _, whole, _ in told)).difference(*(around for *_, around in told))
-        between = [".".join(filter(None, map(str, name))) for name in lost if name[0] not in Parts(self._layers)]
+        between = [
+            ".".join(str(part) for part in name if part not in ("", None))
+            for name in lost
+            if name[0] not in Parts(self._layers)
+        ]
         if between:
             return f"the code between them writes `{min(between)}`"
         return next((why for why, *_ in told if why), "")

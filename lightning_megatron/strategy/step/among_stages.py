@@ -78,6 +78,10 @@ class OneStage:
     def begin_evaluation(self) -> None:
         """Nothing to agree on."""
 
+    def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """There are no other stages."""
+        return call
+
     def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
         """See :class:`Stages`."""
         return nullcontext(self._open()[1])
@@ -213,8 +217,12 @@ class SeveralStages:
         """Make copies of trained parts equal if a training step came before."""
         self._copies.begin_evaluation()
 
+    def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """See :class:`Stages`."""
+        return self._leftovers.looks(call, name)
+
     @contextmanager
-    def running(self, batch: Any, micro_batches: int, *, training: bool) -> Iterator[PipelineExecutor]:
+    def running(self, batch: Any, micro_batches: int, *, training: bool, name: str = "") -> Iterator[PipelineExecutor]:
         """See :class:`Stages`.
 
         Raises:

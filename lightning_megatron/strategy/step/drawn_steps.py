@@ -86,7 +86,9 @@ class Drawing:
             return
         stages = self._context.stages
         pieces = [map_tensors(piece, torch.clone) for piece in (parts[0], twice(parts[0]))]
-        tried = Tried(call, self._context.recording, Traces(self._context.module), _Pieces(pieces, {}), stages)
+        tried = Tried(
+            call, self._context.recording, Traces(self._context.module, beside=True), _Pieces(pieces, {}), stages
+        )
         lesson = draws.lesson = Lesson(batch_size_of(parts[0]))
 
         def run(part: Any, index: int) -> Any:
@@ -98,8 +100,6 @@ class Drawing:
                 step = PipelineStep(self._context.schedule(2, forward_only=True), run, pieces, TRIAL)
                 with self._streams.trial(name), stages.running(pieces[1], 2, training=False) as executor:
                     executor.run(step)
-                if tried.failed:  # code behind the layers, whose errors a trial of the loss forgives
-                    raise RuntimeError(f"`random_streams='layout'` cannot try the step: {tried.failed}")
                 outcome = stages.outcome(lambda: Outcome(no_logs(self._context.device)), TRIAL)
                 stages.settle()
                 missed = "" if isinstance(outcome.output, StartOver) else lesson.left_over()

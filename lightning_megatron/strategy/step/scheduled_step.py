@@ -128,7 +128,7 @@ class ScheduledStep:
         streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
         with self._context.recording.step(len(parts), cut.logs) as recorder, streams:
             call = self._context.experts.ending(call) if repeats is None else call
-            call = asks.hears(call) if asks is not None else call
+            call = self._stages.looks(asks.hears(call) if asks is not None else call, name)
             if cut.layers:
                 step = self._step_around(call, recorder, batch, scales, cut, name)
             else:

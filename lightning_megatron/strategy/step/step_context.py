@@ -62,6 +62,9 @@ class Stages(Protocol):
     def begin_evaluation(self) -> None:
         """Called before each step of evaluation."""
 
+    def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """The user's step of this name, looked at for what it writes that other stages have to hear of."""
+
     def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
         """Around the schedule of a step; gives what runs it."""
 

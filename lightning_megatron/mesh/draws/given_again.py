@@ -1,0 +1,111 @@
+"""What hands out one value after another, put back to where it was: random generators and iterators.
+
+The state of a generator is copied; iterators have none that could be, and are wrapped, so that what they have given is
+given again::
+
+    self.rng = random.Random(0)      self.more = itertools.cycle(rows)      self.others = iter(loader)
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+
+@dataclass(frozen=True)
+class State:
+    """That of a random generator, or how far an iterator has come."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and _is_equal(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Replayed:
+    """An iterator that can go back to an earlier place, as far as it has not been told to forget.
+
+    Args:
+        iterator: any, of which nothing else takes values from now on.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._kept, self._first, self._at = iterator, deque[Any](), 0, 0
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at - self._first == len(self._kept):
+            self._kept.append(next(self._iterator))
+        self._at += 1
+        return self._kept[self._at - 1 - self._first]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_iterator" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+    def forget(self) -> None:
+        """Forget what lies behind the present place."""
+        for _ in range(self._at - self._first):
+            self._kept.popleft()
+        self._first = self._at
+
+    def go_back(self, place: int) -> None:
+        """Go to a place, if need be to one that nobody has asked for yet."""
+        self._at = min(place, self._first + len(self._kept))
+        while self._at < place:
+            next(self)
+
+
+def replayed(value: Any) -> Any:
+    """A :class:`Replayed` for an iterator whose state cannot be seen; any other value as it is."""
+    hidden = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return Replayed(value) if hidden or isinstance(value, _BaseDataLoaderIter) else value
+
+
+def state_of(value: Any) -> State | None:
+    """The state of what hands out values; ``None`` of anything else."""
+    if isinstance(value, Replayed):
+        return State(value._at)
+    if isinstance(value, random.Random):
+        return State(value.getstate()) if type(value) is random.Random else None
+    if isinstance(value, torch.Generator):
+        return State(value.get_state())
+    kind = type(value)
+    if kind.__module__.startswith("numpy.random"):
+        if kind.__name__ == "Generator":
+            return State(value.bit_generator.state)
+        if kind.__name__ == "RandomState":
+            return State(value.get_state(legacy=False))
+    return None
+
+
+def set_state(value: Any, state: State) -> None:
+    """Put what hands out values back to a state that it was in."""
+    if isinstance(value, Replayed):
+        value.go_back(state.value)
+    elif isinstance(value, random.Random):
+        value.setstate(state.value)
+    elif type(value).__name__ == "Generator" and not isinstance(value, torch.Generator):
+        value.bit_generator.state = state.value
+    else:
+        value.set_state(state.value)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(entry, other[key]) for key, entry in one.items())
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

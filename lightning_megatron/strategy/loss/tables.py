@@ -1,0 +1,202 @@
+"""The tables of values that a step can write to: attributes, buffers, dictionaries, objects; globals and closures.
+
+Two extents. What hangs on the module is found in a moment, around a single run of its step; what its code mentions
+besides (classes, globals of its Python modules, closures) takes reading the code, for trials::
+
+    self.calls += 1     self.meter.best = x     self.table["n"] += 1        on the module
+    Net.calls += 1      CALLS["n"] += 1         def tick(): nonlocal n      beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_megatron.mesh.draws.given_again import replayed
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, resolve
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.undo import LISTS
+
+Name = tuple[str, Any]
+"""Of a table, dots between its parts, and a key in it; ``None`` for what a list holds."""
+
+NUMBERS = (bool, int, float, complex, str)
+_LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
+_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
+_DEPTH = 3
+_MOST = 5_000  # containers beside the module; more are data that happens to be in reach
+_OUTSIDE = ("global", "globals", "class", "method")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Values under keys.
+
+    Attributes:
+        name: of the table.
+        values: them.
+        keys: which of them count.
+        address: how it is found again in a later step.
+        buffers: whether it is a module's buffers, rather than its attributes.
+    """
+
+    name: str
+    values: MutableMapping[Any, Any]
+    keys: tuple[Any, ...]
+    address: Address
+    buffers: bool = False
+
+
+class _Entries(MutableMapping[Any, Any]):
+    """A container that is no dictionary, as one; of a list, the tensors in it."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Keys that are looked at; ``None`` for all."""
+        return self._container.names
+
+    def _contents(self) -> dict[Any, Any]:
+        contents = self._container.contents()
+        if isinstance(contents, dict):
+            return contents
+        return {place: entry for place, entry in enumerate(contents) if type(entry) is Tensor}
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._contents()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._container.write(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._container.change("drop", key, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._contents())
+
+    def __len__(self) -> int:
+        return len(self._contents())
+
+
+def tables_on(modules: Iterable[tuple[str, nn.Module]], *, inner: bool = True) -> Iterator[Table]:
+    """Attributes and buffers of modules.
+
+    Args:
+        modules: with their names.
+        inner: also dictionaries, and objects of the user's own classes, inside of attributes.
+    """
+    seen: set[int] = set()
+    for name, child in modules:
+        address: Address = (("module", name),)
+        if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
+            keys = tuple(key for key in child.__dict__ if key not in _OWN)
+        else:
+            ignored = _LIGHTNINGS if isinstance(child, pl.LightningModule) else _OWN
+            keys = tuple(key for key in child.__dict__ if key not in ignored)
+        yield Table(name, child.__dict__, keys, address)
+        if child._buffers:
+            yield Table(name, child._buffers, tuple(child._buffers), address, buffers=True)
+        for key in keys if inner else ():
+            yield from _inner(f"{name}.{key}" if name else str(key), child.__dict__[key], seen, _DEPTH)
+
+
+def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Table]:
+    """Tables of dictionaries, and of objects of the user's own classes, inside a value."""
+    if depth == 0 or id(value) in seen or isinstance(value, (*NUMBERS, Tensor, nn.Module, type, type(None))):
+        return
+    if isinstance(value, dict):
+        table = value
+    elif hasattr(value, "__dict__") and not callable(value) and type(value).__module__.split(".")[0] not in _LIBRARIES:
+        table = value.__dict__
+    else:
+        return
+    seen.add(id(value))
+    items = list(table.items())
+    yield Table(name, table, tuple(table), ())
+    for key, item in items:
+        yield from _inner(f"{name}.{key}", item, seen, depth - 1)
+
+
+def tables_beside(root: nn.Module) -> Iterator[Table]:
+    """Everything else that the code of a module refers to: containers in attributes, classes, globals, closures."""
+    for container in Reach(root, root, frozenset(), _MOST).containers():
+        if isinstance(container.value, nn.Module) or _is_lightnings(root, container.address):
+            continue
+        name, value = _name_of(container.address), container.value
+        values = {None: value} if isinstance(value, LISTS) else _values(container)
+        yield Table(name, values, tuple(values), container.address)
+        if isinstance(value, list):
+            items = _Entries(container)
+            if items:
+                yield Table(name, items, tuple(items), (*container.address, ("entries",)))
+
+
+def _values(container: Container) -> MutableMapping[Any, Any]:
+    value = container.value
+    return value if isinstance(value, dict) and container.names is None else _Entries(container)
+
+
+def _is_lightnings(root: nn.Module, address: Address) -> bool:
+    """Whether a container hangs on one of Lightning's own attributes."""
+    first, *rest = address or (("module", ""),)
+    if first[0] != "module" or not rest or rest[0][0] != "attr":
+        return False
+    return rest[0][1] in _LIGHTNINGS and isinstance(root.get_submodule(first[1]), pl.LightningModule)
+
+
+def _name_of(address: Address) -> str:
+    """A container's name; of classes, globals and their code without the module by which they were found."""
+    words: list[str] = []
+    for kind, *at in address:
+        if kind in _OUTSIDE:
+            words = [str(word).rpartition(".")[2] for word in at] if kind != "method" else words[:1]
+        elif kind == "cell":
+            words.append("closure")
+        elif kind in ("module", "attr", "item"):
+            words.append(str(at[0]))
+    return ".".join(word for word in words if word)
+
+
+def found_again(root: nn.Module, table: Table) -> MutableMapping[Any, Any] | None:
+    """The values of a table that was found in an earlier step, as it is now; ``None`` where there is none any more."""
+    if not table.address:
+        return table.values
+    entries = table.address[-1] == ("entries",)
+    address = table.address[:-1] if entries else table.address
+    try:
+        value = resolve(root, address)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+    if isinstance(value, nn.Module):
+        return value._buffers if table.buffers else value.__dict__
+    if isinstance(value, LISTS):
+        return _Entries(Container(address, value)) if entries else {None: value}
+    names = table.values.names if isinstance(table.values, _Entries) else None
+    return _values(Container(address, value, names))
+
+
+def wrap_iterators(table: Table) -> None:
+    """Let the iterators of a table be such as can be taken back."""
+    for key in table.keys:
+        value = table.values.get(key, MISSING)
+        now = replayed(value)
+        if now is not value:
+            table.values[key] = now
+
+
+def is_users(key: Any) -> bool:
+    """Whether an attribute that is new belongs to the user, rather than to torch or to this package."""
+    return not isinstance(key, str) or not (key in _OWN or key in _LIGHTNINGS or key == "forward")
+
+
+def spelled(name: Name) -> str:
+    """A name in one word."""
+    return ".".join(str(part) for part in name if part not in ("", None))

@@ -1,0 +1,45 @@
+"""What steps write into Python state, they write once per batch in every layout, and hooks of every rank see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_trainers
+from tests.parity.scenario import Layout, differences
+from tests.strategy import writing_scenarios as writing
+
+PARTS = {"micro_batch_size": 2}
+INTERLEAVED = PARTS | {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2}
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "stages": ((2, 1), PARTS),
+    "alone": ((1, 1), PARTS),
+    "four": ((4, 1), PARTS),
+    "interleaved": ((2, 1), INTERLEAVED),
+}
+QUICK = {("stages", kind) for kind in ("lists", "sums", "globals", "iterators", "everywhere")}
+QUICK |= {("interleaved", "whole"), ("alone", "generators")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=() if (layout, kind) in QUICK else pytest.mark.wide)
+        for layout in LAYOUTS
+        for kind in writing.KINDS
+    ],
+)
+def test_steps_write_once_per_batch(layout: str, kind: str) -> None:
+    (plain,) = run_trainers(writing.train, None, {}, kind, devices=1)
+    shape, arguments = LAYOUTS[layout]
+    outcomes = run_trainers(writing.train, shape, arguments, kind, devices=shape[0] * shape[1])
+    for outcome in outcomes:
+        wanted = plain.value if outcome is outcomes[0] else _python_of(plain.value)
+        seen = outcome.value if outcome is outcomes[0] else _python_of(outcome.value)
+        found = list(differences("", seen, wanted, 1e-9))
+        assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
+
+
+def _python_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("python.")}
