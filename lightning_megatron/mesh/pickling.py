@@ -71,6 +71,16 @@ class RankHook(OfOneRank):
         return self._function(*args, **kwargs)
 
 
+class AroundHook:
+    """Base of what runs in the place of a hook of the user, and is taken for it.
+
+    Attributes:
+        given: the user's hook.
+    """
+
+    given: Any
+
+
 class OtherClass:
     """Mixin of modules whose class has been changed: copied as they were, but not pickled."""
 

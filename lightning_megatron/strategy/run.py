@@ -111,7 +111,8 @@ class Run:
         clips_gradients_of(precision, gradients)
         self._whole_hooks: WholeHooks | None = None
         if not assembled.tensor_state.is_trivial:
-            self._whole_hooks = WholeHooks(self.module, trainer, assembled.tensor_state, mesh, precision)
+            split = assembled.tensor_state, assembled.report
+            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision)
             gradients.shows_whole = self._whole_hooks.gradient_hooks
             gradients.shows_parts = self._whole_hooks.steps.paused
         self._logs = LogRouting(

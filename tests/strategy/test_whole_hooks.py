@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
+from tests.strategy import layer_hook_scenarios as layers
 from tests.strategy import whole_scenarios as hooks
 
 WIDE = pytest.mark.wide
@@ -87,4 +88,32 @@ def test_gradient_hooks_are_given_the_gradient_of_each_batch_that_is_accumulated
 def test_what_would_differ_from_one_process_is_refused(kind: str, complaint: str, sequence: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "micro_batch_size": "auto", "sequence_parallel": sequence}
     for outcome in run_trainers(hooks.refused, (1, 1), arguments, kind, devices=2, check=False, grace=20.0):
+        assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"), [("removed", 2), ("around", 2), ("shaped", 2), pytest.param("centred", 2, marks=WIDE)]
+)
+def test_hooks_on_split_layers_do_what_they_do_in_one_process(kind: str, tensor: int) -> None:
+    expected = run_trainers(layers.run, None, {}, kind, devices=1)[0].value
+    arguments = {"tensor_parallel_size": tensor, "micro_batch_size": "auto"}
+    for outcome in run_trainers(layers.run, (1, 1), arguments, kind, devices=tensor):
+        wanted = expected if outcome.rank == 0 else {}
+        assert not list(differences("", outcome.value, wanted, 1e-9)), outcome.rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("late", "a forward hook (layer_hook_scenarios.py:18) was registered on `net.blocks.0.mlp.0` after"),
+        pytest.param("late pre", "was registered on `net.blocks.0.mlp.2` after", marks=WIDE),
+        pytest.param("late backward", "was registered on `net.blocks.0.mlp.0` after", marks=WIDE),
+        ("in a step", "was registered on `net.blocks.1.mlp.1` after"),
+        ("reads", "the forward hook of `net.blocks.0.mlp.0` (layer_hook_scenarios.py:18) computes with"),
+        ("around, backward", "the backward hook of `net.blocks.3.mlp` (layer_hook_scenarios.py:34) computes with"),
+    ],
+)
+def test_hooks_that_would_be_given_parts_are_refused(kind: str, complaint: str) -> None:
+    arguments = {"tensor_parallel_size": 2, "micro_batch_size": "auto"}
+    for outcome in run_trainers(layers.run, (1, 1), arguments, kind, devices=2, check=False, grace=20.0):
         assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank

@@ -69,9 +69,20 @@ class _AroundCall:
 
 
 class Entering(_AroundCall):
-    """A call begins."""
+    """A call begins.
+
+    Args:
+        view: shows the parameters.
+        reads: the parameters.
+        first: called before.
+    """
+
+    def __init__(self, view: View, reads: Sequence[Read], first: Callable[[], None]) -> None:
+        super().__init__(view, reads)
+        self._first = first
 
     def __call__(self, *call: Any) -> None:
+        self._first()
         if self._view.runs:
             for parameter, entry, table, name in self._reads:
                 if not entry.inside:

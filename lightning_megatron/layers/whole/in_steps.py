@@ -109,12 +109,18 @@ class StepView:
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
 
-    def watch(self, module: nn.Module, is_compiled: Callable[[nn.Module], bool] = lambda _: False) -> None:
+    def watch(
+        self,
+        module: nn.Module,
+        is_compiled: Callable[[nn.Module], bool] = lambda _: False,
+        first: Callable[[nn.Module], None] = lambda _: None,
+    ) -> None:
         """Let the forwards of the modules that compute with these parameters read them as they are.
 
         Args:
             module: the whole module.
             is_compiled: tells of a part of it whether its forward is compiled, beside what torch itself notes there.
+            first: given each of those modules before it runs.
         """
         modules = dict(module.named_modules(remove_duplicate=False))
         readers: dict[int, tuple[nn.Module, dict[tuple[int, str], Read]]] = {}
@@ -129,7 +135,7 @@ class StepView:
                 readers.setdefault(id(reader), (reader, {}))[1].update(own)
         for reader, read in readers.values():
             reads = list(read.values())
-            self._handles += around_calls(reader, Entering(self, reads), Leaving(self, reads))
+            self._handles += around_calls(reader, Entering(self, reads, partial(first, reader)), Leaving(self, reads))
 
     def close(self) -> None:
         """Remove what :meth:`watch` installed."""

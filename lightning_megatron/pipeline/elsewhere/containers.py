@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.mesh.pickling import AroundHook
+
 Address = tuple[tuple[Any, ...], ...]
 MISSING = object()
 """There is no such entry."""
@@ -173,7 +175,8 @@ class NoSuchHook(LookupError):
 
 def hooks_of(module: nn.Module, table: str) -> list[Any]:
     """Hooks of the user and of other libraries; this package's own are not on every rank."""
-    return [hook for hook in getattr(module, table).values() if not is_ours(hook)]
+    hooks = [hook.given if isinstance(hook, AroundHook) else hook for hook in getattr(module, table).values()]
+    return [hook for hook in hooks if not is_ours(hook)]
 
 
 def _hook_of(module: nn.Module, table: str, place: int) -> Any:

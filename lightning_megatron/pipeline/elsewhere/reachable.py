@@ -250,7 +250,7 @@ def _adds_to_entries(code: types.CodeType) -> bool:
 
 def _codes(unit: nn.Module) -> Iterator[types.CodeType]:
     for module in unit.modules():
-        entries = [entry for table in HOOKS for entry in getattr(module, table).values()]
+        entries = [entry for table in HOOKS for entry in (*hooks_of(module, table), *getattr(module, table).values())]
         for base in type(module).__mro__:
             entries += [] if is_library(base) else list(vars(base).values())
         entries = [entry.func if isinstance(entry, functools.partial) else entry for entry in entries]

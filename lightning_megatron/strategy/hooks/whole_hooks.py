@@ -31,7 +31,9 @@ from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
+from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
+from lightning_megatron.strategy.hooks.layer_hooks import LayerHooks
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -57,6 +59,7 @@ class WholeHooks:
         module: the user's module, divided.
         trainer: of the run, whose strategy's methods lead back into this package.
         tensor: how parameters are split.
+        report: the plan of that, where there is one.
         mesh: the grid.
         precision: the strategy's plugin, which clips.
 
@@ -66,7 +69,13 @@ class WholeHooks:
     """
 
     def __init__(
-        self, module: pl.LightningModule, trainer: pl.Trainer, tensor: TensorState, mesh: ParallelMesh, precision: Any
+        self,
+        module: pl.LightningModule,
+        trainer: pl.Trainer,
+        tensor: TensorState,
+        report: ParallelReport | None,
+        mesh: ParallelMesh,
+        precision: Any,
     ) -> None:
         group, replicas = tensor.group, mesh.layout.data
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
@@ -75,19 +84,21 @@ class WholeHooks:
         of_experts = any(sharding.of_experts for sharding in tensor.table.values())
         self.steps = StepView(group, _the_same_ranks(group) if self._served else None, own_losses=of_experts)
         self._replaced = Replacements()
+        split: dict[int, ParameterParts] = {}
         for name, parameter in type(module).named_parameters(module):
             specs = tensor.slices_of(name)
             if parameter.is_meta:
                 continue
             if specs is not None:
-                parts = ParameterParts(name, specs, group)
+                parts = split[id(parameter)] = ParameterParts(name, specs, group)
                 self.view.add(parts, parameter)
                 self.steps.add(parameter, parts)
                 _tell_whole(parameter, functools.partial(WholeGradientHook, parts))
             elif name in tensor.table and tensor.table[name].sums_gradient:
                 self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
-        self.steps.watch(module, lambda part: ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None)
+        self._layers = LayerHooks(module, split, group.size(), report is not None and report.sequence_parallel)
+        self.steps.watch(module, _is_compiled, self._layers.called)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
             for hook in _hooks_of(owner, parent):
@@ -139,6 +150,7 @@ class WholeHooks:
         """The user's step called ``name``, which sees parameters whole outside of the layers that compute with them."""
 
         def seeing(batch: Any) -> Any:
+            self._layers.look()
             with self.steps.running(serves=name in self._served):
                 return step(batch)
 
@@ -146,8 +158,13 @@ class WholeHooks:
 
     def remove(self) -> None:
         """Give hooks and methods back."""
+        self._layers.remove()
         self.steps.close()
         self._replaced.take_back()
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None
 
 
 def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
