@@ -49,18 +49,24 @@ class SameDraws:
         if index not in self._joins:
             noted: list[Tensor] = []
             self._drawn[index, call] = noted
-            with _Draws(lambda own: noted.append(own.clone()) or own) as seen:  # type: ignore[func-returns-value]
+            with self._seeing(_Draws(lambda own: noted.append(own.clone()) or own)):  # type: ignore[func-returns-value]
                 yield
-            self.narrow |= seen.narrow
             return
         drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
         for part in self._joins[index]:
             if self._latest[part] == index:
                 self._drawn.pop((part, call), None)
         rows = iter(zip(*drawn, strict=False))
-        with _Draws(lambda own: _joined(next(rows, ()), own)) as seen:
+        with self._seeing(_Draws(lambda own: _joined(next(rows, ()), own))):
             yield
-        self.narrow |= seen.narrow
+
+    @contextmanager
+    def _seeing(self, draws: _Draws) -> Iterator[None]:
+        try:
+            with draws:
+                yield
+        finally:  # a stage ends its run by raising
+            self.narrow |= draws.narrow
 
 
 def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:

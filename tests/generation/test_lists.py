@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lightning_megatron.strategy.generation import files
@@ -169,7 +169,7 @@ REFUSED = [
     (["--hf", "weightless", "--tokenizer", "MODEL", "--prompt", "A"], "there are no .safetensors in it"),
     (["--checkpoint", "absent", "--tokenizer", "MODEL", "--prompt", "A"], "there is no checkpoint"),
     (["--checkpoint", "MODEL", "--prompt", "A"], "a checkpoint has no tokenizer"),
-    (["--hf", "neox", "--tokenizer", "MODEL", "--prompt", "A"], "do not fit: missing ['lm_head.weight']"),
+    (["--hf", "renamed", "--tokenizer", "MODEL", "--prompt", "A"], "do not fit: missing ['lm_head.weight']"),
     (["--hf", "mamba", "--tokenizer", "MODEL", "--prompt", "A", "--pipeline", "2"], "keeps states"),
 ]
 
@@ -186,7 +186,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     make_tokenizer().save_pretrained(place / "t5")
     save_file({"a": torch.zeros(1)}, place / "t5" / "model.safetensors")
     make_mamba(place / "mamba")
-    make_folder(place / "neox", "gpt_neox")  # transformers writes it under names of its own
+    weights = make_folder(place / "renamed") / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name.replace("lm_head", "head"): tensor for name, tensor in tensors.items()}, weights, {"format": "pt"})
     (place / "full.jsonl").write_text("")
     (place / "wrong.jsonl").write_text('{"text": "A"}\n')
     return place

@@ -48,10 +48,15 @@ class Counters(Callback):
         assert stage is not None
         for name in stage.presence.layers_here():
             self.forwards[name] = itertools.count()
-            _, linear, *_ = (child for child in pl_module.get_submodule(name).modules() if is_linear(child))
-            linear.register_forward_hook(lambda *args, name=name: self._count(name, args[-1]))
+            layer = pl_module.get_submodule(name)
+            _, linear, *_ = (child for child in layer.modules() if is_linear(child))
+            tensor = trainer.strategy.mesh.layout.tensor  # type: ignore[attr-defined]
+            whole = layer if tensor > 1 else linear  # hooks this late go on what is not split
+            whole.register_forward_hook(lambda *args, name=name: self._count(name, args[-1]))
 
-    def _count(self, name: str, output: Tensor) -> Tensor:
+    def _count(self, name: str, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return self._count(name, output[0]), *output[1:]
         if not torch.is_grad_enabled():  # another chunk of this stage asks for shapes
             return output
         next(self.forwards[name])

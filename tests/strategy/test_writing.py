@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "four": ((4, 1), PARTS),
     "interleaved": ((2, 1), INTERLEAVED),
 }
-QUICK = {("stages", kind) for kind in ("lists", "sums", "globals", "iterators", "everywhere")}
+QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywhere", "later")}
 QUICK |= {("interleaved", "whole"), ("alone", "generators")}
 
 
@@ -39,6 +39,14 @@ def test_steps_write_once_per_batch(layout: str, kind: str) -> None:
         seen = outcome.value if outcome is outcomes[0] else _python_of(outcome.value)
         found = list(differences("", seen, wanted, 1e-9))
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("layout", ["stages", pytest.param("interleaved", marks=pytest.mark.wide)])
+def test_what_is_first_written_later_and_unlike_is_refused(layout: str) -> None:
+    shape, arguments = LAYOUTS[layout]
+    for outcome in run_trainers(writing.train, shape, arguments, "later_unlike", devices=2, check=False, grace=20.0):
+        assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
+        assert "writes `first`, which it did not write in the steps" in f"{outcome.error}\n{outcome.output}"
 
 
 def _python_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -59,6 +59,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Slotted:
+    """Has no dictionary."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
 class Schedule:
     """Falls with each call."""
 
@@ -96,6 +105,9 @@ class Writes(TokenTask):
         self.array, self.torch = np.random.default_rng(5), torch.Generator().manual_seed(4)
         self.places: Iterator[int] = itertools.count()
         self.factors: Iterator[float] = (1 / k for k in range(1, 10**6))
+        self.slotted, self.rebound, self.found = Slotted(), list[float](), defaultdict[str, list[float]](list)
+        self.level, self.first = 1, 0.0
+        self.entries: list[dict[str, Any]] = []
         self.register_buffer("rows", torch.zeros(()))
         CALLS["steps"], Writes.steps = 0, 0
 
@@ -129,12 +141,28 @@ class Writes(TokenTask):
             factor = 0.5 + self.random.random() + self.array.random() + float(torch.rand((), generator=self.torch))
         elif self.kind == "iterators":
             factor = (1 + next(self.places)) / next(self.factors)
+        elif self.kind == "undetached":
+            self.entries.append({"loss": loss, "rows": len(batch[0])})
+        elif self.kind == "slots":
+            self.slotted.steps += 1
+            factor = self.slotted.steps
+        elif self.kind == "rebound":
+            factor = 1 + sum(self.rebound) + sum(self.found["losses"])
+            self.rebound = [*self.rebound, float(loss.detach())]
+            self.found["losses"].append(float(loss.detach()))
+        elif self.kind == "later":
+            self.seen += 1
+            self.level = min(2 * self.level, 16) if self.seen == 2 else self.level
+            factor = self.level
+        elif self.kind == "later_unlike":
+            self.seen += 1
+            self.first = float(loss.detach()) if self.seen == 2 else self.first
         return loss / factor
 
 
 KINDS = (
     *("lists", "sums", "assigned", "globals", "objects", "generators", "iterators", "per_sample", "mask"),
-    *("between", "everywhere", "whole", "whole_between"),
+    *("between", "everywhere", "whole", "whole_between", "slots", "rebound", "later", "undetached"),
 )
 
 
@@ -160,4 +188,5 @@ def _python(module: LightningModule) -> dict[str, Any]:
         "drawn": [module.random.random(), module.array.random(), float(torch.rand((), generator=module.torch))],
         "iterated": [next(module.places), next(module.factors), module.tick()],
         "between": [between.calls, *between.seen],
+        "entries": [float(torch.as_tensor(value).detach()) for entry in module.entries for value in entry.values()],
     }

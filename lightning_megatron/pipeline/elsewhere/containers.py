@@ -70,7 +70,7 @@ class Container:
             return own | value._buffers if value._buffers else own
         if isinstance(value, types.FunctionType):
             return dict(enumerate(cells_of(value)))
-        return {name: entry for name, entry in vars(value).items() if name[:2] != "__"}
+        return attributes_of(value)
 
     def write(self, key: Any, entry: Any) -> None:
         """Set one entry."""
@@ -129,6 +129,17 @@ class Container:
                     vars(value).pop(key, None)
                 elif entry is not contents.get(key):
                     self.write(key, contents[key])
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Attributes of an object, those in slots among them."""
+    slots = [name for kind in type(value).__mro__ for name in _names_of(getattr(kind, "__slots__", ()))]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {name: entry for name, entry in (found | getattr(value, "__dict__", {})).items() if name[:2] != "__"}
+
+
+def _names_of(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def resolve(root: nn.Module, address: Address, arguments: tuple[Any, ...] = ()) -> Any:

@@ -26,6 +26,7 @@ from lightning_megatron.pipeline.elsewhere.containers import (
     MODULE,
     Address,
     Container,
+    attributes_of,
     cells_of,
     context_of,
     function_of,
@@ -98,9 +99,9 @@ class Reach:
             self._visit(value.__self__, (*address, ("self",)), depth)
         elif isinstance(value, _FUNCTIONS):
             self._visit_function(value, address, depth)
-        elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__") and _is_users(kind):
+        elif not isinstance(value, (type, types.ModuleType)) and _holds_attributes(value) and _is_users(kind):
             self._found[id(value)] = Container(address, value)
-            self._visit_entries(list(vars(value).items()), "attr", address, depth)
+            self._visit_entries(list(attributes_of(value).items()), "attr", address, depth)
             self._visit_class(kind, address, depth)
 
     def _visit_container(self, value: Any, address: Address, depth: int) -> None:
@@ -195,6 +196,10 @@ class Reach:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _holds_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
 
 
 def _is_users(kind: type) -> bool:

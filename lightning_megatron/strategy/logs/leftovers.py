@@ -12,9 +12,6 @@ things have to be put right:
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +29,10 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 from lightning_megatron.strategy.logs.written_beside import WrittenBeside
+from lightning_megatron.strategy.loss.tables import appended_names
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
-
-_APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
-_EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ class AppendedLists:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names = _appended_names(type(module))
+        self._names = appended_names(type(module))
         self._lengths: dict[int, int] = {}
 
     def snapshot(self) -> None:
@@ -232,24 +227,3 @@ class AppendedLists:
             for entries in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(entries, list):
                     yield entries
-
-
-def _appended_names(kind: type) -> list[str]:
-    """Attributes that the code of a class and of its bases, apart from libraries, appends to and never extends."""
-    appended: set[str] = set()
-    extended: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.split(".")[0] in ("builtins", "torch", "lightning", "lightning_fabric"):
-            continue
-        source = _source_of(base)
-        appended |= set(_APPENDED.findall(source))
-        extended |= set(_EXTENDED.findall(source))
-    return sorted(appended - extended)
-
-
-@functools.lru_cache(maxsize=1024)
-def _source_of(kind: type) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""

@@ -70,13 +70,18 @@ class SharedBuffers:
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of those that were written here since."""
-        for name in self._names:
-            buffer, (before, version, kept) = self._module.get_buffer(name), self._before[name]
-            if kept is not None and kept.shape == buffer.shape and kept.dtype == buffer.dtype:
-                if not torch.equal(kept, buffer):
-                    yield name, buffer
-            elif buffer is not before or _version(buffer) != version:
+        for name in self._names if self._changed is None else self._changed:
+            buffer = self._module.get_buffer(name)
+            if self._changed is not None or self._is_written(name, buffer):
                 yield name, buffer
+
+    def _is_written(self, name: str, buffer: Tensor) -> bool:
+        before, version, kept = self._before[name]
+        touched = buffer is not before or _version(buffer) != version
+        if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
+            return touched
+        looks = touched or name in self._statistics  # norms write theirs without counting a version
+        return looks and not torch.equal(kept, buffer)
 
     def set(self, name: str, value: Tensor) -> None:
         """Put a value into the place of one."""

@@ -17,10 +17,10 @@ from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.loss.mixing import MixingTrials
+from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.skips import Asks, Skips
 from lightning_megatron.strategy.loss.tries import LossTrials
 from lightning_megatron.strategy.loss.weighing import Counted
-from lightning_megatron.strategy.loss.written import OncePerBatch
 from lightning_megatron.strategy.step.step_context import StepContext
 
 

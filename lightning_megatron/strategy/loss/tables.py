@@ -9,6 +9,9 @@ besides (classes, globals of its Python modules, closures) takes reading the cod
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,8 @@ NUMBERS = (bool, int, float, complex, str)
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
 _LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
+_APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
+_EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
 _DEPTH = 3
 _MOST = 5_000  # containers beside the module; more are data that happens to be in reach
 _OUTSIDE = ("global", "globals", "class", "method")
@@ -200,3 +205,24 @@ def is_users(key: Any) -> bool:
 def spelled(name: Name) -> str:
     """A name in one word."""
     return ".".join(str(part) for part in name if part not in ("", None))
+
+
+def appended_names(kind: type) -> list[str]:
+    """Attributes that the code of a class and of its bases, apart from libraries, appends to and never extends."""
+    appended: set[str] = set()
+    extended: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] in ("builtins", "torch", "lightning", "lightning_fabric"):
+            continue
+        source = _source_of(base)
+        appended |= set(_APPENDED.findall(source))
+        extended |= set(_EXTENDED.findall(source))
+    return sorted(appended - extended)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

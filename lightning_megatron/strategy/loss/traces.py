@@ -24,6 +24,7 @@ from lightning_megatron.strategy.loss.tables import (
     NUMBERS,
     Name,
     Table,
+    appended_names,
     is_users,
     tables_beside,
     tables_on,
@@ -58,7 +59,7 @@ class Traces:
                 wrap_iterators(table)
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
         self._compared = [(table, kept) for table, kept in self._kept if table.name not in metrics]
-        self._beside = beside
+        self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
     def changes(self) -> Changes:
@@ -72,11 +73,10 @@ class Traces:
                 if not self._counts(key, value, now) or source_of((value, now)) is not None:
                     continue  # no number, or one that another stage judges
                 before, after = kept.earlier(key), as_it_is(now)
-                if is_equal(before, after) or (not isinstance(now, Tensor) and has_graph(now)):
-                    continue  # what has a graph is read in the step
-                anew = key is not None and isinstance(value, LISTS) and type(value) is type(now)
-                name = (".".join(filter(None, (table.name, str(key)))), None) if anew else (table.name, key)
-                found[name] = (before, after)
+                passing = not isinstance(now, Tensor) and table.name not in self._appended and has_graph(now)
+                if passing or is_equal(before, after):
+                    continue  # what has a graph is read in the step, but for lists that the step's own code appends to
+                found[table.name, key] = (before, after)
         return found
 
     def _counts(self, key: Any, value: Any, now: Any) -> bool:
@@ -101,6 +101,11 @@ class Traces:
             tables = [(table, kept) for table, kept in self._kept if table.name == name]
             found.append((next((table for table, kept in tables if key in kept.values), tables[0][0]), key))
         return found
+
+    def plain(self, outside: Collection[str]) -> list[Table]:
+        """Attributes, dictionaries and objects, but those of modules in ``outside``."""
+        parts = Parts(outside)
+        return [table for table, _ in self._compared if type(table.values) is dict and table.name not in parts]
 
 
 def as_it_is(value: Any) -> Any:

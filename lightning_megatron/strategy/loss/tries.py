@@ -34,12 +34,12 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
+from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading, TrialRun, candidates, find
-from lightning_megatron.strategy.loss.written import OncePerBatch
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -147,7 +147,7 @@ class LossTrials:
         doubted, self._unsure = self._unsure, any(unsure for *_, unsure, _ in told)
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
-        self.once = OncePerBatch(self._module, list(self._slots.values()))
+        self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         could, self.around = self.around, False
         if self.reading.whole and all(alone for _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])

@@ -1,0 +1,320 @@
+"""Values that a step writes, written once per batch by all of its micro-batches.
+
+How what they leave comes together was found out by a trial, see :mod:`.written`. What no trial has seen is watched for:
+what is the same for all of a batch is put back between them from then on, anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
+from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.containers import MISSING
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
+from lightning_megatron.strategy.loss.tables import NUMBERS, Table, appended_names, found_again, is_users, spelled
+from lightning_megatron.strategy.loss.traces import as_it_is
+from lightning_megatron.strategy.loss.written import merged, tail_of
+
+_NEW = "new"
+
+
+@dataclass
+class _Slot:
+    """A value that the step writes.
+
+    Attributes:
+        table: where it is.
+        key: of it.
+        kind: how the parts come together.
+        turn: in which run of a micro-batch it is written, if by a layer; ``None`` for the last. A rank of several
+            virtual stages runs the step once for each.
+        values: the table, as it is in this batch; ``None`` where it is gone.
+        start: the value, and a copy, as the batch found it.
+        stand: what a micro-batch found in its place.
+        left: what each micro-batch has made of it.
+    """
+
+    table: Table
+    key: Any
+    kind: str
+    turn: int | None
+    values: Any = None
+    start: tuple[Any, Any] = (MISSING, None)
+    stand: Any = MISSING
+    left: list[Any] = field(default_factory=list)
+
+
+class OncePerBatch:
+    """Values that a step writes, of which each micro-batch finds what the first one found.
+
+    Args:
+        root: the user's module.
+        slots: where they are: table, key, how the parts come together (see :func:`.judge`), and in which run of a
+            micro-batch they are written, if by a layer.
+        tables: in which nothing else is written, as far as is known.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module | None = None,
+        slots: Sequence[tuple[Table, Any, str, int | None]] = (),
+        tables: Sequence[Table] = (),
+    ) -> None:
+        self._root, self._slots, self._tables = root, [_Slot(*slot) for slot in slots], tables
+        self._watched: list[tuple[Any, Any, Any, Any]] = []
+        self._runs = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def around(self) -> OnceAround:
+        """The same, for a step whose layers run in micro-batches, and the code around them on the whole batch."""
+        found = OnceAround(self._root)
+        found._slots = self._slots
+        return found
+
+    def begin(self, weights: Sequence[float], sizes: Sequence[float]) -> None:
+        """Remember them at the start of a batch.
+
+        Args:
+            weights: of its micro-batches in means.
+            sizes: of its micro-batches, in samples.
+        """
+        self._weights, self._sizes, self._runs = weights, sizes, 0
+        for slot in self._slots:
+            slot.values = found_again(self._root, slot.table) if self._root is not None else None
+            value = slot.values.get(slot.key, MISSING) if slot.values is not None else MISSING
+            if isinstance(value, Replayed):
+                value.forget()
+            slot.start, slot.stand, slot.left = (value, Contents.of(value)), MISSING, []
+        written = {(id(slot.values), slot.key) for slot in self._slots}
+        lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
+        self._watched = [
+            (table.values, key, value, _mark(value))
+            for table in (self._tables if len(sizes) > 1 else ())
+            for key, value in table.values.items()
+            if (isinstance(value, (*NUMBERS, Tensor)) or type(value) is list)
+            and (id(table.values), key) not in written
+            and id(value) not in lists
+            and is_users(key)
+        ]
+
+    def put_back(self, turn: int) -> None:
+        """Before a run: set what is written in it as it was.
+
+        Args:
+            turn: which run of a micro-batch it is.
+        """
+        for slot in self._slots:
+            if slot.values is not None and slot.turn in (turn, None):
+                self._start_over(slot)
+
+    def _start_over(self, slot: _Slot) -> None:
+        value, inside = slot.start
+        if value is MISSING:
+            slot.values.pop(slot.key, None)
+        elif isinstance(value, Tensor) and inside is not None:
+            slot.stand = inside.copy.clone()  # a graph of an earlier micro-batch may hold the one before
+            slot.values[slot.key] = slot.stand
+        else:
+            if slot.values.get(slot.key, MISSING) is not value:
+                slot.values[slot.key] = value
+            if inside is not None:
+                inside.put_back()
+
+    def note(self, turn: int, *, last: bool) -> None:
+        """After a run: remember what a micro-batch has left, and put all together behind the last of them.
+
+        Args:
+            turn: which run of the micro-batch it was.
+            last: whether it was its last.
+        """
+        count, done = len(self._sizes), []
+        if last:
+            self._runs += 1
+            self._find_new(count)
+        for slot in self._slots:
+            if slot.values is None or not (last if slot.turn is None else slot.turn == turn):
+                continue
+            now = slot.values.get(slot.key, MISSING)
+            slot.left.append(as_it_is(now) if slot.kind != "same" or len(slot.left) + 1 == count else None)
+            if len(slot.left) == count:
+                alone = slot.kind == "same" or count == 1
+                done.append((slot, slot.left[-1] if alone else self._together(slot), now))
+        for slot, value, now in done:
+            self._set(slot, value, now)
+
+    def _find_new(self, count: int) -> None:
+        """Notice what is written for the first time: between micro-batches it is put back from now on.
+
+        Raises:
+            RuntimeError: in place and by a later micro-batch than the first; what it was before is not known any more.
+        """
+        for values, key, value, inside in self._watched if count > 1 else ():
+            now = values.get(key, MISSING)
+            if now is value and (inside is None or inside == _mark(now)):
+                continue
+            passing = isinstance(now, list) and key not in appended_names(type(self._root)) and has_graph(now)
+            if passing or source_of((value, now)) is not None:
+                continue  # it is read in the step, or another stage judges it
+            name = next((table.name for table in self._tables if table.values is values), "")
+            if now is value and isinstance(now, Tensor) and self._runs > 1:
+                raise RuntimeError(_refused(name, key))
+            slot = _Slot(Table(name, values, (key,), ()), key, _NEW, None, values)
+            old = value[:inside] if isinstance(value, list) and now is value else value
+            slot.start = value, Contents(value, old) if isinstance(value, list) else None
+            slot.left = [old] * (self._runs - 1)
+            self._slots.append(slot)
+        self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
+
+    def _has(self, values: Any, key: Any) -> bool:
+        return any(slot.values is values and slot.key == key for slot in self._slots)
+
+    def _together(self, slot: _Slot) -> Any:
+        before, left = _earlier(*slot.start), slot.left
+        if slot.kind == _NEW:
+            slot.kind = _kind_of_new(before, left)
+            if not slot.kind:
+                raise RuntimeError(_refused(slot.table.name, slot.key))
+            if slot.kind == "same":
+                return left[-1]
+        if before is MISSING and any(isinstance(now, LISTS) for now in left):
+            before = type(next(now for now in left if isinstance(now, LISTS)))()
+            slot.left = left = [before if now is MISSING else now for now in left]
+        if slot.kind == "once":
+            return next((value for value in reversed(left) if value is not MISSING), MISSING)
+        if isinstance(before, set):
+            return before.union(*left)
+        if isinstance(before, (list, deque)):
+            return self._list_of(slot, before)
+        return _sum(before, left)
+
+    def _list_of(self, slot: _Slot, before: Any) -> Any:
+        tails = [tail_of(before, now) for now in slot.left]
+        if slot.kind == "sum" and all(len(now) == len(before) for now in slot.left):
+            return [_sum(row[0], row[1:]) for row in zip(before, *slot.left, strict=True)]
+        if any(tail is None for tail in tails):
+            return slot.left[-1]
+        entries = [entry for tail in tails for entry in tail or ()]
+        if slot.kind in ("sizes", "weights") and len(entries) == len(self._sizes):
+            weights = self._sizes if slot.kind == "sizes" else self._weights
+            mean = merged(entries, weights, self._sizes)
+            entries = entries if mean is MISSING else [mean]
+        return type(before)([*before, *entries], *([before.maxlen] if isinstance(before, deque) else []))
+
+    def _set(self, slot: _Slot, value: Any, now: Any) -> None:
+        """Let a slot hold a value; a tensor that was written to stays the one that it was."""
+        original = slot.start[0]
+        if value is MISSING:
+            slot.values.pop(slot.key, None)
+        elif isinstance(value, State):
+            set_state(original, value)
+        elif isinstance(value, LISTS):
+            holder = now if isinstance(now, LISTS) else original
+            refill(holder, value)
+            slot.values[slot.key] = holder
+        elif isinstance(original, Tensor) and now is slot.stand and isinstance(value, Tensor):
+            if original.shape == value.shape:
+                with torch.no_grad():
+                    original.copy_(value)
+            slot.values[slot.key] = original if original.shape == value.shape else value
+        elif isinstance(value, (int, float, complex, str, tuple, dict, Tensor, type(None))):
+            slot.values[slot.key] = value
+
+
+class OnceAround(OncePerBatch):
+    """Of a step whose layers run in micro-batches, and the code around them on the whole batch, which writes once."""
+
+    @contextmanager
+    def layers(self, turn: int, alike: list[tuple[_Slot, Any]]) -> Iterator[None]:
+        """Around a run for the layers of a micro-batch: of what the code around them writes it leaves what is the same
+        for all of a batch, which code between layers may be the only one to write.
+
+        Args:
+            turn: which run of the micro-batch it is.
+            alike: takes what is the same for all, as it is after the run; for :meth:`set_again`.
+        """
+        slots = [slot for slot in self._slots if slot.values is not None and slot.turn is None]
+        others = [(slot, slot.values.get(slot.key, MISSING)) for slot in slots if slot.kind != "same"]
+        copies = [Contents.of(value) for _, value in others]
+        for slot, value in others:
+            if isinstance(value, Tensor):
+                slot.values[slot.key] = value.clone()
+        self.put_back(turn, whole=False)
+        try:
+            yield
+        finally:
+            self.note(turn, last=False)
+            alike += self._alike()
+            for (slot, value), inside in zip(others, copies, strict=True):
+                if value is MISSING:
+                    slot.values.pop(slot.key, None)
+                else:
+                    slot.values[slot.key] = value
+                if inside is not None:
+                    inside.put_back()
+
+    def put_back(self, turn: int, *, whole: bool = True) -> None:
+        """Before a run: set what is written in it as it was, if it is the same for all or written by a layer."""
+        for slot in self._slots:
+            mine = slot.kind == "same" if slot.turn is None else slot.turn == turn and not whole
+            if slot.values is not None and mine:
+                self._start_over(slot)
+
+    def settle(self) -> None:
+        """After a run of the code around the layers: what it has written stays."""
+        self.set_again(self._alike())
+
+    def _alike(self) -> list[tuple[_Slot, Any]]:
+        slots = [slot for slot in self._slots if slot.kind == "same" and slot.turn is None and slot.values is not None]
+        return [(slot, as_it_is(slot.values.get(slot.key, MISSING))) for slot in slots]
+
+    def set_again(self, alike: Sequence[tuple[_Slot, Any]]) -> None:
+        """Set what a run has left that is the same for all, after it was undone."""
+        for slot, value in alike:
+            self._set(slot, value, slot.values.get(slot.key, MISSING))
+
+
+def _kind_of_new(before: Any, left: Sequence[Any]) -> str:
+    """Of what was not written when it was tried."""
+    if all(is_equal(now, left[-1]) for now in left):
+        return "same"
+    appended = isinstance(before, list) and all(len(tail_of(before, now) or ()) == 1 for now in left)
+    return "weights" if appended else ""
+
+
+def _mark(value: Any) -> Any:
+    """What tells that a value was written to in place."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return len(value) if isinstance(value, list) else None
+
+
+def _refused(name: str, key: Any) -> str:
+    return (
+        f"`training_step` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "
+        "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
+        "`whole_batch_loss=True`, or write it in the first step too."
+    )
+
+
+def _earlier(value: Any, inside: Contents | None) -> Any:
+    return value if inside is None else inside.copy
+
+
+def _sum(before: Any, left: Sequence[Any]) -> Any:
+    """``before``, and what each has added to it."""
+    if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
+        return torch.cat([before, *(now[len(before) :] for now in left)])
+    total = before
+    for now in left:
+        total = total + (now - before)
+    return total
