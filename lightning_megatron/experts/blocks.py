@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_megatron.experts.sending import Owners
-from lightning_megatron.experts.stacked import forward_arguments, has_stacks, with_experts
+from lightning_megatron.experts.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
 from lightning_megatron.experts.twin import is_elsewhere
 
 _ROWS = 6
@@ -28,20 +27,8 @@ def blocked_experts(module: nn.Module) -> int:
     return has_stacks(module) if foreign and len(forward_arguments(module)) == 1 else 0
 
 
-class BlockedExperts:
-    """Leads the calls of one module of such experts, of which this rank has some.
-
-    Args:
-        name: of the module, for messages.
-        owners: who has which experts.
-
-    Attributes:
-        count: how many experts all ranks have.
-    """
-
-    def __init__(self, name: str, owners: Owners) -> None:
-        self._name, self._owners, self.count = name, owners, owners.experts
-        self._runs = self._answers = False
+class BlockedExperts(LedExperts):
+    """Of stacked experts that take a block of rows each."""
 
     def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call: send the blocks to their experts.
@@ -62,24 +49,10 @@ class BlockedExperts:
         rows, lead = given.reshape(-1, given.shape[-1]), given.dim() == 3
         expert = torch.arange(self.count, device=rows.device).repeat_interleave(len(rows) // self.count)
 
-        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
-            forward = own if self._runs else functools.partial(self._answer, module)
-            with with_experts(module, self._owners.experts, self._owners.local):
-                return in_blocks(forward, arrived, local, self._owners.local, lead=lead)
+        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
+            return in_blocks(forward, arrived, local, self._owners.local, lead=lead)
 
-        before, self._runs = self._runs, True
-        try:
-            found = self._owners.send(rows, expert, compute)
-        finally:
-            self._runs = before
-        return found.view(*given.shape[:-1], -1)
-
-    def _answer(self, module: nn.Module, rows: Tensor) -> Any:
-        self._answers = True
-        try:
-            return module(rows)
-        finally:
-            self._answers = False
+        return self._sent(module, own, rows, expert, made).view(*given.shape[:-1], -1)
 
 
 def _is_in_blocks(given: Tensor, experts: int) -> bool:
@@ -113,9 +86,7 @@ def try_blocks(module: nn.Module, experts: int, parts: int) -> str:
     """
     generator = torch.Generator().manual_seed(0)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    with torch.no_grad():
-        for parameter in own:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    fill(module, generator)
     sizes, why = (
         {n: None for p in own for n in p.shape[1:]},
         "its forward does not take a block of rows for each expert",

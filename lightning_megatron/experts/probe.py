@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.experts.listed import Differs, ListedExperts, lead_list
 from lightning_megatron.experts.sending import Owners
-from lightning_megatron.experts.stacked import Choice, computed, mixed, with_experts
+from lightning_megatron.experts.stacked import Choice, computed, fill, mixed, with_experts
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -33,10 +33,7 @@ def try_stacked(module: nn.Module, experts: int, parts: int) -> str:
         parts: over how many ranks they are to be shared out.
     """
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module._parameters.values():
-            if parameter is not None:  # values are none of the question, and may be zero
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    fill(module, generator)
     why = "its forward does not take hidden states, indices of experts and weights"
     for values in _guesses(module, experts, generator):
         try:

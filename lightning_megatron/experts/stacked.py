@@ -99,8 +99,8 @@ def _is_index(value: Tensor) -> bool:
     return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
 
 
-class StackedExperts:
-    """Leads the calls of one module of stacked experts, of which this rank has a block.
+class LedExperts:
+    """Leads the calls of one module of experts, of which this rank has some.
 
     Args:
         name: of the module, for messages.
@@ -113,6 +113,47 @@ class StackedExperts:
     def __init__(self, name: str, owners: Owners) -> None:
         self._name, self._owners, self.count = name, owners, owners.experts
         self._runs = self._answers = False
+
+    def _sent(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        rows: Tensor,
+        expert: Tensor,
+        made: Callable[[Callable[..., Any], Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """What all experts make of rows, ``[n, h], [n] -> [n, h]``.
+
+        Args:
+            module: the module.
+            own: its forward.
+            rows: for experts.
+            expert: numbers of their experts.
+            made: what the experts of this rank make of rows, by a forward, with numbers among them.
+        """
+
+        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
+            forward = own if self._runs else functools.partial(self._answer, module)
+            with with_experts(module, self._owners.experts, self._owners.local):
+                return made(forward, arrived, local)
+
+        before, self._runs = self._runs, True
+        try:
+            return self._owners.send(rows, expert, compute)
+        finally:
+            self._runs = before
+
+    def _answer(self, module: nn.Module, *args: Any) -> Any:
+        """The experts' own forward for rows of other ranks only, in a call of the module, as it is written."""
+        self._answers = True
+        try:
+            return module(*args)
+        finally:
+            self._answers = False
+
+
+class StackedExperts(LedExperts):
+    """Of stacked experts that take hidden states, indices and weights."""
 
     def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call: send the rows to their experts, and weigh what comes back.
@@ -132,29 +173,20 @@ class StackedExperts:
             ) from None
         if is_elsewhere(module, choice.hidden):
             return torch.zeros_like(choice.hidden)
-        return mixed(choice, self._owners.experts, lambda rows, ids: self._sent(module, own, choice, rows, ids))
+        lasting = choice.emptied()  # what computes outlives the call
 
-    def _sent(self, module: nn.Module, own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
-        choice = choice.emptied()  # what computes outlives the call
+        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
+            return computed(forward, lasting, arrived, local)
 
-        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
-            forward = own if self._runs else functools.partial(self._answer, module)
-            with with_experts(module, self._owners.experts, self._owners.local):
-                return computed(forward, choice, arrived, local)
+        return mixed(choice, self._owners.experts, lambda rows, ids: self._sent(module, own, rows, ids, made))
 
-        before, self._runs = self._runs, True
-        try:
-            return self._owners.send(rows, expert, compute)
-        finally:
-            self._runs = before
 
-    def _answer(self, module: nn.Module, *args: Any) -> Any:
-        """The experts' own forward for rows of other ranks only, in a call of the module, as it is written."""
-        self._answers = True
-        try:
-            return module(*args)
-        finally:
-            self._answers = False
+def fill(module: nn.Module, generator: torch.Generator) -> None:
+    """Draw a module's own parameters; their values are none of the question of what it computes, and may be zero."""
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
 
 
 def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
