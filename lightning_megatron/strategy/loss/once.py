@@ -24,6 +24,7 @@ from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
 
 _NEW = "new"
+_SHORT = 64  # entries of a list that are compared one by one
 
 
 @dataclass
@@ -71,9 +72,6 @@ class OncePerBatch:
         self._root, self._slots, self._tables = root, [_Slot(*slot) for slot in slots], tables
         self._watched: list[tuple[Any, Any, Any, Any]] = []
         self._runs = 0
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def around(self) -> OnceAround:
         """The same, for a step whose layers run in micro-batches, and the code around them on the whole batch."""
@@ -160,7 +158,7 @@ class OncePerBatch:
         """
         for values, key, value, inside in self._watched if count > 1 else ():
             now = values.get(key, MISSING)
-            if now is value and (inside is None or inside == _mark(now)):
+            if now is value and _is_as_marked(now, inside):
                 continue
             passing = isinstance(now, list) and key not in appended_names(type(self._root)) and has_graph(now)
             if passing or source_of((value, now)) is not None:
@@ -169,7 +167,7 @@ class OncePerBatch:
             if now is value and isinstance(now, Tensor) and self._runs > 1:
                 raise RuntimeError(_refused(name, key))
             slot = _Slot(Table(name, values, (key,), ()), key, _NEW, None, values)
-            old = value[:inside] if isinstance(value, list) and now is value else value
+            old = inside if isinstance(inside, list) else value[:inside] if isinstance(value, list) else value
             slot.start = value, Contents(value, old) if isinstance(value, list) else None
             slot.left = [old] * (self._runs - 1)
             self._slots.append(slot)
@@ -295,7 +293,15 @@ def _mark(value: Any) -> Any:
     """What tells that a value was written to in place."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    return len(value) if isinstance(value, list) else None
+    if isinstance(value, list):
+        return value.copy() if len(value) <= _SHORT else len(value)
+    return None
+
+
+def _is_as_marked(value: Any, mark: Any) -> bool:
+    if isinstance(mark, list):
+        return len(value) == len(mark) and all(one is other for one, other in zip(value, mark, strict=True))
+    return bool(_mark(value) == mark)
 
 
 def _refused(name: str, key: Any) -> str:
