@@ -11,12 +11,16 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     """Options that run a recipe of the planner.
 
     Raises:
-        ValueError: the strategy has no such sharding, context parallelism or recomputation.
+        ValueError: the strategy has no such sharding, context parallelism, recomputation or offload.
     """
-    if recipe.context > 1 or recipe.sharding not in ("none", "zero1") or recipe.recompute == "auto":
+    sharded = recipe.sharding == "fsdp"
+    known = recipe.sharding in ("none", "zero1", "fsdp") and recipe.recompute != "auto"
+    cases = (recipe.free, recipe.gradient_sum) == ("auto", "auto")
+    if recipe.context > 1 or not known or not cases or recipe.activation_offload is not None:
         raise ValueError(
-            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `context=1`, `sharding='none'` or "
-            "'zero1', and `recompute` 'none', 'selective' or 'full'."
+            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `context=1`, `sharding='none'`, 'zero1' "
+            "or 'fsdp' with nothing said of `free` and `gradient_sum`, `recompute` 'none', 'selective' or 'full', and "
+            "`activation_offload=None`."
         )
     arguments: dict[str, Any] = {
         "pipeline_parallel_size": recipe.pipeline,
@@ -25,8 +29,11 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
         "sequence_parallel": recipe.sequence_parallel and recipe.tensor > 1,
         "micro_batch_size": recipe.micro_batch,
         "activation_recompute": None if recipe.recompute == "none" else recipe.recompute,
-        "optimizer_sharding": recipe.sharding == "zero1",
+        "optimizer_sharding": recipe.sharding != "none",
+        "weight_sharding": sharded,
     }
+    if recipe.optimizer_offload:
+        arguments["optimizer_offload"] = {"keep": 1.0 - recipe.optimizer_offload}
     if recipe.pipeline > 1:
         arguments["pipeline_schedule"] = recipe.schedule
     if recipe.pipeline > 1 and recipe.schedule == "interleaved":

@@ -14,15 +14,15 @@ from lightning_megatron.pipeline.timeline import activations_in_flight
 from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster, ModelShape, Recipe, Software, predict
 from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, bus_bandwidth, gather_seconds
 from lightning_megatron.planner.cost.compute import accumulation_seconds, gemm_seconds
+from lightning_megatron.planner.cost.layer_memory import layer_activation_bytes
 from lightning_megatron.planner.cost.makespan import closed_form, simulated
 from lightning_megatron.planner.cost.memory import (
-    in_flight,
-    layer_activation_bytes,
     peak_memory,
     recompute_share,
     state_bytes,
 )
-from lightning_megatron.planner.cost.stages import StageSeconds, layers_of_ranks, split_layers
+from lightning_megatron.planner.cost.stage_layers import in_flight, layers_of_ranks, split_layers
+from lightning_megatron.planner.cost.stages import StageSeconds
 from lightning_megatron.planner.model.recipe import MEGATRON_2021, MEGATRON_CORE
 
 GPT3 = ModelShape(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, positions=2048)

@@ -151,7 +151,7 @@ def _fused_attention_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, consta
     """Seconds of causal FlashAttention: half of the score matrix, and 2.5 times the forward's FLOPs in the backward."""
     heads = shape.heads / recipe.tensor
     flops = 2.0 * recipe.micro_batch * heads * shape.head_size * shape.seq * shape.seq / recipe.context
-    forward = flops / (gpu.peak(_head_precision(recipe)) * constants.attention(gpu.generation))
+    forward = flops / (gpu.peak(_head_precision(recipe)) * constants.attention(gpu.generation, shape.seq))
     return forward, 2.5 * forward
 
 

@@ -1,8 +1,6 @@
 """Peak memory per rank of each stage: weights, gradients, optimizer state, activations and buffers.
 
-Activations are counted tensor by tensor, as autograd keeps them for one layer, so gated MLPs, grouped heads, 8-bit
-inputs and fused attention need no separate formulas. For f = 4h, 16 bits, dropout and unfused attention the count is
-sbh (10 + 24/t + 5as/(ht)), as in Korthikanti et al. (arXiv 2205.05198, table 2).
+``layer_memory`` counts what one layer keeps, ``sharded_state`` what is left of weights that replicas share out.
 """
 
 from __future__ import annotations
@@ -10,7 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_megatron.planner.cost.stages import layers_of_ranks
+from lightning_megatron.planner.cost.host_activations import KEPT_LAYERS, held_on_host, repeated_share, settled
+from lightning_megatron.planner.cost.host_update import host_bytes, visiting_bytes
+from lightning_megatron.planner.cost.layer_memory import (
+    checkpoint_bytes,
+    layer_activation_bytes,
+    passing_layer_bytes,
+)
+from lightning_megatron.planner.cost.sharded_state import Units, passing_gradients, sharded_state, shards
+from lightning_megatron.planner.cost.stage_layers import in_flight, layers_of_ranks
 from lightning_megatron.planner.model.cluster import GIB, Cluster
 from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
@@ -30,6 +36,7 @@ class Memory:
         activations: kept for the backward.
         buffers: the rest: copies of logits, activations of the layer being recomputed, communication buffers, the
             runtime and fragmentation.
+        host: in the host's memory, which is no part of the total.
     """
 
     weights: float
@@ -37,60 +44,12 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum of all kinds."""
+        """Sum of all kinds on the GPU."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
-
-
-def layer_activation_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes that one layer keeps for the backward of one micro-batch, without full recomputation."""
-    tokens = recipe.micro_batch * shape.seq / recipe.context
-    split = recipe.tensor if recipe.sequence_parallel else 1
-    element = float(recipe.element)
-    product_input = 1.0 if recipe.precision == "fp8" else element
-    width = shape.head_size * shape.heads
-    hidden = 2.0 * element + 2.0 * product_input
-    parallel = element * shape.qkv_width + product_input * width
-    parallel += shape.inner * (element * (2 if shape.gated else 1) + product_input)
-    if recipe.software.dropout:
-        hidden += 2.0
-    if shape.gated and recipe.software.keeps_intermediates:
-        hidden += 8.0
-        parallel += element * shape.inner
-    if recipe.software.fused_attention:
-        parallel += (element - product_input) * width + 4.0 * shape.heads
-    elif recipe.recompute != "selective":
-        parallel += (2.0 * element + 1.0) * shape.heads * shape.seq
-    return tokens * (hidden * shape.hidden / split + parallel / recipe.tensor)
-
-
-def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes of a layer's input, which is all that a fully recomputed layer keeps of one micro-batch."""
-    split = recipe.tensor if recipe.sequence_parallel else 1
-    return recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden / split
-
-
-def in_flight(recipe: Recipe, stage: int) -> float:
-    """Largest number of micro-batches whose activations ``stage`` holds at once; a chunk counts as 1/v.
-
-    The numbers are those of the schedules, with which the tests compare them. If m is below p, or not a multiple of p
-    with interleaving, they are too large by at most one micro-batch.
-    """
-    stages, chunks, count = recipe.pipeline, recipe.chunks, recipe.micro_batches
-    if stages == 1:
-        return 1.0
-    if recipe.schedule == "gpipe":
-        return float(count)
-    if recipe.schedule == "1f1b":
-        return float(min(stages - stage, count))
-    if recipe.schedule == "interleaved":
-        ragged = chunks - 1 if count % stages else 0
-        warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1 + ragged
-        return min(warm_up / chunks, float(count))
-    most = {"zb-h1": stages, "zb-h2": 2 * stages - 1, "zb-v": stages, "dualpipe-v": stages + 0.5}
-    return float(min(most[recipe.schedule], count))
 
 
 def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
@@ -113,13 +72,20 @@ def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: in
 
     Adam takes 12 bytes per parameter with 32-bit master weights, and two elements without. ``zero1`` divides these by
     the replicas, ``zero2`` divides the gradients too. With sharding and 16-bit gradients the optimizer converts its
-    shard of the gradients to 32 bits first (4 bytes more). ``fsdp`` keeps shards of 32-bit weights, gradients and two
-    moments, and all-gathers 16-bit layers; with a pipeline the gathered weights and unsharded gradients stay until the
-    last micro-batch.
+    shard of the gradients to 32 bits first (4 bytes more). For ``fsdp`` see :mod:`sharded_state`. State in host memory
+    does not count.
     """
+    weights, gradients, optimizer = _device_and_host_state(shape, recipe, stage, gpus_per_node)
+    return weights, gradients, (1.0 - recipe.optimizer_offload) * optimizer
+
+
+def _device_and_host_state(
+    shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int
+) -> tuple[float, float, float]:
+    """:func:`state_bytes`, wherever the optimizer's part lies."""
+    if recipe.shards_weights:
+        return sharded_state(recipe, _units(shape, recipe, stage), gpus_per_node)
     count = stage_parameters(shape, recipe, stage)
-    if recipe.sharding in ("fsdp", "hsdp"):
-        return _sharded_state(shape, recipe, count, gpus_per_node)
     kept = float(recipe.bytes_per_gradient)
     adam = 12.0 if recipe.mixed else 2.0 * recipe.element
     if recipe.mixed and not recipe.software.direct_gradients:
@@ -149,17 +115,17 @@ def vocabulary_rows(shape: ModelShape, recipe: Recipe) -> float:
     return shape.vocab if recipe.tensor == 1 else 128.0 * math.ceil(shape.vocab / recipe.tensor / 128)
 
 
-def _sharded_state(shape: ModelShape, recipe: Recipe, count: float, gpus_per_node: int) -> tuple[float, float, float]:
-    """:func:`state_bytes` for fully sharded weights, with the current layer and the prefetched one gathered."""
-    parts = recipe.replicas
-    if recipe.sharding == "hsdp":
-        parts = min(parts, max(1, gpus_per_node // recipe.tensor))
-    stored = max(4.0, float(recipe.element))
-    ahead = 1.0 if recipe.software.single_adapter else 2.0
-    gathered = recipe.element * (ahead * shape.layer_parameters + shape.embedding_parameters) / recipe.tensor
-    if recipe.pipeline > 1:
-        gathered = (recipe.element + stored) * count
-    return stored * count / parts + gathered, stored * count / parts, 2.0 * stored * count / parts
+def _units(shape: ModelShape, recipe: Recipe, stage: int) -> Units:
+    """Parameters that one rank of ``stage`` gathers at once, if weights are sharded."""
+    head = recipe.rank_of(recipe.virtual_stages - 1)
+    vocabulary = shape.embedding_parameters if stage == 0 else shape.vocab * shape.hidden if stage == head else 0
+    matrix = shape.hidden * max(shape.inner, shape.qkv_width)
+    return Units(
+        stage_parameters(shape, recipe, stage),
+        shape.layer_parameters / recipe.tensor,
+        matrix / recipe.tensor,
+        vocabulary / recipe.tensor,
+    )
 
 
 def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share: float) -> float:
@@ -172,7 +138,8 @@ def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
     flying = in_flight(recipe, stage)
     boundary = checkpoint_bytes(shape, recipe)
     kept = recompute_share * boundary + (1.0 - recompute_share) * layer_activation_bytes(shape, recipe)
-    total = layers_of_ranks(shape, recipe)[stage] * kept * flying
+    layers = layers_of_ranks(shape, recipe)[stage] * flying
+    total = kept * (layers if recipe.activation_offload is None else min(layers, KEPT_LAYERS))
     if stage == recipe.rank_of(recipe.virtual_stages - 1):
         alive = flying if recipe.schedule == "gpipe" else 1.0
         total += alive * (2.0 * boundary + logits(shape, recipe) * (4.0 if recipe.mixed else recipe.element))
@@ -190,7 +157,11 @@ def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
     The logits are freed before the first layer is recomputed, so only the larger of the two counts. One copy of the
     logits is counted in :func:`waiting_bytes`.
     """
-    layer = layer_activation_bytes(shape, recipe) if recompute_share > 0 else 0.0
+    layer = passing_layer_bytes(shape, recipe) if recompute_share > 0 else 0.0
+    if repeated_share(recipe):
+        layer = passing_layer_bytes(shape, recipe) - (1.0 - repeated_share(recipe)) * layer_activation_bytes(
+            shape, recipe
+        )
     if stage != recipe.rank_of(recipe.virtual_stages - 1):
         return layer
     each = 3.0 * recipe.element
@@ -207,15 +178,37 @@ def logits(shape: ModelShape, recipe: Recipe) -> float:
 
 def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int, recompute_share: float) -> Memory:
     """Peak bytes of one rank of ``stage``."""
+    recipe = settled(shape, recipe, cluster, taken=host_taken(shape, recipe, cluster))
     weights, gradients, optimizer = state_bytes(shape, recipe, stage, cluster.gpus_per_node)
     activations = waiting_bytes(shape, recipe, stage, recompute_share)
     passing = passing_bytes(shape, recipe, stage, recompute_share)
     tensors = weights + gradients + optimizer + activations + passing
+    count = stage_parameters(shape, recipe, stage)
     buckets = 0.0
     if recipe.replicas > 1:
-        buckets = 2.0 * recipe.bytes_per_gradient * min(recipe.software.bucket, stage_parameters(shape, recipe, stage))
+        buckets = 2.0 * recipe.bytes_per_gradient * min(recipe.software.bucket, count)
+        if recipe.shards_weights:
+            buckets = max(buckets, passing_gradients(recipe, _units(shape, recipe, stage)))
+    updated = updated_parameters(count, recipe, cluster)
+    if recipe.optimizer_offload:
+        buckets += visiting_bytes(updated, recipe)
+    host = host_bytes(updated, recipe) if recipe.optimizer_offload else 0.0
+    host += held_on_host(shape, recipe, stage)
     buffers = _RUNTIME + buckets + passing + _FRAGMENTATION * tensors
-    return Memory(weights, gradients, optimizer, activations, buffers)
+    return Memory(weights, gradients, optimizer, activations, buffers, host)
+
+
+def host_taken(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> float:
+    """Most bytes of host memory per GPU that the optimizer of a stage takes."""
+    if not recipe.optimizer_offload:
+        return 0.0
+    counts = [stage_parameters(shape, recipe, stage) for stage in range(recipe.pipeline)]
+    return host_bytes(updated_parameters(max(counts), recipe, cluster), recipe)
+
+
+def updated_parameters(count: float, recipe: Recipe, cluster: Cluster) -> float:
+    """How many of the ``count`` parameters of its stage a rank updates."""
+    return count / (1 if recipe.sharding == "none" else shards(recipe, cluster.gpus_per_node))
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

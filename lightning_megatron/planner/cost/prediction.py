@@ -7,10 +7,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, gather_seconds
+from lightning_megatron.planner.cost.communication import Group, gather_seconds
 from lightning_megatron.planner.cost.compute import optimizer_seconds
+from lightning_megatron.planner.cost.host_activations import repeated_share, settled
+from lightning_megatron.planner.cost.host_update import update_seconds
 from lightning_megatron.planner.cost.makespan import simulated
-from lightning_megatron.planner.cost.memory import Memory, peak_memory, recompute_share, stage_parameters
+from lightning_megatron.planner.cost.memory import (
+    Memory,
+    host_taken,
+    peak_memory,
+    recompute_share,
+    stage_parameters,
+    updated_parameters,
+)
+from lightning_megatron.planner.cost.sharded_state import sharded_seconds
 from lightning_megatron.planner.cost.stages import StageSeconds, hidden_cost, rank_costs, stage_costs
 from lightning_megatron.planner.model.cluster import GIB, Cluster
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
@@ -65,6 +75,7 @@ class Prediction:
         breakdown: seconds of a step by kind.
         memory: peak bytes of the fullest rank by kind.
         capacity: memory of a GPU in bytes.
+        host_capacity: memory of the host in bytes per GPU.
         tokens_per_second: of the whole cluster.
         model_tflops: model TFLOP/s per GPU (forward and backward, with the full score matrix of attention).
         hardware_tflops: the same with recomputed FLOPs.
@@ -84,6 +95,7 @@ class Prediction:
     hfu: float
     recomputed: float
     remarks: tuple[str, ...] = ()
+    host_capacity: float = math.inf
 
     @property
     def iteration_seconds(self) -> float:
@@ -92,8 +104,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's peak is within the GPU's memory."""
-        return self.memory.total <= self.capacity
+        """Whether the fullest rank's peak is within the GPU's memory, and its part of the host's memory too."""
+        return self.memory.total <= self.capacity and self.memory.host <= self.host_capacity
 
     def as_dict(self) -> dict[str, Any]:
         """The prediction as plain data for JSON: seconds, GiB, TFLOP/s."""
@@ -137,6 +149,7 @@ def predict(
     Raises:
         ValueError: the recipe does not fit the model or the GPU (fewer layers than stages, no 8-bit products).
     """
+    layout = settled(shape, layout, cluster, constants, host_taken(shape, layout, cluster))
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
     breakdown = _breakdown(shape, layout, cluster, constants, rank_costs(costs, layout), makespan(costs, layout))
@@ -159,6 +172,7 @@ def predict(
         hfu=hardware / peak,
         recomputed=share,
         remarks=remarks,
+        host_capacity=cluster.host_share,
     )
 
 
@@ -171,6 +185,7 @@ def repeated_flops_per_token(shape: ModelShape, recipe: Recipe, share: float) ->
         share: share of layers that are fully recomputed.
     """
     added = share * shape.layer_flops_per_token
+    added += repeated_share(recipe) * (shape.layer_flops_per_token - shape.attention_core_flops_per_token)
     if recipe.recompute != "selective" or recipe.software.block_recompute:
         return added
     return added + shape.attention_core_flops_per_token
@@ -184,8 +199,10 @@ def _breakdown(
     count = recipe.micro_batches
     parameters = max(stage_parameters(shape, recipe, stage) for stage in (0, recipe.pipeline - 1))
     data = _data_seconds(recipe, cluster, constants, slowest, parameters, shape.layers / recipe.pipeline)
-    updated = parameters / (1 if recipe.sharding == "none" else _shards(recipe, cluster))
-    optimizer = optimizer_seconds(updated, cluster.gpu, constants)
+    updated = updated_parameters(parameters, recipe, cluster)
+    away = recipe.optimizer_offload * updated
+    optimizer = optimizer_seconds(updated - away, cluster.gpu, constants)
+    optimizer += update_seconds(away, recipe, cluster) if away else 0.0
     counted = span + data + optimizer
     spread = constants.jitter * math.log2(recipe.world) * counted
     communication = count * slowest.communication
@@ -201,21 +218,14 @@ def _breakdown(
     )
 
 
-def _shards(recipe: Recipe, cluster: Cluster) -> int:
-    """Number of shards of the optimizer state."""
-    if recipe.sharding != "hsdp":
-        return recipe.replicas
-    return min(recipe.replicas, max(1, cluster.gpus_per_node // recipe.tensor))
-
-
 def _data_seconds(
     recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float, layers: float
 ) -> float:
     """Exposed seconds of gradient reduction and all-gathers of parameters in one step."""
     if recipe.replicas == 1:
         return 0.0
-    if recipe.sharding in ("fsdp", "hsdp") and recipe.pipeline == 1:
-        return _sharded_weights_seconds(recipe, cluster, constants, stage, parameters, layers)
+    if recipe.shards_weights:
+        return sharded_seconds(recipe, cluster, constants, stage, parameters, layers)
     group = Group(recipe.replicas, recipe.tensor)
     reduce = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants)
     gather = gather_seconds(recipe.element * parameters, group, cluster, constants)
@@ -224,23 +234,3 @@ def _data_seconds(
     window = 1.0 - 1.0 / (layers + 1.0)
     backward = stage.input_gradient + stage.weight_gradient
     return hidden_cost(reduce, window * backward, constants) + hidden_cost(gather, window * stage.forward, constants)
-
-
-def _sharded_weights_seconds(
-    recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float, layers: float
-) -> float:
-    """Exposed seconds of FSDP in one step: all-gathers for every forward and backward, and gradient reduction."""
-    group = Group(_shards(recipe, cluster), recipe.tensor, 1 if recipe.software.single_adapter else None)
-    gather = gather_seconds(recipe.element * parameters, group, cluster, constants, pieces=layers)
-    scatter = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants, pieces=layers)
-    backward = stage.input_gradient + stage.weight_gradient
-    window = 1.0 - 1.0 / (layers + 1.0)
-    per_pass = hidden_cost(gather, window * stage.forward, constants)
-    per_pass += hidden_cost(gather + scatter, window * backward, constants)
-    total = recipe.micro_batches * per_pass
-    if recipe.sharding == "hsdp" and recipe.replicas > group.size:
-        copies = Group(recipe.replicas // group.size, cluster.gpus_per_node)
-        total += hidden_cost(
-            all_reduce_seconds(2.0 * parameters / group.size, copies, cluster, constants), window * backward, constants
-        )
-    return total

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage, and the seconds that a stage takes for one micro-batch.
+"""The seconds that each pipeline stage takes for one micro-batch.
 
 Stages differ: the first has the embedding, the last the output head, and layers seldom divide evenly. The slowest stage
 sets the pace of the pipeline, so the cost of each stage is computed separately.
@@ -7,13 +7,14 @@ sets the pace of the pipeline, so the cost of each stage is computed separately.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, gather_seconds, send_seconds
 from lightning_megatron.planner.cost.compute import LayerSeconds, accumulation_seconds, head_seconds, layer_seconds
+from lightning_megatron.planner.cost.host_activations import exposed_seconds
+from lightning_megatron.planner.cost.stage_layers import split_layers
 from lightning_megatron.planner.model.cluster import Cluster
 from lightning_megatron.planner.model.constants import Constants
-from lightning_megatron.planner.model.recipe import VEE_SCHEDULES, Recipe, rank_of
+from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
 
@@ -52,41 +53,6 @@ class StageSeconds:
         )
 
 
-def split_layers(layers: int, virtual_stages: int) -> list[int]:
-    """Layers per virtual stage, first to last.
-
-    All stages get the same number if that divides. Otherwise the embedding and the head count as a layer each if that
-    divides (62 layers on 32 stages: 1, 2, 2, ..., 1). Otherwise the first virtual stages get one layer more.
-
-    Raises:
-        ValueError: fewer layers than virtual stages.
-    """
-    counted = virtual_stages > 1 and (layers + 2) % virtual_stages == 0
-    if layers < virtual_stages and not counted:
-        raise ValueError(
-            f"`layers={layers}` is less than the {virtual_stages} virtual stages; lower `pipeline` or `chunks`"
-        )
-    if layers % virtual_stages and counted:
-        each = (layers + 2) // virtual_stages
-        return [each - 1, *[each] * (virtual_stages - 2), each - 1]
-    even, rest = divmod(layers, virtual_stages)
-    return [even + (1 if stage < rest else 0) for stage in range(virtual_stages)]
-
-
-def layers_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
-    """Layers per pipeline rank, over all its chunks."""
-    return list(_layers_of_ranks(shape.layers, recipe.pipeline, recipe.chunks, recipe.schedule in VEE_SCHEDULES))
-
-
-@lru_cache(maxsize=1024)
-def _layers_of_ranks(layers: int, pipeline: int, chunks: int, vee: bool) -> tuple[int, ...]:
-    """Cached :func:`layers_of_ranks`: a search calls it thousands of times with the same few sizes."""
-    found = [0] * pipeline
-    for stage, count in enumerate(split_layers(layers, pipeline * chunks)):
-        found[rank_of(stage, pipeline, vee)] += count
-    return tuple(found)
-
-
 def stage_costs(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, recompute_share: float
 ) -> list[StageSeconds]:
@@ -101,6 +67,7 @@ def stage_costs(
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
     backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
+    out, back = exposed_seconds(shape, recipe, cluster, layer)
     added = accumulation_seconds(shape.layer_parameters / recipe.tensor, recipe, cluster.gpu, constants)
     added_vocab = accumulation_seconds(shape.vocab * shape.hidden / recipe.tensor, recipe, cluster.gpu, constants)
     per_stage = split_layers(shape.layers, recipe.virtual_stages)
@@ -111,8 +78,9 @@ def stage_costs(
         ends = last + float(stage == 0)
         costs.append(
             StageSeconds(
-                forward=count * (layer.forward + forward_transfer) + last * head[0],
-                input_gradient=count * (layer.input_gradient + backward_transfer + repeated) + last * 0.5 * head[1],
+                forward=count * (layer.forward + forward_transfer + out) + last * head[0],
+                input_gradient=count * (layer.input_gradient + backward_transfer + repeated + back)
+                + last * 0.5 * head[1],
                 weight_gradient=count * (layer.weight_gradient + added) + last * 0.5 * head[1] + ends * added_vocab,
                 communication=count * (forward_transfer + backward_comm),
                 transfer=2.0 * exposed * transfer,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+_ATTENTION_AT = 4096
+"""Tokens at which ``attention_ampere`` and ``attention_hopper`` are stated."""
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
@@ -20,6 +23,8 @@ class Constants:
         k_half: inner dimension at which a product spends half of its time filling and draining its pipeline.
         memory: share of device memory bandwidth that a pass over a large tensor reaches.
         attention_ampere, attention_hopper: share of the 16-bit peak of fused attention's forward.
+        attention_ramp: tokens of a sequence at which fused attention reaches half of what it does on endless ones;
+            ``attention_*`` are the shares at 4096 tokens.
         misaligned: share of the 16-bit peak for products whose inner dimension is not a multiple of 8 elements.
         nvlink: share of NVLink bandwidth that a large collective reaches.
         network: share of the network's bandwidth that a large collective between nodes reaches.
@@ -41,23 +46,24 @@ class Constants:
     gemm_hopper: float = 0.704
     gemm_blackwell: float = 0.70
     gemm_fp8: float = 0.59
-    tile_waste: float = 0.314
-    k_half: float = 104.0
-    memory: float = 0.701
+    tile_waste: float = 0.316
+    k_half: float = 105.0
+    memory: float = 0.7
     attention_ampere: float = 0.544
-    attention_hopper: float = 0.431
-    misaligned: float = 0.0362
-    nvlink: float = 0.724
-    network: float = 0.695
-    network_decay: float = 0.0507
+    attention_hopper: float = 0.428
+    attention_ramp: float = 844.0
+    misaligned: float = 0.0361
+    nvlink: float = 0.722
+    network: float = 0.719
+    network_decay: float = 0.0516
     score_passes: float = 5.31
-    eager_passes: float = 1.13
-    contention: float = 0.171
-    tensor_hidden: float = 0.59
+    eager_passes: float = 1.12
+    contention: float = 0.164
+    tensor_hidden: float = 0.589
     launch: float = 0.00025
     blocking: float = 0.00244
     step: float = 0.0229
-    jitter: float = 0.00627
+    jitter: float = 0.00625
 
     def gemm(self, generation: str, precision: str) -> float:
         """Share of the peak that a very large matrix product reaches on a GPU generation at a precision."""
@@ -65,9 +71,10 @@ class Constants:
             return self.gemm_fp8
         return float(getattr(self, f"gemm_{generation}"))
 
-    def attention(self, generation: str) -> float:
-        """Share of the 16-bit peak that the forward of fused attention reaches on a GPU generation."""
-        return self.attention_ampere if generation in ("volta", "ampere") else self.attention_hopper
+    def attention(self, generation: str, seq: int = _ATTENTION_AT) -> float:
+        """Share of the 16-bit peak that fused attention reaches on a GPU generation, for a sequence of ``seq``."""
+        share = self.attention_ampere if generation in ("volta", "ampere") else self.attention_hopper
+        return share * (1.0 + self.attention_ramp / _ATTENTION_AT) / (1.0 + self.attention_ramp / seq)
 
     def with_values(self, **changes: float) -> Constants:
         """A copy with some constants replaced."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
 PRECISIONS = ("fp16", "bf16", "fp8", "fp32", "fp64")
+FREES = ("auto", "layer", "step")
+GRADIENT_SUMS = ("auto", "micro_batch", "step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 VEE_SCHEDULES = ("zb-v", "dualpipe-v")
 """Schedules whose first pipeline rank runs the first and the last virtual stage."""
@@ -45,6 +47,12 @@ class Software:
             ranks may start their next step at different times.
         frees_gradients: if a step is one backward, replicas keep only their shard of the summed gradients.
         tied_state_once: the first and the last stage share one sharded optimizer state of a tied embedding and head.
+        prefetches_weights: sharded weights of the next layer are gathered while one computes; otherwise a layer waits.
+        sums_shards: gradients of sharded weights are summed over replicas, and only shards are kept, after every
+            micro-batch; otherwise whole gradients add up over the micro-batches of a step.
+        frees_under_pipeline: sharded weights are freed after each layer under a pipeline too; otherwise they stay whole
+            from the first micro-batch to the last.
+        keeps_16_bit_shard: the shard of the weights in 16 bits is kept beside the optimizer's in 32 bits.
     """
 
     name: str = "lightning"
@@ -64,6 +72,10 @@ class Software:
     post_validation: bool = False
     frees_gradients: bool = False
     tied_state_once: bool = False
+    prefetches_weights: bool = True
+    sums_shards: bool = True
+    frees_under_pipeline: bool = False
+    keeps_16_bit_shard: bool = False
 
 
 MEGATRON_2021 = Software(
@@ -92,7 +104,14 @@ DEEPSPEED_ZERO3 = replace(
 step time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
 PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
 """Tensor, pipeline and data parallelism in plain PyTorch, with fused attention and no overlap with compute."""
-LIGHTNING = Software(frees_gradients=True, tied_state_once=True)
+LIGHTNING = Software(
+    frees_gradients=True,
+    tied_state_once=True,
+    prefetches_weights=False,
+    sums_shards=False,
+    frees_under_pipeline=True,
+    keeps_16_bit_shard=True,
+)
 """This package's strategy."""
 
 
@@ -115,9 +134,17 @@ class Recipe:
             weights; or ``fp32`` or ``fp64`` throughout.
         gradient_bytes: bytes per gradient element kept and reduced; None follows from the precision.
         software: traits of the training stack.
+        free: when weights of ``fsdp`` and ``hsdp`` are freed again: after each ``layer`` or at the end of a ``step``;
+            ``auto`` follows from the software.
+        gradient_sum: when their gradients are summed and cut into shards: after each ``micro_batch`` or once a
+            ``step``; ``auto`` follows from the software.
+        optimizer_offload: share of the optimizer's weights and state that lies, and is updated, in host memory.
+        activation_offload: share of the tokens whose activations go to host memory, while linear layers of the others
+            are computed again and attention never is; ``auto`` for the largest that copies and memory allow; ``inputs``
+            for the inputs of layers that are computed again in full; None for nothing.
 
     Raises:
-        ValueError: a size is below 1, a name is unknown, or the batch does not divide.
+        ValueError: a size is below 1, a name is unknown, a share is not one, or the batch does not divide.
     """
 
     tensor: int = 1
@@ -134,6 +161,10 @@ class Recipe:
     precision: str = "bf16"
     gradient_bytes: int | None = None
     software: Software = field(default=LIGHTNING)
+    free: str = "auto"
+    gradient_sum: str = "auto"
+    optimizer_offload: float = 0.0
+    activation_offload: float | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks"):
@@ -143,11 +174,45 @@ class Recipe:
         _check_member("recompute", self.recompute, RECOMPUTES)
         _check_member("precision", self.precision, PRECISIONS)
         _check_member("schedule", self.schedule, SCHEDULES)
+        _check_member("free", self.free, FREES)
+        _check_member("gradient_sum", self.gradient_sum, GRADIENT_SUMS)
+        if not self.shards_weights and (self.free, self.gradient_sum) != ("auto", "auto"):
+            raise ValueError(
+                f"`free={self.free}` and `gradient_sum={self.gradient_sum}` are about sharded weights, and"
+                f" `sharding={self.sharding}` shards none; leave them out, or use `sharding=fsdp`"
+            )
+        _check_share("optimizer_offload", self.optimizer_offload)
+        self._check_offload()
         self._check_chunks()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
                 f"`global_batch={self.global_batch}` is below data x micro_batch = {self.data} x {self.micro_batch};"
                 " raise `global_batch` or lower `micro_batch`"
+            )
+
+    def _check_offload(self) -> None:
+        """Refuse an offload of activations that is none, or that the recomputation contradicts.
+
+        Raises:
+            ValueError: with both.
+        """
+        given = self.activation_offload
+        if given is None:
+            return
+        if isinstance(given, str):
+            _check_member("activation_offload", given, ("auto", "inputs"))
+        else:
+            _check_share("activation_offload", given)
+        needed = "full" if given == "inputs" else "none"
+        if self.recompute != needed:
+            raise ValueError(
+                f"`activation_offload={given}` goes with `recompute={needed}`, not with `{self.recompute}`: a share "
+                "says itself what is computed again, and `inputs` are those of layers that all are"
+            )
+        if given != "inputs" and not self.software.fused_attention:
+            raise ValueError(
+                f"`activation_offload={given}` keeps the output of fused attention, and `{self.software.name}` has"
+                " none; use `inputs` with `recompute=full`"
             )
 
     def _check_chunks(self) -> None:
@@ -169,6 +234,11 @@ class Recipe:
     def rank_of(self, virtual_stage: int) -> int:
         """Pipeline rank that runs a virtual stage, see :func:`rank_of`."""
         return rank_of(virtual_stage, self.pipeline, self.schedule in VEE_SCHEDULES)
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each replica keeps a shard of the weights only."""
+        return self.sharding in ("fsdp", "hsdp")
 
     @property
     def virtual_stages(self) -> int:
@@ -210,10 +280,25 @@ class Recipe:
     def describe(self) -> str:
         """One line: ``t8 p8 v2 d24 c1 b2 interleaved zero1 full+sp bf16``."""
         sp = "+sp" if self.sequence_parallel and self.tensor > 1 else ""
-        return (
-            f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context} b{self.micro_batch} "
-            f"{self.schedule} {self.sharding} {self.recompute}{sp} {self.precision}"
-        )
+        words = [self.sizes(), self.schedule, self.sharding, f"{self.recompute}{sp}", self.precision, *self.savings()]
+        return " ".join(words)
+
+    def sizes(self) -> str:
+        """The sizes alone: ``t8 p8 v2 d24 c1 b2``."""
+        return f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context} b{self.micro_batch}"
+
+    def savings(self) -> list[str]:
+        """What saves memory besides sharding and recomputation, in words; empty without any."""
+        found = []
+        if (self.free, self.gradient_sum) != ("auto", "auto"):
+            found.append(f"free/{self.free} sum/{self.gradient_sum}")
+        if self.optimizer_offload:
+            found.append(f"optimizer/host{100 * self.optimizer_offload:.0f}%")
+        if isinstance(self.activation_offload, str):
+            found.append(f"activations/host-{self.activation_offload}")
+        elif self.activation_offload is not None:
+            found.append(f"activations/host{100 * self.activation_offload:.0f}%")
+        return found
 
 
 def rank_of(virtual_stage: int, pipeline: int, vee: bool) -> int:
@@ -234,3 +319,13 @@ def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"`{name}={value}` is not one of {', '.join(allowed)}; choose one of these for `{name}`")
+
+
+def _check_share(name: str, value: float) -> None:
+    """Refuse what is no share.
+
+    Raises:
+        ValueError: ``value`` lies outside of 0 to 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"`{name}={value!r}` must be a share, from 0 to 1; correct `{name}`")

@@ -238,6 +238,8 @@ def _recipe(
         precision=precision,
         gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), software),
         software=software,
+        optimizer_offload=1.0 if "optimizer" in cells.get("offload", "").lower() else 0.0,
+        activation_offload="inputs" if "activations" in cells.get("offload", "").lower() else None,
     )
     micro_batch = _integer(cells, "mbs") or _micro_batch(cells, shape, recipe, cluster, remarks)
     return replace(recipe, micro_batch=micro_batch)
@@ -358,8 +360,9 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
     """Traits of the training stack of a row, from its sharding, precision and GPU.
 
     Sharded weights and gradients (``fsdp``, ``zero2``-like) mean PyTorch's FSDP, or ZeRO-3 in fp16 on GPUs older than
-    Hopper. A distributed optimizer, or ``zero2`` in other precisions than fp16, means Megatron-Core. All other runs on
-    GPUs older than Hopper are Megatron-LM of 2021-22, before fused attention, with DeepSpeed if they shard.
+    Hopper. 8-bit products, a distributed optimizer, or ``zero2`` in other precisions than fp16, means Megatron-Core.
+    All other runs on GPUs older than Hopper are Megatron-LM of 2021-22, before fused attention, with DeepSpeed if they
+    shard.
     """
     shard = cells.get("shard", "").lower()
     precision = cells.get("precision", "").lower()
@@ -374,6 +377,8 @@ def _software(cells: Mapping[str, str], cluster: Cluster, sharding: str) -> Soft
         if old and precision.startswith("fp16"):
             return DEEPSPEED_ZERO3 if "zero" in shard else replace(found, fused_attention=False)
         return found
+    if precision.startswith("fp8"):  # 8-bit products outside of FSDP are Transformer Engine's
+        return MEGATRON_CORE
     if "dist" in shard or (sharding == "zero2" and not precision.startswith("fp16")):
         return MEGATRON_CORE
     if old:

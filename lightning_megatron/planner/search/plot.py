@@ -71,7 +71,7 @@ def _throughput(axes: Any, points: Sequence[tuple[int, Prediction]]) -> None:
 
 def _memory(axes: Any, ranked: Sequence[Prediction]) -> None:
     """Plot stacked bars of memory by kind, one per layout, and a line for the capacity."""
-    names = [f"{rank}. {item.recipe.describe().rsplit(' ', 4)[0]}" for rank, item in enumerate(ranked, start=1)]
+    names = [f"{rank}. {item.recipe.sizes()}" for rank, item in enumerate(ranked, start=1)]
     below = [0.0] * len(ranked)
     for kind, color in _COLORS.items():
         sizes = [getattr(item.memory, kind) / GIB for item in ranked]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.planner.cost.makespan import closed_form
-from lightning_megatron.planner.cost.memory import peak_memory, recompute_share
 from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.model.cluster import Cluster
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
 from lightning_megatron.planner.model.recipe import LIGHTNING, VEE_SCHEDULES, Recipe, Software
 from lightning_megatron.planner.model.shape import ModelShape
 from lightning_megatron.planner.search.reasons import explain
+from lightning_megatron.planner.search.savings import cheapest_fitting
 
 _REFINED = 12
 _MOST_CHUNKS = 12
@@ -32,8 +32,8 @@ class Limits:
 
     Args:
         schedules: names of the pipeline schedules to try.
-        shardings: optimizer shardings to try: this package's strategy has ``none`` and ``zero1``; ``fsdp`` and ``hsdp``
-            are only tried without a pipeline.
+        shardings: of the optimizer, or of weights too (``fsdp``, this package's ``weight_sharding=True``), to try.
+            Software that does not free weights under a pipeline shards them only without one.
         precision: of the matrix products.
         software: traits of the training stack.
         tensor: fixed tensor-parallel size, or None to try all.
@@ -41,6 +41,7 @@ class Limits:
         micro_batch: fixed micro-batch size, likewise.
         largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
         headroom: share of memory to leave free, as predictions of memory are not exact.
+        offload: whether activations and the optimizer may lie in host memory where the layout does not fit otherwise.
 
     Raises:
         ValueError: ``headroom`` is negative, or 1 or more; a fixed size is below 1.
@@ -55,6 +56,7 @@ class Limits:
     micro_batch: int | None = None
     largest_tensor: int | None = None
     headroom: float = 0.05
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
@@ -146,7 +148,7 @@ def plan(
     found: list[Prediction] = []
     for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
         considered += 1
-        fitting = cheapest_fitting(shape, recipe, cluster, limits.headroom)
+        fitting = cheapest_fitting(shape, recipe, cluster, limits.headroom, offload=limits.offload)
         if fitting is None:
             too_large += 1
             continue
@@ -200,7 +202,7 @@ def _recipes(
             for sharding in limits.shardings:
                 if data == 1 and sharding != limits.shardings[0]:
                     continue  # with one replica all shardings are the same
-                if sharding in ("fsdp", "hsdp") and pipeline > 1:
+                if sharding in ("fsdp", "hsdp") and pipeline > 1 and not limits.software.frees_under_pipeline:
                     continue
                 for sequence in (True, False) if tensor > 1 else (True,):
                     yield Recipe(
@@ -249,23 +251,6 @@ def _schedules(shape: ModelShape, pipeline: int, allowed: Iterable[str]) -> Iter
                 yield name, 2
         else:
             yield name, 1
-
-
-def cheapest_fitting(shape: ModelShape, recipe: Recipe, cluster: Cluster, headroom: float = 0.0) -> Recipe | None:
-    """The recipe without recomputation if it fits, else with full recomputation if that fits, else None.
-
-    Args:
-        shape: the model.
-        recipe: with any recomputation.
-        cluster: the machine.
-        headroom: share of memory to leave free.
-    """
-    for recompute in ("none", "full"):
-        tried = replace(recipe, recompute=recompute)
-        share = recompute_share(shape, tried, cluster)
-        if peak_memory(shape, tried, cluster, share).total <= (1.0 - headroom) * cluster.gpu.memory:
-            return tried
-    return None
 
 
 def _nothing_found(

@@ -38,6 +38,12 @@ def plan(
     tensor: Annotated[int | None, typer.Option(help="Only this tensor-parallel size.")] = None,
     pipeline: Annotated[int | None, typer.Option(help="Only this pipeline size.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only this micro-batch size.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="Only this sharding: none, zero1 (optimizer) or fsdp (weights too).")
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Use host memory for activations and the optimizer where needed.")
+    ] = False,
     headroom: Annotated[float, typer.Option(help="Share of memory to leave free.")] = 0.05,
     top: Annotated[int, typer.Option(help="Layouts to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -62,6 +68,8 @@ def plan(
             pipeline=pipeline,
             micro_batch=micro_batch,
             headroom=headroom,
+            shardings=(sharding,) if sharding else Limits().shardings,
+            offload=offload,
         )
         with working(f"trying layouts of {gpus} GPUs"):
             found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
@@ -139,7 +147,7 @@ def _print(found: Plan) -> None:
             sizes + (" +sp" if recipe.sequence_parallel and recipe.tensor > 1 else ""),
             recipe.schedule if recipe.pipeline > 1 else "-",
             recipe.sharding,
-            recipe.recompute,
+            " ".join([recipe.recompute, *recipe.savings()]),
             f"{item.iteration_seconds:.3f}",
             f"{item.tokens_per_second / recipe.world:.0f}",
             f"{100 * item.mfu:.1f}%",
