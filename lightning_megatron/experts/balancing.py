@@ -145,10 +145,11 @@ def of_all(
     if not any(masked):
         return whole, None
     own = torch.ones(tokens, device=device) if mask is None else mask.reshape(-1).to(device, torch.float32)
-    return whole, _gathered(own, sizes, group).view(1, -1)
+    return whole, gathered_rows(own, sizes, group).view(1, -1)
 
 
-def _gathered(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def gathered_rows(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, whose numbers are ``sizes``, outside autograd; collective over the group."""
     most = max(sizes)
     padded = torch.cat((rows, rows.new_zeros(most - len(rows), *rows.shape[1:])))
     blocks = raw_all_gather(padded, 0, group).split(most)
@@ -161,7 +162,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
         ctx.message = sizes, group
-        return _gathered(rows, sizes, group)
+        return gathered_rows(rows, sizes, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

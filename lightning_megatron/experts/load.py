@@ -41,7 +41,7 @@ class ExpertCounts:
     def _follow(self, mixture: Mixture) -> None:
         add = functools.partial(self._add, mixture.path)
         if (leader := mixture.leader) is not None:
-            leader.sees = add
+            leader.sees = add if leader.sees is None else _both(leader.sees, add)
         elif isinstance(mixture.experts, nn.ModuleList | nn.ModuleDict):
             for number, expert in enumerate(mixture.experts.children()):
                 hook = functools.partial(self._add_rows, mixture.path, number)
@@ -76,6 +76,14 @@ class ExpertCounts:
         given = args[0] if args else None
         if isinstance(given, Tensor) and not isinstance(given, FakeTensor) and self._counts() and not in_backward():
             self._rows[name][number] += given[..., 0].numel()
+
+
+def _both(one: Callable[[Tensor], None], other: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def tell(expert: Tensor) -> None:
+        one(expert)
+        other(expert)
+
+    return tell
 
 
 def _choice(add: Callable[[Tensor], None], experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

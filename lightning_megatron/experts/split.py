@@ -16,6 +16,7 @@ from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.taking_part import Calls
 from lightning_megatron.experts.twin import lead
+from lightning_megatron.layers import MoE
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups
@@ -174,6 +175,8 @@ class _Finder:
         return self._tried[key]
 
     def _refuse_mixing(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, MoE):  # whose capacity is that of all replicas, and whose noise is drawn beside experts
+            return
         why, _ = self._try(module, "", lambda copied: (mixes_samples(copied), (0, 0)))
         if not why:
             return

@@ -5,7 +5,8 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.mixture.moe import Experts, MoE, router_losses
+from lightning_megatron.layers.mixture.experts import Experts
+from lightning_megatron.layers.mixture.moe import MoE, router_losses
 from lightning_megatron.layers.mlp import ParallelMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.table import ParameterSharding, ShardTable

@@ -38,8 +38,8 @@ def check_experts(options: Any) -> None:
     """
     size = options.expert_parallel_size
     check_size("expert_parallel_size", size)
-    if options.expert_balance not in (None, "replica"):
-        raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None or 'replica'.")
+    if options.expert_balance not in (None, "replica", "bias"):
+        raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None, 'replica' or 'bias'.")
     if size > 1:
         check_options_with(f"expert_parallel_size={size}", options, _WITHOUT_EXPERTS, "expert_parallel_size=1")
 

@@ -56,7 +56,9 @@ class Options:
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         expert_parallel_size: replicas that share out the experts of mixtures, and send each other the tokens for them.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
-            each replica's, as in DDP; else it is refused, but for Hugging Face's, which are of all replicas' tokens.
+            each replica's, as in DDP; else it is refused, but for Hugging Face's and this package's, which are of all
+            replicas' tokens. ``"bias"`` balances experts by their biases; see
+            :class:`~lightning_megatron.callbacks.ExpertBias`.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
@@ -295,9 +297,14 @@ class Options:
                 shards_weights=self.weight_sharding,
                 offload=offload_of(self.optimizer_offload),
             ),
-            expert_balance=self.expert_balance,
+            expert_balance=self.balance_of,
             random_streams=self.random_streams,
         )
+
+    @property
+    def balance_of(self) -> str | None:
+        """Whose balancing losses are meant: ``"replica"``, each replica's; ``None``, those of the whole batch."""
+        return self.expert_balance if self.expert_balance == "replica" else None
 
     @property
     def details(self) -> dict[str, Any]:

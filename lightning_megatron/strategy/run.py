@@ -29,7 +29,7 @@ from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy import checks
-from lightning_megatron.strategy.callbacks.expert_load import insert_expert_load
+from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_callbacks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
@@ -365,7 +365,7 @@ def start_run(
     check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     check_draws_run(options.random_streams, module, processes.mesh.layout)
-    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.expert_balance)
+    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.balance_of)
     lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
@@ -373,8 +373,7 @@ def start_run(
         insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_parallel_size > 1)
     if options.profiles_layers:
         insert_profile(trainer)
-    if options.log_expert_load:
-        insert_expert_load(trainer)
+    insert_expert_callbacks(trainer, load=options.log_expert_load, bias=options.expert_balance == "bias")
     if options.log_gradient_norm:
         insert_gradient_norm(trainer)
     syncs = lightning_state.syncs_batch_norm(trainer)

@@ -84,7 +84,6 @@ def refuse_with(given: str, wrong: str) -> NoReturn:
 _GIVEN = "random_streams='layout'"
 _WITH_LAYOUT = {
     "compile_layers": False,
-    "expert_parallel_size": 1,
     "layout": None,
 }
 """Options that do not go together with draws from counters, and the only values that do."""

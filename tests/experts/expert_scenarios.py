@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
@@ -137,11 +138,51 @@ class Strange(Words):
 class DropIn(Words):
     """Built of this package's mixtures, with their losses."""
 
+    kinds = strangers.DROP_IN
+    scope = "batch"
+
     def __init__(self) -> None:
-        super().__init__([strangers.Block(kind) for kind in strangers.DROP_IN])
+        super().__init__([strangers.Block(kind) for kind in self.kinds])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch) + router_losses(self, balance=0.3, z=0.01)
+        return self.loss(batch) + router_losses(self, balance=0.3, z=0.01, scope=self.scope)
+
+
+class BySequence(DropIn):
+    """With balancing losses of each sequence."""
+
+    scope = "sequence"
+
+
+class Tight(DropIn):
+    """Drops tokens."""
+
+    kinds = strangers.TIGHT
+
+
+class Biased(Words):
+    """Balanced by biases."""
+
+    def __init__(self) -> None:
+        super().__init__([strangers.Block(kind) for kind in strangers.BIASED])
+
+
+class Flat(Words):
+    """Gives a mixture with a capacity tokens in one dim, of which the first is not that of samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0]).transpose(0, 1)
+        return F.cross_entropy(self.head(self.layers[0](x)).transpose(0, 1).flatten(0, 1), batch[1].flatten())
+
+    def __init__(self) -> None:
+        super().__init__([strangers.Block(kind) for kind in strangers.TIGHT])
+
+
+class Jittery(Words):
+    """With noise on what routers see."""
+
+    def __init__(self) -> None:
+        super().__init__([strangers.Block(kind) for kind in strangers.NOISY])
 
 
 class Gathered(Strange):
@@ -306,6 +347,12 @@ MODULES = {
     "whole_updates": WholeUpdates,
     "gathered": Gathered,
     "drop_in": DropIn,
+    "by_sequence": BySequence,
+    "tight": Tight,
+    "dealt": Tight,
+    "biased": Biased,
+    "flat": Flat,
+    "jittery": Jittery,
     "built_later": BuiltLater,
 }
 
@@ -314,7 +361,8 @@ class Data(LightningDataModule):
     """Three batches of 16, of which each replica takes a block.
 
     Args:
-        name: says where the last replica lacks samples: ``uneven_batches``, ``uneven_validation``, ...
+        name: says where the last replica lacks samples: ``uneven_batches``, ``uneven_validation``, ...; or that samples
+            are ``dealt`` to the replicas in turns.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -325,6 +373,9 @@ class Data(LightningDataModule):
     def _loader(self, kind: str) -> Any:
         sizes = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
         own = self.tokens.chunk(sizes["num_replicas"], 1)[sizes["rank"]]
+        if self.name == "dealt":
+            data = TensorDataset(self.tokens[..., :-1].flatten(0, 1), self.tokens[..., 1:].flatten(0, 1))
+            return DataLoader(data, own.shape[1], sampler=DistributedSampler(data, **sizes, shuffle=False))
         if self.name == f"uneven_{kind}" and sizes["rank"] == sizes["num_replicas"] - 1:
             own = own[:, :5] if kind == "batches" else own[:1]
         return DataLoader(

@@ -322,6 +322,22 @@ REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, 
 PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
 """What mixes samples: over replicas it is not what one process computes."""
 
+TIGHT: list[Callable[[], nn.Module]] = [
+    lambda: MoE(WIDTH, 8, EXPERTS, capacity_factor=0.6),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, gated=False, shared=8, capacity_factor=0.5, least_capacity=1),
+    lambda: MoE(WIDTH, 8, EXPERTS, 3, router="sigmoid", capacity_factor=0.8),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, capacity_factor=1.0),
+]
+"""Mixtures that drop tokens."""
+BIASED: list[Callable[[], nn.Module]] = [
+    lambda: MoE(WIDTH, 8, EXPERTS, router="sigmoid", biased=True),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, biased=True),
+    lambda: MoE(WIDTH, 8, EXPERTS, 3, biased=True, shared=8),
+    lambda: MoE(WIDTH, 8, EXPERTS),
+]
+"""Mixtures that are balanced by biases."""
+NOISY: list[Callable[[], nn.Module]] = [lambda: MoE(WIDTH, 8, EXPERTS, jitter=0.3) for _ in range(4)]
+"""Mixtures whose routers see noise."""
 DROP_IN: list[Callable[[], nn.Module]] = [
     lambda: MoE(WIDTH, 8, EXPERTS),
     lambda: MoE(WIDTH, 8, EXPERTS, router="sigmoid", shared=8, scale=2.5),

@@ -130,7 +130,6 @@ def test_a_run_that_goes_on_in_another_layout_draws_what_would_have_come(tmp_pat
     [
         ({"random_streams": "process"}, "must be 'torch' or 'layout'"),
         ({"random_streams": "layout", "compile_layers": True}, "`compile_layers=False`"),
-        ({"random_streams": "layout", "expert_parallel_size": 2}, "`expert_parallel_size=1`"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(arguments: dict[str, Any], wanted: str) -> None:

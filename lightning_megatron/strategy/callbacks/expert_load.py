@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.experts.load import ExpertCounts, load_svg
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
+LOAD = "ExpertLoad (`log_expert_load=True`)"
 _ALONE = {"context_parallel_size": 1, "sequence_parallel": False, "compile_layers": False}
 
 
@@ -51,7 +51,7 @@ class ExpertLoad(Callback):
         Raises:
             MisconfigurationException: with the option.
         """
-        _check(trainer)
+        check_counts(trainer, LOAD)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Follow the experts of the divided module.
@@ -81,13 +81,7 @@ class ExpertLoad(Callback):
             return
         self._wanted = False
         strategy: Any = trainer.strategy
-        mesh, ranks = strategy.mesh, strategy.options.expert_parallel_size
-        own = self._counts.take() if mesh.coordinates.tensor == 0 else {}
-        load: dict[str, list[int]] = {}
-        for told in objects.gather(own, mesh.group("world")):
-            for name, rows in told.items():
-                load[name] = [a + b for a, b in zip(load.get(name, [0] * len(rows)), rows, strict=True)]
-        load = dict(sorted(load.items(), key=lambda item: [p.zfill(9) for p in item[0].split(".")]))
+        ranks, load = strategy.options.expert_parallel_size, load_of_all(self._counts, strategy)
         self.steps.append(trainer.global_step)
         for name, rows in load.items():
             self.load.setdefault(name, []).append(rows)
@@ -114,19 +108,48 @@ class ExpertLoad(Callback):
         self.steps, self.load = list(state_dict["steps"]), dict(state_dict["load"])
 
 
-def _check(trainer: pl.Trainer) -> None:
+def check_counts(trainer: pl.Trainer, given: str) -> None:
+    """Refuse a strategy, and options, under which the rows of experts are not counted.
+
+    Args:
+        trainer: of the run.
+        given: what counts them.
+
+    Raises:
+        MisconfigurationException: with the option.
+    """
     options = getattr(trainer.strategy, "options", None)
     if options is None:
         raise MisconfigurationException(
-            f"ExpertLoad needs `Trainer(strategy=MegatronStrategy(...))`; this Trainer has "
+            f"{given} needs `Trainer(strategy=MegatronStrategy(...))`; this Trainer has "
             f"{type(trainer.strategy).__name__}."
         )
     for name, only in _ALONE.items():
         if getattr(options, name) != only:
             raise MisconfigurationException(
-                f"ExpertLoad (`log_expert_load=True`) does not count under `{name}={getattr(options, name)!r}`; use "
-                f"`{name}={only!r}`, or leave it out."
+                f"{given} does not count under `{name}={getattr(options, name)!r}`; use `{name}={only!r}`, or leave it "
+                "out."
             )
+
+
+def load_of_all(counts: ExpertCounts, strategy: Any) -> dict[str, list[int]]:
+    """Rows of each expert since the last call, of all ranks, by name of the experts, in order; collective over the
+    world.
+
+    Args:
+        counts: of this rank.
+        strategy: of the run.
+    """
+    mesh = getattr(strategy, "mesh", None)
+    own = counts.take()
+    everyone = (
+        [own] if mesh is None else objects.gather(own if mesh.coordinates.tensor == 0 else {}, mesh.group("world"))
+    )
+    load: dict[str, list[int]] = {}
+    for told in everyone:
+        for name, rows in told.items():
+            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(rows)), rows, strict=True)]
+    return dict(sorted(load.items(), key=lambda item: [p.zfill(9) for p in item[0].split(".")]))
 
 
 def _imbalance(rows: list[int]) -> float:
@@ -137,11 +160,3 @@ def _of_ranks(rows: list[int], ranks: int) -> list[int]:
     """Rows of the ranks that hold these experts in blocks: [1, 2, 3, 4] over 2 ranks gives [3, 7]."""
     local = len(rows) // ranks
     return [sum(rows[first : first + local]) for first in range(0, len(rows), local)]
-
-
-def insert_expert_load(trainer: pl.Trainer) -> None:
-    """Add the callback, once."""
-    callbacks = callbacks_of(trainer)
-    if not any(isinstance(callback, ExpertLoad) for callback in callbacks):
-        _check(trainer)
-        callbacks.append(ExpertLoad())

@@ -94,6 +94,7 @@ class Cuts:
             split: what :meth:`candidates` gives for it.
             first: whether no gradients have been collected for the next update.
         """
+        self.mixing.begin()
         parts, cut = self._cut(call, batch, split)
         if self.mixing.mixes(call, batch, split, first=first) and len(parts) > 1:
             self.trials.keep_whole()

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.routers import routers_of
+from lightning_megatron.experts.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
@@ -35,6 +36,7 @@ from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
+from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.step import Outcome
@@ -70,9 +72,17 @@ class MixingTrials:
         alone = self._replicas == 1 or self._balance is not None
         group = None if alone else mesh.group("data_parallel")
         collect_once(module)
-        self._known = BalancingLosses(module, group, lambda: context.recording.recorder is not None)
+        in_step, in_turns = lambda: context.recording.recorder is not None, lambda: deals_in_turns(module)
+        self._own = WholeBatchMixtures(module, group, in_step, in_turns)
+        self._known = BalancingLosses(module, group, in_step), self._own
         self._kept = KeptLogits(module) if mesh.layout.pipeline > 1 else None
-        self._keeps_whole = self._cuts and bool(balances(module))
+        self._keeps_whole = self._cuts and (bool(balances(module)) or drops_tokens(module))
+        if cuts and not self._cuts and drops_tokens(module):
+            raise ValueError(
+                "`MoE(capacity_factor=...)` drops tokens by their place in the whole batch, so the batch cannot run in "
+                "micro-batches: leave `whole_batch_loss` at 'auto' and `micro_batch_loss_weight` out, or use "
+                "`capacity_factor=None`."
+            )
         self._steps, self._next = 0, 1.0
         self._found = False
 
@@ -90,7 +100,13 @@ class MixingTrials:
         """
         self._steps += 1
         keeps, self._keeps_whole = self._keeps_whole, False
-        return self._tries(call, batch, parts, first=first) or keeps
+        found = self._tries(call, batch, parts, first=first) or keeps
+        self._own.samples = batch_size_of(batch) if found or self._found or len(parts) == 1 else None
+        return found
+
+    def begin(self) -> None:
+        """Called at the start of a batch, before anything is tried."""
+        self._own.samples = None
 
     def _tries(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
         if self._found or not self._has_routers or self._steps < self._next or not first:
@@ -124,7 +140,8 @@ class MixingTrials:
 
     def close(self) -> None:
         """Give back what was replaced in models."""
-        self._known.close()
+        for known in self._known:
+            known.close()
         if self._kept is not None:
             self._kept.close()
 
@@ -160,7 +177,9 @@ class MixingTrials:
         sink, stages = self._context.gradients.sink, self._context.stages
         found: list[dict[str, Tensor]] = []
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
-        failed, self._known.called, self._known.left_out = False, False, True
+        failed = False
+        for known in self._known:
+            known.called, known.left_out = False, True
 
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
 
@@ -192,12 +211,13 @@ class MixingTrials:
         sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
         stages.settle()
-        self._known.left_out = False
+        for known in self._known:
+            known.left_out = False
         if failed:
             return None
         narrow = _tolerance_of(torch.float32) if draws.narrow else 0.0  # norms may compute in it whatever their input
         within = max(self._tolerance(), narrow, *(_tolerance_of(dtype) for dtype in sees.dtypes))
-        return mixed(found[2], found[0], found[1], within), sees.gathers, self._known.called
+        return mixed(found[2], found[0], found[1], within), sees.gathers, any(known.called for known in self._known)
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:

@@ -24,6 +24,7 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.among_stages import OneStage
@@ -118,15 +119,19 @@ class DrawnStep:
         stages: the one that there is.
         step: the step.
         drawing: of the context.
+        mixing: tries whether a mixture's loss is one of the whole batch; before the step, whose draws it leaves alone.
     """
 
-    def __init__(self, context: StepContext, stages: OneStage, step: Step, drawing: Drawing) -> None:
-        self._step, self._drawing = step, drawing
+    def __init__(
+        self, context: StepContext, stages: OneStage, step: Step, drawing: Drawing, mixing: MixingTrials
+    ) -> None:
+        self._step, self._drawing, self._mixing = step, drawing, mixing
         self._stages, self._streams = stages, context.streams
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward of one batch."""
         self._drawing.learn(call, [batch], "training_step")
+        self._mixing.mixes(call, batch, [batch], first=window.first)
         with self._around(batch, "training_step", training=True):
             return self._step.forward(call, batch, window)
 

@@ -115,9 +115,10 @@ class StepEngine:
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
-            self.whole = PlainStep(self._context, copies, self._in_parts.cuts.mixing)
+            mixing = self._in_parts.cuts.mixing
+            self.whole = PlainStep(self._context, copies, mixing if streams.draws is None else None)
             if streams.draws is not None:
-                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing)
+                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, mixing)
         elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
             self.whole = StepByHand(self._context, stage, self._in_parts, copies)

@@ -1,0 +1,116 @@
+"""What this package's own mixtures make of a whole batch, made of that of all replicas.
+
+A balancing loss ``E · Σ_i f_i P_i`` is linear in P once f is known, so the replicas add up how often each expert was
+chosen, and their means of P stay where they are::
+
+    replica 0   f⁰ P⁰  ┐  f = f⁰ + f¹   ┌  E · Σ f_i P⁰_i  ┐  the mean over replicas is the loss of one process,
+    replica 1   f¹ P¹  ┘                └  E · Σ f_i P¹_i  ┘  and so are its gradients
+
+Where experts have a capacity, the replicas tell each other their choices, and each counts its own tokens' places in the
+queues of one process, whose order is that of its batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.experts.balancing import gathered_rows
+from lightning_megatron.layers import MoE
+from lightning_megatron.layers.mixture import moe
+from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
+from lightning_megatron.mesh.replaced import Replacements
+
+
+def drops_tokens(module: nn.Module) -> bool:
+    """Whether experts have a capacity for all tokens of a batch."""
+    return any(isinstance(child, MoE) and child.capacity_factor is not None for child in module.modules())
+
+
+class WholeBatchMixtures:
+    """Gives :class:`~lightning_megatron.layers.MoE` what all replicas have, for one run.
+
+    Args:
+        module: the user's.
+        group: the replicas; ``None`` for one, or if each replica's own is meant.
+        in_step: whether a step is running, in which all replicas take part.
+        in_turns: whether sample i of a batch is on replica i % d; or else each replica has neighbours.
+
+    Attributes:
+        called: whether a balancing loss of the whole batch has been made in a step.
+        left_out: whether they are left out of gradients, for a trial of what else the loss is made of.
+        samples: how many this replica's batch has; ``None`` where that is not known.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        in_step: Callable[[], bool],
+        in_turns: Callable[[], bool],
+    ) -> None:
+        self._group, self._in_step, self._in_turns = group, in_step, in_turns
+        self._replaced, self.called, self.left_out = Replacements(), False, False
+        self.samples: int | None = None
+        if any(isinstance(child, MoE) for child in module.modules()):
+            for name, mine in (("balancing_loss", self._loss), ("places_in_queues", self._places)):
+                own = getattr(moe, name)
+                self._replaced.put(moe, name, functools.wraps(own)(functools.partial(mine, own)))
+
+    def close(self) -> None:
+        """Give the functions back."""
+        self._replaced.take_back()
+
+    @torch.compiler.disable
+    def _loss(self, own: Callable[..., Tensor], mean_scores: Tensor, choices: Tensor, tokens: Tensor) -> Tensor:
+        if not self._in_step():
+            return own(mean_scores, choices, tokens)
+        self.called = True
+        if self.left_out:
+            mean_scores = mean_scores.detach()
+        elif self._group is not None:
+            told = raw_all_reduce(torch.cat((choices.detach(), tokens.detach().view(1).to(choices))), self._group)
+            mean_scores = mean_scores * (tokens * self._group.size() / told[-1])  # of replicas with unlike batches
+            choices, tokens = told[:-1], told[-1]
+        return own(mean_scores, choices, tokens)
+
+    @torch.compiler.disable
+    def _places(self, own: Callable[..., Any], index: Tensor, experts: int, lead: torch.Size) -> tuple[Tensor, int]:
+        if self._group is None or not (self._in_step() or in_backward()):
+            return own(index, experts, lead)  # type: ignore[no-any-return]
+        in_turns, index = self._in_turns(), index.full() if isinstance(index, WholeTensor) else index
+        if (len(lead) < 2 and in_turns) or (len(lead) > 1 and self.samples not in (None, lead[0])):
+            raise ValueError(
+                f"`MoE(capacity_factor=...)` was called with `x: {[*lead, '...']}` for {self.samples} samples on this "
+                "replica: over replicas tokens are dropped by their place in the batch of all, so the first dim of `x` "
+                "must be that of the samples. Call it with `[batch, sequence, hidden]`."
+            )
+        told = torch.tensor([[len(index), lead[0]]], device=index.device)
+        sizes, samples = zip(*raw_all_gather(told, 0, self._group).tolist(), strict=True)
+        order = _order(sizes, samples, index.device) if in_turns else torch.arange(sum(sizes), device=index.device)
+        place, tokens = own(gathered_rows(index, sizes, self._group)[order], experts, lead)
+        back = torch.empty_like(place)
+        back[order] = place
+        start = sum(sizes[: self._group.rank()])
+        return back[start : start + len(index)], tokens
+
+
+def _order(sizes: tuple[int, ...], samples: tuple[int, ...], device: torch.device) -> Tensor:
+    """The tokens of all replicas, one replica behind the other, in the order of one process that deals in turns.
+
+    Example:
+        Replicas with samples (0, 2) and (1, 3) of one token each: 0, 2, 1, 3 is brought into order by 0, 2, 1, 3.
+    """
+    numbers = [
+        torch.arange(tokens, device=device) // (tokens // count) * len(sizes) + replica
+        for replica, (tokens, count) in enumerate(zip(sizes, samples, strict=True))
+        if tokens
+    ]
+    return torch.cat(numbers).argsort(stable=True)

@@ -1,0 +1,186 @@
+"""This package's mixtures: capacities, noise, biases and losses of sequences are those of one process in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.callbacks import ExpertBias
+from lightning_megatron.layers import MoE, router_losses
+from lightning_megatron.layers.mixture.moe import places_in_queues
+from tests.experts.expert_scenarios import fit
+from tests.harness import one_process, run_trainers
+
+WIDE = pytest.mark.wide
+TWO: dict[str, Any] = {"expert_parallel_size": 2}
+PIPE: dict[str, Any] = {"pipeline_parallel_size": 2, "expert_parallel_size": 2, "micro_batch_size": 2}
+ZB: dict[str, Any] = {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}
+LAYOUT: dict[str, Any] = {"random_streams": "layout"}
+BIAS: dict[str, Any] = {"callbacks": [ExpertBias(0.01)]}
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(found["weights"]) == set(expected["weights"])
+    for key, value in found["weights"].items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+ROWS: list[Any] = [
+    ("tight", 2, TWO, {}),
+    ("biased", 4, PIPE, {**BIAS, "accumulate_grad_batches": 2}),
+    *(
+        pytest.param(*row, marks=WIDE)
+        for row in (
+            ("tight", 1, {"micro_batch_size": 4}, {}),
+            ("tight", 2, {}, {"accumulate_grad_batches": 2}),
+            ("tight", 2, {"activation_recompute": "full"}, {}),
+            ("tight", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("tight", 2, {"context_parallel_size": 2}, {}),
+            ("tight", 4, {"context_parallel_size": 2}, {}),
+            ("tight", 4, {"expert_parallel_size": 4, "optimizer_sharding": {"shard": 2}}, {}),
+            ("tight", 4, PIPE, {}),
+            ("tight", 4, ZB, {}),
+            ("dealt", 2, TWO, {}),
+            ("dealt", 4, PIPE, {}),
+            ("biased", 2, {}, BIAS),
+            ("biased", 2, TWO, BIAS),
+            ("biased", 2, {"tensor_parallel_size": 2}, BIAS),
+            ("biased", 2, {"micro_batch_size": 4}, BIAS),
+            ("biased", 4, ZB, BIAS),
+            ("DeepseekV3", 2, TWO, BIAS),
+            ("Ernie4_5_Moe", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 2}, BIAS),
+            ("by_sequence", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("by_sequence", 4, ZB, {}),
+            ("by_sequence", 4, {"context_parallel_size": 2}, {}),
+            ("drop_in", 4, {"context_parallel_size": 2}, {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
+def test_training_is_that_of_one_process(name, devices, options, trainer):
+    expected = one_process(fit, name, None, trainer)
+    within = 1e-6 if name in ("DeepseekV3", "Ernie4_5_Moe") else 1e-9
+    for key, value in run_trainers(fit, name, options, trainer, devices=devices)[0].value["weights"].items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=within, atol=within, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, TWO), *(pytest.param(*row, marks=WIDE) for row in ((2, {}), (4, ZB), (2, {"context_parallel_size": 2})))],
+    ids=str,
+)
+def test_noise_of_routers_is_that_of_one_process(devices, options):
+    expected = one_process(fit, "jittery", LAYOUT)
+    _compare(run_trainers(fit, "jittery", {**LAYOUT, **options}, devices=devices)[0].value, expected)
+
+
+def test_the_strategys_own_balance_is_that_of_the_callback():
+    expected = one_process(fit, "biased", None, {"callbacks": [ExpertBias()]})
+    found = run_trainers(fit, "biased", {**TWO, "expert_balance": "bias"}, devices=2)[0].value
+    _compare(found, expected)
+    biases = [value for key, value in found["weights"].items() if key.endswith("mixture.bias")]
+    assert len(biases) == 3
+    assert all(bias.dtype == torch.float32 and bool(bias.any()) for bias in biases)
+
+
+def test_biases_go_on_from_a_checkpoint_in_another_layout(tmp_path):
+    expected = one_process(fit, "biased", None, BIAS, 3)
+    saved = str(tmp_path / "one.ckpt")
+    run_trainers(fit, "biased", TWO, BIAS, 2, "", saved, devices=2)
+    _compare(run_trainers(fit, "biased", {}, BIAS, 3, saved, devices=1)[0].value, expected)
+
+
+def test_tokens_wait_in_queues_by_choice_and_place():
+    index = torch.tensor([[0, 1], [0, 2], [1, 0]])
+    place, tokens = places_in_queues(index, 3, torch.Size([1, 3]))
+    assert place.tolist() == [[0, 1], [1, 0], [0, 2]]
+    assert tokens == 3
+
+
+def test_tokens_beyond_the_capacity_are_dropped_in_training_only():
+    torch.manual_seed(0)
+    mixture = MoE(8, 4, 2, 1, capacity_factor=0.5, least_capacity=1).double()
+    mixture.router.weight.data.zero_()
+    mixture.router.weight.data[0, 0] = 1.0
+    x = torch.rand(1, 8, 8, dtype=torch.double)  # all of them like expert 0, which takes two
+    assert (mixture(x) != 0).any(-1).tolist() == [[True, True, *[False] * 6]]
+    assert (mixture.eval()(x) != 0).any(-1).all()
+
+
+def test_a_bias_changes_who_is_chosen_and_not_the_weights():
+    torch.manual_seed(0)
+    mixture, x = MoE(8, 4, 3, 1, biased=True).double(), torch.randn(5, 8, dtype=torch.double)
+    assert mixture.bias is not None
+    mixture.bias += torch.tensor([0.0, 2.0, 0.0])
+    shares = mixture.router(x).softmax(-1)[:, 1:2]
+    mine = mixture.experts(x, torch.ones(5, 1, dtype=torch.long), shares)
+    torch.testing.assert_close(mixture(x), mine)
+    assert mixture.to(torch.bfloat16).bias.dtype == torch.float32
+
+
+def test_a_loss_of_sequences_is_the_mean_of_theirs():
+    torch.manual_seed(0)
+    mixture, x = MoE(8, 4, 4, 2).double(), torch.randn(3, 7, 8, dtype=torch.double)
+    mixture(x)
+    whole, apart = router_losses(mixture, balance=1.0, scope="sequence"), []
+    for sequence in x:
+        mixture(sequence[None])
+        apart.append(router_losses(mixture, balance=1.0))
+    torch.testing.assert_close(whole, torch.stack(apart).mean())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"capacity_factor": 0.0}, "`capacity_factor=0.0` must be above 0"),
+        ({"least_capacity": 0}, "`least_capacity=0` must be at least 1"),
+        ({"jitter": 1.0}, "`jitter=1.0` must be at least 0 and below 1"),
+    ],
+)
+def test_mixtures_with_settings_that_are_none_are_refused(arguments, wanted):
+    with pytest.raises(ValueError, match="must be") as error:
+        MoE(8, 4, 4, **arguments)
+    assert wanted in str(error.value)
+
+
+def test_losses_of_sequences_that_are_not_known_are_refused():
+    mixture = MoE(8, 4, 2)
+    mixture(torch.randn(5, 8))
+    with pytest.raises(ValueError, match=r"needs `MoE` to be called with `x: \[batch, sequence, hidden\]`"):
+        router_losses(mixture, balance=1.0, scope="sequence")
+    with pytest.raises(ValueError, match="`scope='layer'` must be one of 'batch', 'sequence'"):
+        router_losses(mixture, balance=1.0, scope="layer")
+
+
+def test_a_rate_below_zero_is_refused():
+    with pytest.raises(ValueError, match="`rate=-1` must be at least 0"):
+        ExpertBias(-1)
+
+
+REFUSED: list[Any] = [
+    ("words", 1, {"expert_balance": "bias"}, "found no mixture of experts that is chosen with a bias"),
+    *(
+        pytest.param(*row, marks=WIDE)
+        for row in (
+            ("biased", 2, {"expert_balance": "bias", "context_parallel_size": 2}, "`context_parallel_size=1`"),
+            ("flat", 2, {}, "must be that of the samples"),
+            ("tight", 1, {"micro_batch_size": 4, "whole_batch_loss": False}, "leave `whole_batch_loss` at 'auto'"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "options", "wanted"), REFUSED, ids=str)
+def test_what_cannot_be_as_in_one_process_is_refused_on_every_rank(name, devices, options, wanted):
+    for outcome in run_trainers(fit, name, options, {}, devices=devices, check=False, grace=20.0):
+        assert wanted in str(outcome.error), outcome
+
+
+def test_an_unknown_balance_is_refused():
+    with pytest.raises(ValueError, match="must be None, 'replica' or 'bias'"):
+        MegatronStrategy(expert_balance="loss")
