@@ -53,6 +53,7 @@ class ModelGradients:
         layers: names of the layers whose weights may be spread over the replicas.
 
     Attributes:
+        closed: buckets of the run before, until the next one.
         shows_whole: around code of the user's that looks at gradients; split ones are seen whole there.
         shows_parts: around a backward that a step runs itself, and what is done with its gradients.
     """
@@ -78,7 +79,7 @@ class ModelGradients:
         self.options = options
         self._masters: dict[tuple[str, ...], tuple[FlatPlacement, Tensor]] = {}
         self._replicas: Sharing | None = None
-        self._closed: GradientBuckets | None = None
+        self.closed: GradientBuckets | None = None
         self.local: LocalGradients | None = None
         self._experts = mesh.expert_groups(options.experts)
         self._several = several and not splits_itself(module)
@@ -186,8 +187,7 @@ class ModelGradients:
         )
         if spread.modules:
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
-            looks = watches_forward, watches_weights
-            self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
+            self.windows = StepWindows(self._module, spread, self.buckets, frozen, watches_forward, watches_weights)
         self._wholes = self._whole_matrices(self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:
@@ -238,11 +238,11 @@ class ModelGradients:
             self.local = None
         if self.buckets is not None:
             self.buckets.close()
-            self._closed, self.buckets = self.buckets, None
+            self.closed, self.buckets = self.buckets, None
 
     def _release(self) -> None:
         """Let go of an earlier run's buffers, but for the float32 weights of which layers kept 16 bits."""
-        closed, self._closed, self.windows = self._closed, None, None
+        closed, self.closed, self.windows = self.closed, None, None
         for bucket in closed.buckets if closed is not None else []:
             if bucket.weights is not None and bucket.weights.lowered:
                 self._masters[tuple(bucket.names)] = bucket.placement, bucket.weights.master
@@ -391,10 +391,10 @@ class ModelGradients:
         return {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
 
     def _lowered_weights(self) -> list[tuple[Bucket, FlatWeights]]:
-        buckets = self.buckets or self._closed
+        buckets = self.buckets or self.closed
         found = [] if buckets is None else [(bucket, bucket.weights) for bucket in buckets.buckets]
         return [(bucket, weights) for bucket, weights in found if weights is not None and weights.lowered]
 
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
-        buckets = self.buckets or self._closed
+        buckets = self.buckets or self.closed
         return (buckets.place_of(parameter) if buckets is not None else None) or (None, 0)

@@ -102,7 +102,7 @@ def _choose(
     shape, batch = facts(module, options)
     cluster = options.get("cluster") or detected_cluster(device, per_node)
     given = {name: value for name, value in options.items() if name not in FACTS}
-    limits = replace(Limits(precision=_precision(module)), **given)
+    limits = replace(Limits(precision=precision_of(module)), **given)
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
 
 
@@ -135,7 +135,7 @@ def _number(
         return rank_numbers(topology, layout), None
     shape, batch = facts(module, options.layout_options or {})
     size = min(recipe.micro_batch, batch)
-    recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data, precision=_precision(module))
+    recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data, precision=precision_of(module))
     sizes = Sizes(layout.pipeline, layout.data, layout.tensor)
     placed = assign(topology, sizes, step_volumes(shape, recipe), anchored=True)
     numbers = rank_numbers(placed, layout)
@@ -228,7 +228,7 @@ def _length(value: Any) -> int | None:
     return None
 
 
-def _precision(module: pl.LightningModule) -> str:
+def precision_of(module: pl.LightningModule) -> str:
     """The planner's name for the Trainer's precision."""
     trainer = trainer_of(module)
     text = str(trainer.precision) if trainer is not None else "32-true"

@@ -38,6 +38,10 @@ def _of_others(pid: int) -> None:
     """Exit status of a process that was not started here: nobody knows."""
 
 
+def _as_it_is(error: BaseException) -> None:
+    """An error says enough by itself."""
+
+
 class Processes:
     """The processes of one strategy. They connect once and stay connected from run to run.
 
@@ -52,6 +56,7 @@ class Processes:
         numbers: rank of every process by the order of the launch; ``None`` where the two are the same.
         device: this rank's; the CPU until the processes connect.
         exit_of: exit status of a process that this one started, by its number; ``None`` of others.
+        explain: adds to an error of this rank what a run knows of it, before other ranks hear of it.
     """
 
     def __init__(
@@ -68,12 +73,13 @@ class Processes:
         self._timeout = timeout
         self._hang_s = None if hang_timeout is None else hang_timeout.total_seconds()
         self.exit_of: Callable[[int], int | None] = _of_others
+        self.explain: Callable[[BaseException], None] = _as_it_is
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and numbers: a copy, or what another process unpickles, has met nobody yet."""
-        unmet = {"_mesh": None, "_watch": None, "_runs": 0, "exit_of": _of_others}
+        unmet = {"_mesh": None, "_watch": None, "_runs": 0, "exit_of": _of_others, "explain": _as_it_is}
         return self.__dict__ | unmet | {"device": torch.device("cpu"), "backend": self._given}
 
     def rank_of(self, launched: int) -> int:
@@ -236,6 +242,8 @@ class Processes:
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks of a failure that began here; not of the echo of another rank's."""
+        if not isinstance(exception, (RemoteFailure, AgreedFailure)):
+            self.explain(exception)
         if self._watch is not None and isinstance(exception, SIGTERMException):
             self._watch.stop()  # no failure: all ranks have agreed to stop
         elif self._watch is not None and not self._repeats_another(exception):
@@ -251,6 +259,7 @@ class Processes:
         """Tell the other ranks, and stay long enough for them to hear."""
         watch = self._watch
         if watch is None:
+            self.report(exception)
             return
         remote = _cause(watch, exception, 2.0)
         self.report(exception)

@@ -39,6 +39,7 @@ from lightning_megatron.strategy.lightning.launcher import Launcher
 from lightning_megatron.strategy.lightning.precision import MegatronPrecision, megatron_precision
 from lightning_megatron.strategy.lightning.restoring import restore_now
 from lightning_megatron.strategy.lightning.trainer_access import is_under_way, present, seed_workers, show_device_mesh
+from lightning_megatron.strategy.memory.memory_report import memory_report
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
@@ -72,7 +73,7 @@ class MegatronStrategy(ParallelStrategy):
     context_report = property(lambda self: self.run.context_report)
     loss_report = property(lambda self: self.run.loss_report)
     records_timeline = property(lambda self: self.options.engine().record_timeline)
-    generate = continue_prompts
+    generate, memory_report = continue_prompts, memory_report
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(

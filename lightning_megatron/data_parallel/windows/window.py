@@ -50,6 +50,11 @@ class Window:
         return (parameter for bucket in self._buckets for parameter in bucket.parameters)
 
     @property
+    def buckets(self) -> list[Bucket]:
+        """What the weights lie in."""
+        return list(self._buckets)
+
+    @property
     def live_bytes(self) -> int:
         """Memory of the whole weights now: 0 while it is closed."""
         return sum(bucket.weights.flat.untyped_storage().nbytes() for bucket in self._buckets if bucket.weights)

@@ -21,7 +21,7 @@ from lightning_megatron.planner.model.cluster import GIB, Cluster
 from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
-_RUNTIME = 3.0 * GIB
+RUNTIME = 3.0 * GIB
 """Bytes of CUDA context, library workspaces and communicator buffers per rank."""
 _FRAGMENTATION = 0.03
 """Fragmentation of the allocator, as a share of the bytes of all tensors."""
@@ -194,7 +194,7 @@ def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int
         buckets += visiting_bytes(updated, recipe)
     host = host_bytes(updated, recipe) if recipe.optimizer_offload else 0.0
     host += held_on_host(shape, recipe, stage)
-    buffers = _RUNTIME + buckets + passing + _FRAGMENTATION * tensors
+    buffers = RUNTIME + buckets + passing + _FRAGMENTATION * tensors
     return Memory(weights, gradients, optimizer, activations, buffers, host)
 
 

@@ -42,6 +42,7 @@ from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
+from lightning_megatron.strategy.memory.whole_shape import note_shape
 from lightning_megatron.strategy.step.alike import (
     agree_on_base_seed,
     agree_on_random_state,
@@ -193,6 +194,8 @@ class Assembler:
         seed = agree_on_base_seed(self._device)
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws())
         module = self._precision.convert_module(module)  # type: ignore[assignment]
+        if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
+            note_shape(module)
         tensor_state, report = self._split_layers(module)
         synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)

@@ -19,6 +19,7 @@ from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
+from lightning_megatron.strategy.memory.too_large import TooLarge
 from lightning_megatron.strategy.offload_checks import host_plan, refuse_own_split
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.step.assembly import Assembled
@@ -50,6 +51,7 @@ def prepare_updates(
         MisconfigurationException: an optimizer or option that cannot work with gradients shared out like this.
     """
     gradients, module = assembled.engine.model_gradients, assembled.module
+    processes.explain = TooLarge(trainer, gradients, optimizers, processes.place)
     if assembled.engine.splits_itself:
         refuse_own_split(gradients)
         checks.check_own_gradients(loss_scale, nonfinite, gradients.options.reduce_dtype)
