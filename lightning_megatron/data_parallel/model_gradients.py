@@ -163,7 +163,7 @@ class ModelGradients:
         parameters = dict(self._module.named_parameters())
         replicas = self.replicas
         kinds = {
-            holder: Sharing.of_group(group, sharded=replicas.shards > 1 and group is not None, holders=holder)
+            holder: Sharing.of_group(group, sharded=group is not None and self._shards(holder), holders=holder)
             for holder, group in groups.items()
         }
         shared = {name: kinds[holder] for name in parameters if (holder := self.holders_of(name)) in kinds}
@@ -196,6 +196,10 @@ class ModelGradients:
             for optimizer in optimizers:
                 means = self._late, self._wholes, host.steps(optimizer) if host else None
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)
+
+    def _shards(self, holders: Holders) -> bool:
+        """Whether those who hold a parameter share its optimizer's work; copies of experts lie on tensor ranks too."""
+        return self.replicas.shards > 1 or (holders.of_experts and self.options.sharding is True)
 
     def _whole_matrices(self, buckets: GradientBuckets) -> WholeMatrices:
         """What puts split matrices together for optimizers that need them whole."""
@@ -302,10 +306,9 @@ class ModelGradients:
         if splits_itself(self._module):
             return whole_norm(counted)
         layout = self._mesh.layout
-        if scattered:
+        if scattered or self._experts is not None:
             return global_norm(counted, [self._mesh.group("world")], self._device)
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
-        groups += [self._experts.group] if self._experts is not None else []
         groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
         if not groups:  # whole gradients are here: the bits of torch's own norm, and so of plain Lightning
             return torch.nn.utils.get_total_norm(counted)
@@ -313,13 +316,12 @@ class ModelGradients:
 
     def _counts(self, name: str | None, parameter: nn.Parameter, scattered: bool) -> bool:
         """Whether this rank counts what it holds of a parameter; over the world each element must count once."""
-        if name is not None and self.holders_of(name).of_experts:  # of copies there is a sum, or each has a shard of it
-            return True
-        if not scattered and self._experts is not None and self._experts.rank != 0:
-            return False
         bucket, _ = self._place(parameter)
         sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
-        if scattered and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
+        if self._experts is not None and name is not None and self.holders_of(name).of_experts:
+            return sharing.shards > 1 or self._experts.is_first_copy  # each copy has a shard of the sum, or all of it
+        over_world = scattered or self._experts is not None
+        if over_world and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
             return False
         if name is None:
             return True

@@ -52,7 +52,9 @@ class BlockedExperts(LedExperts):
         def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
             return in_blocks(forward, arrived, local, self._owners.local, lead=lead)
 
-        return self._sent(module, own, rows, expert, made).view(*given.shape[:-1], -1)
+        folding = self._owners.folding
+        found = self._sent(module, own, folding.own(rows), folding.own(expert), made)
+        return folding.whole(found, len(rows)).view(*given.shape[:-1], -1)
 
 
 def _is_in_blocks(given: Tensor, experts: int) -> bool:

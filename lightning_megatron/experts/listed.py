@@ -128,7 +128,8 @@ class ListedExperts:
         def compute(arrived: Tensor, local: Tensor, asked: Tensor) -> Tensor:
             return self.computed(mine, arrived, local, asked.tolist())
 
-        return self._owners.send(rows, expert, compute, called)
+        folding = self._owners.folding
+        return folding.whole(self._owners.send(folding.own(rows), folding.own(expert), compute, called), len(rows))
 
     def experts(self, module: nn.Module) -> list[nn.Module]:
         """The experts of the module, in order."""

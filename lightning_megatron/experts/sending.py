@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.experts.folding import Folding
 from lightning_megatron.experts.taking_part import Calls, Told
 from lightning_megatron.mesh.messages.passed_on import raw_all_to_all_rows
 
@@ -39,13 +40,23 @@ class Owners:
         group: the ranks that hold them; their number divides that of the experts.
         calls: of all mixtures of a module; ``None`` for one that is alone.
         name: of the experts, for messages.
+        folding: shares out rows among ranks that all have them; by default every rank has rows of its own.
 
     Attributes:
+        folding: the same.
         local: how many experts a rank holds.
         first: number of the first one on this rank.
     """
 
-    def __init__(self, experts: int, group: dist.ProcessGroup, calls: Calls | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        experts: int,
+        group: dist.ProcessGroup,
+        calls: Calls | None = None,
+        name: str = "",
+        folding: Folding | None = None,
+    ) -> None:
+        self.folding = folding or Folding()
         self.experts, self.group, self._calls = experts, group, calls or Calls(group)
         self.local = experts // group.size()
         self.first = group.rank() * self.local

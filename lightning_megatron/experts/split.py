@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.experts.blocks import BlockedExperts, blocked_experts, try_blocks
+from lightning_megatron.experts.folding import Folding
 from lightning_megatron.experts.listed import ListedExperts, lead_list, listed_experts, routes
 from lightning_megatron.experts.probe import draws, mixes_samples, try_listed, try_stacked
 from lightning_megatron.experts.routers import ABOVE
@@ -43,7 +44,7 @@ class Found:
 
 @dataclass
 class ExpertReport:
-    """What was split over expert ranks.
+    """What is split over expert ranks.
 
     Attributes:
         table: how this rank holds each of the experts' parameters.
@@ -61,30 +62,48 @@ class ExpertReport:
         return "; ".join([*lines, *(f"`{name}` stays whole: {why}" for name, why in self.whole.items())])
 
 
-def split_experts(module: nn.Module, groups: ExpertGroups, *, per_replica: bool = False) -> ExpertReport:
-    """Share out the experts of ``module`` over ``groups.group``, in place. Collective over the replicas of a stage.
+class ExpertSplit:
+    """Shares out the experts of a module, in two steps: layers around them may be split in between.
 
     Args:
-        module: whole, the same on every rank except for the values of its parameters, of which those of the experts
-            become those of rank 0 of each group.
-        groups: of this rank.
+        module: whole, the same on every rank except for the values of its parameters.
+        size: over how many ranks.
         per_replica: whether what a module makes of a whole batch is meant to be that of each replica.
+
+    Attributes:
+        report: what was found.
 
     Raises:
         ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks.
     """
-    report, size = ExpertReport(), groups.size
-    found = _Finder(module, size, report, per_replica).found()
-    for mixture in found:
-        if mixture.count % size:
-            raise ValueError(_indivisible(mixture.name, mixture.count, size))
-        report.split[mixture.name] = mixture.count
-    if not found:
-        raise ValueError(_none_found(report, size))
-    calls = Marks.of(module).put(Calls(groups.group))
-    for mixture in found:
-        mixture.cut(Owners(mixture.count, groups.group, calls, mixture.name), report.table)
-    return report
+
+    def __init__(self, module: nn.Module, size: int, *, per_replica: bool = False) -> None:
+        self._module, self.report = module, ExpertReport()
+        self._found = _Finder(module, size, self.report, per_replica).found()
+        for mixture in self._found:
+            if mixture.count % size:
+                raise ValueError(_indivisible(mixture.name, mixture.count, size))
+            self.report.split[mixture.name] = mixture.count
+        if not self._found:
+            raise ValueError(_none_found(self.report, size))
+
+    def cut(self, groups: ExpertGroups, *, on_shards: Collection[str] = ()) -> ExpertReport:
+        """Leave each rank its own, in place. Collective over the ranks of a stage.
+
+        Values of the experts become those of rank 0 of each group.
+
+        Args:
+            groups: of this rank.
+            on_shards: names of parameters that act on a part of a replica's tokens only (sequence parallelism); what
+                other experts are given, all tensor ranks have.
+        """
+        calls = Marks.of(self._module).put(Calls(groups.group))
+        for mixture in self._found:
+            parameters = self._module.get_submodule(mixture.name).named_parameters(mixture.name)
+            sees_some = any(name in on_shards for name, _ in parameters)
+            folding = Folding(None if sees_some else groups.tensor)
+            mixture.cut(Owners(mixture.count, groups.group, calls, mixture.name, folding), self.report.table)
+        return self.report
 
 
 class _Finder:
@@ -94,7 +113,7 @@ class _Finder:
         module: whole.
         size: over how many ranks they are to be shared out.
         report: told what looks like experts, but is none.
-        per_replica: see :func:`split_experts`.
+        per_replica: see :class:`ExpertSplit`.
     """
 
     def __init__(self, module: nn.Module, size: int, report: ExpertReport, per_replica: bool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.experts.folding import Folding
 from lightning_megatron.experts.sending import Owners
 from lightning_megatron.experts.twin import is_elsewhere
 from lightning_megatron.mesh.replaced import Replacements
@@ -83,6 +84,13 @@ class Choice:
         for name in ("hidden", "index", "weights"):
             setattr(none, name, getattr(self, name).detach()[:0].clone())
         return none
+
+    def own(self, folding: Folding) -> Choice:
+        """That of this rank's tokens, where several ranks have the same: [.., h] -> [tokens here, h]."""
+        some = copy.copy(self)
+        for name in ("hidden", "index", "weights"):
+            setattr(some, name, folding.own(getattr(self, name).flatten(0, -2)))
+        return some
 
     def of_rows(self, rows: Tensor, expert: Tensor) -> list[Tensor]:
         """Arguments of the same kind for rows [n, h] that go to one expert [n] each, with weight 1."""
@@ -178,7 +186,11 @@ class StackedExperts(LedExperts):
         def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
             return computed(forward, lasting, arrived, local)
 
-        return mixed(choice, self._owners.experts, lambda rows, ids: self._sent(module, own, rows, ids, made))
+        folding, hidden = self._owners.folding, choice.hidden
+        found = mixed(
+            choice.own(folding), self._owners.experts, lambda rows, ids: self._sent(module, own, rows, ids, made)
+        )
+        return folding.whole(found, hidden.shape[:-1].numel()).view(*hidden.shape[:-1], -1)
 
 
 def fill(module: nn.Module, generator: torch.Generator) -> None:

@@ -6,6 +6,7 @@ Code that needs a mesh takes it as an argument; no module of this package keeps 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -27,7 +28,7 @@ class Holders(NamedTuple):
     Attributes:
         stages: the stages that hold it, sorted.
         over_tensor: whether all its tensor-parallel ranks hold it, each with a partial sum of the gradient.
-        of_experts: whether it belongs to experts, which a part of the replicas holds; see :class:`ExpertGroups`.
+        of_experts: whether it belongs to experts, which a part of a stage's ranks holds; see :class:`ExpertGroups`.
     """
 
     stages: tuple[int, ...]
@@ -36,28 +37,41 @@ class Holders(NamedTuple):
 
 
 class ExpertGroups(NamedTuple):
-    """The replicas of a stage, seen by experts that are shared out over some of them.
+    """The ranks of a stage, seen by experts that are shared out over some of them.
 
-    A second view of the same ranks, not an axis of the grid. Four replicas, two expert ranks::
+    A second view of the same ranks, not an axis of the grid. Two replicas of two tensor ranks each::
 
-        replica      0  1  2  3
-        group       [0  1][2  3]     together they hold all experts, and send each other tokens
-        copies      [0  2][1  3]     hold the same experts, and sum their gradients
+        replica            0  0  1  1
+        tensor rank        0  1  0  1
+        two expert ranks
+        group             [0  1][2  3]     together they hold all experts, and send each other tokens
+        copies            [0  2][1  3]     hold the same experts, and sum their gradients
+        four expert ranks
+        group             [0  1  2  3]     one copy
 
     Attributes:
         group: the ranks that share out the experts; neighbours, in a process group of their own.
         rank: this rank's place in it.
         copies: the ranks with the same experts; ``None`` if there is one copy.
+        together: the fewest neighbours that hold whole groups and whole tensor groups.
+        tensor: the ranks of one replica that have the same tokens; ``None`` for one.
     """
 
     group: dist.ProcessGroup
     rank: int
     copies: dist.ProcessGroup | None
+    together: dist.ProcessGroup
+    tensor: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
         """How many ranks share out the experts."""
         return self.group.size()
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank's experts are those that count, of all copies."""
+        return self.copies is None or self.copies.rank() == 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ class ParallelMesh:
         return cast("dist.ProcessGroup", group)
 
     def expert_groups(self, size: int) -> ExpertGroups | None:
-        """The replicas of this stage with experts shared out over ``size`` of them; ``None`` for one.
+        """The ranks of this stage with experts shared out over ``size`` of them; ``None`` for one.
 
         Collective over the world when first asked for.
         """
@@ -125,7 +139,13 @@ class ParallelMesh:
             copies = None
             if ranks.shape[1] > 1:
                 copies, _ = dist.new_subgroups_by_enumeration(ranks.mT.reshape(-1, ranks.shape[1]).tolist())
-            self._experts[size] = ExpertGroups(group, group.rank(), copies)
+            tensor = self.group("tensor_parallel") if layout.tensor > 1 else None
+            block = math.lcm(size, layout.tensor)
+            together = group if block == size else tensor if block == layout.tensor else None
+            if together is None:
+                blocks = torch.arange(layout.world_size).view(-1, block).tolist()
+                together, _ = dist.new_subgroups_by_enumeration(blocks)
+            self._experts[size] = ExpertGroups(group, group.rank(), copies, together, tensor)
         return self._experts[size]
 
     @property
@@ -157,7 +177,7 @@ class ParallelMesh:
 
         Args:
             holders: one entry per set of ranks that hold a parameter.
-            experts: replicas over which experts are shared out.
+            experts: ranks of a stage over which experts are shared out.
 
         Returns:
             Holders -> group, for the groups of this rank. A group spans all data and context ranks on those stages, and

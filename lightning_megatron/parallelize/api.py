@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast, resolve_group
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.pairs.decide import carried_over, draw_up
 from lightning_megatron.parallelize.plan.blueprint import Blueprint
 from lightning_megatron.parallelize.reading.copy import copy_of
@@ -31,6 +32,7 @@ def parallelize(
     example: Any = None,
     synchronize: bool = True,
     splits_input: bool = True,
+    whole: Collection[str] = (),
 ) -> ParallelReport:
     """Split the layers of a module over the tensor group, in place. Collective over that group.
 
@@ -45,6 +47,7 @@ def parallelize(
             same initial values.
         splits_input: whether the first layer splits its input along the sequence, under ``sequence_parallel``; not
             where that is split over context ranks as well.
+        whole: names of modules that stay whole with all that is in them, as something else divides them.
 
     Returns:
         The plan that was applied, with a table of all parameters.
@@ -58,7 +61,7 @@ def parallelize(
         return ParallelReport("none", 1, False, whole_table(module))
     if synchronize:
         broadcast_state(module, group)
-    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
+    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example, whole)
     _agree(blueprint, group)
     if sequence is not None:
         sequence.splits_input = splits_input
@@ -114,14 +117,21 @@ class _PaperGroup:
 
 
 def _decide(
-    module: nn.Module, size: int, plan: str | Mapping[str, str], sequence_parallel: bool, example: Any
+    module: nn.Module,
+    size: int,
+    plan: str | Mapping[str, str],
+    sequence_parallel: bool,
+    example: Any,
+    whole: Collection[str] = (),
 ) -> tuple[Blueprint, SequencePlan | None]:
     """All decisions about a module, which does not change. Compiled parts run uncompiled in the trials."""
     if not isinstance(plan, (str, Mapping)):
         raise ValueError(f"`plan` must be 'auto' or a dict of patterns and styles, not {plan!r}.")
     with torch.compiler.set_stance("force_eager"):
         study = study_of(module, plan)
-        blueprint = draw_up(study.module, size, plan, example)
+        apart = Parts(whole)
+        kept = [name for name, _ in study.module.named_modules() if study.originals(name)[0] in apart] if whole else ()
+        blueprint = draw_up(study.module, size, plan, example, kept)
         sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
         carried = None if sequence is None else sequence.carried_over(study, module)
         return carried_over(blueprint, study, module), carried

@@ -18,7 +18,6 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_EXPERTS = {
-    "tensor_parallel_size": 1,
     "context_parallel_size": 1,
     "compile_layers": False,
     "overlap_parameter_gather": False,
@@ -45,16 +44,18 @@ def check_experts(options: Any) -> None:
 
 
 def check_expert_ranks(size: int, layout: Layout) -> None:
-    """Refuse an expert-parallel size that does not divide the replicas.
+    """Refuse an expert-parallel size that does not divide the ranks of a stage.
 
     Raises:
         ValueError: with sizes that do.
     """
-    if layout.data % size:
-        fitting = [str(n) for n in range(1, layout.data + 1) if layout.data % n == 0]
+    ranks = layout.tensor * layout.context * layout.data
+    if ranks % size:
+        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        sizes = f"`tensor_parallel_size={layout.tensor}` times `data_parallel_size={layout.data}`"
         raise ValueError(
-            f"`expert_parallel_size={size}` does not divide `data_parallel_size={layout.data}`, over which experts are "
-            f"shared out; use {' or '.join(fitting)}, or more devices."
+            f"`expert_parallel_size={size}` does not divide the {ranks} ranks of a stage ({sizes}), over which experts "
+            f"are shared out; use {' or '.join(fitting)}, or more devices."
         )
 
 

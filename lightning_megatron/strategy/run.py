@@ -112,7 +112,7 @@ class Run:
         self._whole_hooks: WholeHooks | None = None
         if not assembled.tensor_state.is_trivial:
             split = assembled.tensor_state, assembled.report
-            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision)
+            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision, self._experts)
             gradients.shows_whole = self._whole_hooks.gradient_hooks
             gradients.shows_parts = self._whole_hooks.steps.paused
         self._logs = LogRouting(

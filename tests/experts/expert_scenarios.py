@@ -15,30 +15,11 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
 from tests.experts import strangers
 from tests.experts.families import FAMILIES, FURTHER, WIDTH
+from tests.experts.strangers import Stacked
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
 VOCABULARY, TOKENS, EXPERTS = 32, 6, 4
-
-
-class Stacked(nn.Module):
-    """Experts in stacked parameters, visited one by one."""
-
-    def __init__(self, count: int = EXPERTS) -> None:
-        super().__init__()
-        self.num_experts = count
-        self.up = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) * 0.2)
-        self.down = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) * 0.2)
-        self.bias = nn.Parameter(torch.randn(count, WIDTH) * 0.2)
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, place = torch.where(index == expert)
-            if len(token):
-                made = F.gelu(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
-                out = out.index_add(0, token, (made * weights[token, place, None]).to(out.dtype))
-        return out
 
 
 class Mixture(nn.Module):
@@ -117,13 +98,12 @@ class Strange(Words):
     """Layers with a list of experts.
 
     Args:
-        name: of the kind of layer.
+        name: of the kind of mixture.
+        block: the kind of layer around it.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            [strangers.Block({**strangers.EXACT, **strangers.REFUSED, **strangers.PER_BATCH}[name]) for _ in range(4)]
-        )
+    def __init__(self, name: str, block: Any = strangers.Block) -> None:
+        super().__init__([block(strangers.KINDS[name]) for _ in range(4)])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strangers.KEPT.clear()
@@ -397,6 +377,8 @@ def built(name: str) -> LightningModule:
     torch.manual_seed(3)
     if name.startswith("strange_"):
         return Strange(name.removeprefix("strange_"))
+    if name.startswith("attending_"):
+        return Strange(name.removeprefix("attending_"), strangers.Attending)
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
     if name in FAMILIES or name in FURTHER:

@@ -312,6 +312,71 @@ class Block(nn.Module):
         return x + self.mixture(self.norm(x))
 
 
+class Attention(nn.Module):
+    """Two heads, of which each of two tensor ranks gets one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (each.view(batch, length, 2, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Attending(Block):
+    """A residual layer behind an attention."""
+
+    def __init__(self, mixture: Callable[[], nn.Module]) -> None:
+        super().__init__(mixture)
+        self.before, self.attention = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.attention(self.before(x)))
+
+
+class Stacked(nn.Module):
+    """Experts in stacked parameters, visited one by one."""
+
+    def __init__(self, count: int = EXPERTS) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) * 0.2)
+        self.down = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) * 0.2)
+        self.bias = nn.Parameter(torch.randn(count, WIDTH) * 0.2)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, place = torch.where(index == expert)
+            if len(token):
+                made = F.gelu(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
+                out = out.index_add(0, token, (made * weights[token, place, None]).to(out.dtype))
+        return out
+
+
+class Selected(nn.Module):
+    """Stacked experts behind a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Stacked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, 1)).softmax(-1).topk(2)
+        return self.experts(x.flatten(0, 1), index, weights).view_as(x)
+
+
+class Pushed(Selected):
+    """Sends no token to the last experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.bias.data = torch.tensor([50.0, 49.0, -50.0, -50.0])
+
+
 EXACT = {
     kind.__name__.lower(): kind
     for kind in (Loop, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences)
@@ -321,6 +386,14 @@ EXACT = {
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
 PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
 """What mixes samples: over replicas it is not what one process computes."""
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    **EXACT,
+    **REFUSED,
+    **PER_BATCH,
+    "selected": Selected,
+    "pushed": Pushed,
+    "drop_in": lambda: MoE(WIDTH, 8, EXPERTS, shared=16),
+}
 
 TIGHT: list[Callable[[], nn.Module]] = [
     lambda: MoE(WIDTH, 8, EXPERTS, capacity_factor=0.6),

@@ -7,40 +7,62 @@ the table that sharding left behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.layers.table import ShardTable
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec, assemble
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
 
+class _Shares(NamedTuple):
+    """What the ranks of one group hold of the parameters that are split over it.
+
+    Attributes:
+        group: the ranks.
+        rank: this one's place among them.
+        everyone: of each rank, parameter name -> its part.
+    """
+
+    group: Any
+    rank: int
+    everyone: list[dict[str, ShardSpec]]
+
+
 class TensorState:
     """Translates between this rank's slices of parameters and the logical tensors of the user's module.
 
     A logical tensor has the global shape that the module's author wrote; a slice is what one rank of the tensor group
-    holds of it. Invariants: the slices of a group cover the logical tensor, each element once unless the entry is
-    replicated; padding is never part of a logical tensor. Building one is collective over the tensor group.
+    holds of it, or of experts one rank of the expert group. Invariants: the slices of a group cover the logical tensor,
+    each element once unless the entry is replicated; padding is never part of a logical tensor. Building one is
+    collective over these groups.
 
     Args:
-        table: parameter name -> how this rank holds it; empty without tensor parallelism.
-        group: the tensor group, or the expert group; ``None`` where nothing is split.
+        table: parameter name -> how this rank holds it; empty where nothing is split.
+        group: the tensor group; ``None`` for one rank.
+        experts: the expert group; ``None`` for one rank.
     """
 
-    def __init__(self, table: ShardTable | None = None, group: Any = None) -> None:
+    def __init__(self, table: ShardTable | None = None, group: Any = None, experts: Any = None) -> None:
         self.table: ShardTable = table or {}
-        self.group = group
+        self.group, self.expert_group = group, experts
         self._split = {name: entry.spec for name, entry in self.table.items() if not entry.replicated}
-        self._everyone: list[dict[str, ShardSpec]] = [self._split]
-        self.rank = 0
-        if group is not None:
-            self.rank = dist.get_rank(group)
-            self._everyone = objects.gather(self._split, group)
+        self._shares = {of_experts: self._share(of_experts) for of_experts in (False, True)}
+        self.rank = self._shares[False].rank
+
+    def _share(self, of_experts: bool) -> _Shares:
+        group = self.expert_group if of_experts else self.group
+        own = {name: spec for name, spec in self._split.items() if self.table[name].of_experts == of_experts}
+        return _Shares(None, 0, [own]) if group is None else _Shares(group, group.rank(), objects.gather(own, group))
+
+    def _shares_of(self, name: str) -> _Shares:
+        return self._shares[self.table[name].of_experts]
 
     @property
     def is_trivial(self) -> bool:
@@ -60,19 +82,17 @@ class TensorState:
         return name in self._split and tuple(local.shape) == self._split[name].local_shape
 
     def to_logical(self, name: str, local: Tensor) -> Tensor:
-        """The logical tensor; collective over the tensor group, on every rank of it."""
+        """The logical tensor; collective over the group that it is split over, on every rank of it."""
         if not self._is_part(name, local):
             return local
-        own = local.detach().contiguous()
-        pieces = []
-        for rank, specs in enumerate(self._everyone):
-            piece = (
-                own if rank == self.rank else torch.empty(specs[name].local_shape, dtype=own.dtype, device=own.device)
-            )
+        own, shares, pieces = local.detach().contiguous(), self._shares_of(name), []
+        for rank, specs in enumerate(shares.everyone):
+            here = rank == shares.rank
+            piece = own if here else torch.empty(specs[name].local_shape, dtype=own.dtype, device=own.device)
             if piece.numel():
-                raw_broadcast(piece, dist.get_global_rank(self.group, rank), self.group)
+                raw_broadcast(piece, dist.get_global_rank(shares.group, rank), shares.group)
             pieces.append(piece)
-        return assemble([specs[name] for specs in self._everyone], [piece.cpu() for piece in pieces])
+        return assemble([specs[name] for specs in shares.everyone], [piece.cpu() for piece in pieces])
 
     def to_local(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a logical tensor; anything else is returned as it is."""
@@ -82,22 +102,30 @@ class TensorState:
         return spec.slice_full(value)
 
     def logical_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's state with logical tensors; ranks other than the first of the group drop what is split."""
+        """A module's state with logical tensors; ranks other than the first of a group drop what is split over it."""
         if self.is_trivial:
             return dict(state)
         logical: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor) and self._is_part(name, value):
                 whole = self.to_logical(name, value)
-                if self.rank != 0:
+                if self._shares_of(name).rank != 0:
                     continue
                 value = whole
             logical[name] = value
         return logical
 
     def slices_of(self, name: str) -> tuple[ShardSpec, ...] | None:
-        """What every rank of the tensor group holds of a parameter; ``None`` if each has all of it."""
-        return tuple(specs[name] for specs in self._everyone) if name in self._split else None
+        """What every rank of a parameter's group holds of it; ``None`` if each has all of it."""
+        return tuple(specs[name] for specs in self._shares_of(name).everyone) if name in self._split else None
+
+    def parts_of(self, name: str) -> ParameterParts | None:
+        """How a parameter is split, for those who put it together; ``None`` if every rank has all of it."""
+        specs = self.slices_of(name)
+        if specs is None:
+            return None
+        same_loss = None if not self.table[name].of_experts else 1 if self.group is None else self.group.size()
+        return ParameterParts(name, specs, self._shares_of(name).group, same_loss)
 
     def check_agreement(self, names: list[str]) -> None:
         """Refuse parameters that lie elsewhere on other ranks of the tensor group; collective over it.

@@ -97,7 +97,8 @@ class GradientBuckets:
     @property
     def scatters(self) -> bool:
         """Whether reductions are reduce-scatters, after which each rank holds only its shard of the sums."""
-        return self._replicas.shards > 1 and not self._watched
+        sharings = (self._replicas, *self._shared.values())
+        return not self._watched and any(sharing.shards > 1 for sharing in sharings)
 
     @property
     def updates_pieces(self) -> bool:

@@ -79,8 +79,8 @@ class StepView:
 
     Args:
         group: the tensor group.
-        rounds: the same ranks in a group of its own, for steps in which they may run different code.
-        own_losses: whether every rank of the group has a loss of its own, instead of all the same.
+        rounds: ranks that may run different code in steps, in a group of its own; ``None`` where they do not.
+        beside: for those steps, the ranks of each parameter's group in a group of its own.
 
     Attributes:
         runs: whether code of a step runs now.
@@ -88,9 +88,12 @@ class StepView:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rounds: dist.ProcessGroup | None = None, *, own_losses: bool = False
+        self,
+        group: dist.ProcessGroup,
+        rounds: dist.ProcessGroup | None = None,
+        beside: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None,
     ) -> None:
-        self._group, self._gathered = group, GatheredForEach if own_losses else Gathered
+        self._group, self._beside = group, beside or (lambda _: self._rounds.group)
         self._rounds, self._may_serve = Rounds(rounds or group, self._part, _PATIENCE_S), rounds is not None
         self._serves, self._thread = False, 0
         self._entries: dict[int, _SeenInStep] = {}
@@ -104,7 +107,7 @@ class StepView:
     def add(self, parameter: nn.Parameter, parts: ParameterParts | None) -> None:
         """Show one more parameter whole; see `_SeenInStep` for ``parts``."""
         if id(parameter) not in self._entries and type(parameter) is nn.Parameter:
-            dim = parts.block_dim() if parts is not None and self._gathered is Gathered else None
+            dim = parts.block_dim() if parts is not None and parts.same_loss is None else None
             entry = _SeenInStep(len(self._parameters), parts, dim)
             self._entries[id(parameter)] = entry
             self._parameters.append((parameter, entry))
@@ -185,7 +188,7 @@ class StepView:
                 f"another rank reads `{parts.name}{'.grad' if number % 2 else ''}` in a step that has changed it "
                 "on this rank meanwhile. Read it on every rank, not under `if self.trainer.is_global_zero`."
             )
-        return replace(parts, group=self._rounds.group), part
+        return replace(parts, group=self._beside(parts.group)), part
 
     def _gather(self, entry: _SeenInStep, parts: ParameterParts, gradient: bool, part: Tensor) -> Tensor:
         if not self._serves:
@@ -303,9 +306,8 @@ class StepView:
         refuse_other_threads(self._thread, entry.parts)
         if entry.dim is not None and not self._serves:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
-        whole = cast(
-            Tensor, self._gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient))
-        )
+        gathered: Any = Gathered if entry.parts.same_loss is None else GatheredForEach
+        whole = cast(Tensor, gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient)))
         return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:

@@ -22,12 +22,15 @@ class ParameterParts:
     Attributes:
         name: of the parameter, for messages.
         specs: the part of each rank of the group.
-        group: the tensor group.
+        group: the ranks that it is split over: the tensor group, or an expert group.
+        same_loss: how many neighbouring ranks have one loss together, where the ranks of the group have different ones;
+            ``None`` where all have the same.
     """
 
     name: str
     specs: tuple[ShardSpec, ...]
     group: dist.ProcessGroup
+    same_loss: int | None = None
 
     @property
     def spec(self) -> ShardSpec:
@@ -94,12 +97,16 @@ class Gathered(torch.autograd.Function):
 
 
 class GatheredForEach(Gathered):
-    """The same where every rank of the group has a loss of its own: the sum of their gradients is cut."""
+    """The same where the ranks of the group have losses of their own: the sum of their gradients is cut.
+
+    Ranks with the same loss have the same gradient, of which each counts for its part: copies of a part in other groups
+    are summed later, and all ranks that share the loss are in one group or another.
+    """
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.parts.cut(raw_all_reduce(grad, ctx.parts.group)), None, None
+        return ctx.parts.cut(raw_all_reduce(grad, ctx.parts.group)) / ctx.parts.same_loss, None, None
 
 
 class Cut(torch.autograd.Function):

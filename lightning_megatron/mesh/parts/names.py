@@ -46,6 +46,10 @@ class Parts:
         """The innermost part that is ``name`` or contains it; ``None`` if no part does."""
         return next((each for each in outwards(name) if each in self._names), None)
 
+    def __bool__(self) -> bool:
+        """Whether there is any part."""
+        return bool(self._names)
+
     def __contains__(self, name: str) -> bool:
         """Whether ``name`` is one of the parts, or lies in one."""
         return self.of(name) is not None

@@ -8,14 +8,14 @@ rules that read a trace. For every source, the cuts of a region are chosen by tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from lightning_megatron.mesh.messages.collectives import check_divisible
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.parallelize.pairs.cut import candidates, proposals
 from lightning_megatron.parallelize.pairs.pair import regions_from_styles, regions_from_trace
 from lightning_megatron.parallelize.pairs.vocabulary import split_vocabulary, vocabulary_heads
@@ -39,7 +39,13 @@ from lightning_megatron.parallelize.trial.readers import (
 from lightning_megatron.parallelize.trial.terms import Bench
 
 
-def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], example: Any = None) -> Blueprint:
+def draw_up(
+    module: nn.Module,
+    parts: int,
+    plan: str | Mapping[str, str],
+    example: Any = None,
+    whole: Collection[str] = (),
+) -> Blueprint:
     """Decide how a module is split over ``parts`` ranks; the module does not change.
 
     Args:
@@ -47,6 +53,7 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
         parts: size of the tensor group.
         plan: ``"auto"``, or pattern -> style.
         example: input for the trace; guessed by default.
+        whole: names of modules that are divided by other means; none of their layers is split.
 
     Returns:
         The decisions, with the trace.
@@ -56,10 +63,11 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
     """
     trace, untraced = run_examples(module, example)
     source, styles = styles_of(module, plan)
+    styles = _without(styles, whole, source)
     blueprint = Blueprint(source, styles, trace=trace, untraced=untraced)
     blueprint.heads = vocabulary_heads(module, styles, trace)
     if source == "rules":
-        _apply_rules(module, blueprint, parts)
+        _apply_rules(module, blueprint, parts, Parts(whole))
     else:
         check_styles(module, styles)
         _leave_whole_if_used_directly(module, blueprint)
@@ -73,6 +81,18 @@ def draw_up(module: nn.Module, parts: int, plan: str | Mapping[str, str], exampl
     split_vocabulary(module, blueprint)
     blueprint.styles = without_idle_sums(blueprint.styles, module, blueprint.regions, trace)
     return blueprint
+
+
+def _without(styles: dict[str, Style], whole: Collection[str], source: str) -> dict[str, Style]:
+    """The styles of a plan but for those of what is divided by other means."""
+    apart = Parts(whole)
+    inside = [name for name in styles if name in apart]
+    if inside and source == "argument":
+        raise ValueError(
+            f"`tensor_parallel_plan` names {inside[0]!r}, which belongs to experts that `expert_parallel_size` shares "
+            "out whole: leave them out of the plan, or use `expert_parallel_size=1`."
+        )
+    return {name: style for name, style in styles.items() if name not in apart}
 
 
 def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> None:
@@ -91,7 +111,7 @@ def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> No
             blueprint.heads.discard(name)
 
 
-def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
+def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int, apart: Parts) -> None:
     """Choose styles and regions by rule, for a module without any plan."""
     trace = blueprint.trace
     if trace is None:
@@ -101,17 +121,19 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int) -> None:
             "on the LightningModule (or pass `example=` to `parallelize`), or `tensor_parallel_plan={pattern: style}`."
         )
     for name, call in trace.calls.items():
-        if is_attention(call.module):
+        if is_attention(call.module) and name not in apart:
             check_divisible(call.module.num_heads, parts, f"`num_heads` of {name!r}")
             blueprint.styles[name] = Style.HEADS
     exposed = used_directly(module, trace)
     for region in regions_from_trace(module, trace, blueprint.heads):
+        if any(name in apart for name in region.members):
+            continue
         if region.sizes is None and sizes_of(module.get_submodule(region.row))[0] % parts and not _repeated(region):
             continue
         if all(_can_be_split(module, name, exposed) for name in region.members):
             blueprint.regions.append(region)
             blueprint.styles |= dict.fromkeys(region.columns, Style.COLWISE) | {region.row: Style.ROWWISE}
-    if not blueprint.regions and not blueprint.styles:
+    if not blueprint.regions and not blueprint.styles and not apart:
         direct = [name for name in trace.sources if holds(module, name, exposed)]
         why = f" (weights of {', '.join(map(repr, direct[:3]))} are used without calling the layers)" if direct else ""
         raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from lightning_megatron.layers.whole.between_steps import WholeView
 from lightning_megatron.layers.whole.in_steps import StepView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
-from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
@@ -62,6 +62,7 @@ class WholeHooks:
         report: the plan of that, where there is one.
         mesh: the grid.
         precision: the strategy's plugin, which clips.
+        experts: the ranks that share out experts, where they do.
 
     Attributes:
         view: what hooks see.
@@ -76,21 +77,23 @@ class WholeHooks:
         report: ParallelReport | None,
         mesh: ParallelMesh,
         precision: Any,
+        experts: ExpertGroups | None = None,
     ) -> None:
-        group, replicas = tensor.group, mesh.layout.data
+        group, replicas = tensor.group or tensor.expert_group, mesh.layout.data
+        meets = experts.together if experts is not None else group
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
-        self.view = WholeView(group, reason if tensor.sums_gradients or replicas > 1 else None)
+        self.view = WholeView(meets, reason if tensor.sums_gradients or replicas > 1 else None)
         self._served = {step for step in _STEPS if may_run_on_one_rank(module, step)}
-        of_experts = any(sharding.of_experts for sharding in tensor.table.values())
-        self.steps = StepView(group, _the_same_ranks(group) if self._served else None, own_losses=of_experts)
+        apart = _beside((meets, tensor.group, tensor.expert_group)) if self._served else {}
+        self.steps = StepView(group, apart.get(meets), apart.__getitem__)
         self._replaced = Replacements()
         split: dict[int, ParameterParts] = {}
         for name, parameter in type(module).named_parameters(module):
-            specs = tensor.slices_of(name)
+            parts = tensor.parts_of(name)
             if parameter.is_meta:
                 continue
-            if specs is not None:
-                parts = split[id(parameter)] = ParameterParts(name, specs, group)
+            if parts is not None:
+                split[id(parameter)] = parts
                 self.view.add(parts, parameter)
                 self.steps.add(parameter, parts)
                 _tell_whole(parameter, functools.partial(WholeGradientHook, parts))
@@ -165,6 +168,11 @@ class WholeHooks:
 
 def _is_compiled(part: nn.Module) -> bool:
     return ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None
+
+
+def _beside(groups: Iterable[dist.ProcessGroup | None]) -> dict[dist.ProcessGroup, dist.ProcessGroup]:
+    """For each of some groups the same ranks in a further one; collective over all of them."""
+    return {group: _the_same_ranks(group) for group in dict.fromkeys(groups) if group is not None}
 
 
 def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:

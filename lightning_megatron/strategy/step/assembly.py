@@ -54,6 +54,7 @@ from lightning_megatron.strategy.step.refusals import already_cut, already_split
 from lightning_megatron.strategy.world import World
 
 if TYPE_CHECKING:
+    from lightning_megatron.experts.split import ExpertSplit
     from lightning_megatron.parallelize import ParallelReport
 
 
@@ -280,30 +281,40 @@ class Assembler:
                 raise RuntimeError(already_split("expert_parallel_size", before[1], experts))
         if (tensor == 1 and experts == 1) or splits_itself(module):
             return TensorState(), None
-        groups = self._mesh.expert_groups(experts)
-        if earlier is None and groups is not None:
-            split = _Split(1, self._split_experts(module, groups), None, experts)
-            earlier = Marks.of(module).put(split)
-        elif earlier is None:
-            group = self._mesh.group("tensor_parallel")
+        if earlier is None:
+            earlier = Marks.of(module).put(self._split_now(module, tensor, experts))
+        return earlier.state, earlier.report
+
+    def _split_now(self, module: pl.LightningModule, tensor: int, experts: int) -> _Split:
+        """Share out experts, and split the layers around them over the tensor group."""
+        groups, table, report = self._mesh.expert_groups(experts), {}, None
+        split = self._find_experts(module, groups)
+        group = self._mesh.group("tensor_parallel") if tensor > 1 else None
+        if group is not None:
             from lightning_megatron.parallelize import parallelize
 
             with self._precision.forward_context():
                 report = parallelize(
                     *(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel),
                     splits_input=self._mesh.layout.context == 1,
+                    whole=() if split is None else split.report.split,
                 )
-            earlier = Marks.of(module).put(_Split(tensor, TensorState(report.parameters, group), report))
-        return earlier.state, earlier.report
+            table = report.parameters
+        if split is not None and groups is not None:
+            on_shards = () if report is None else report.partial_gradients
+            table |= split.cut(groups, on_shards=on_shards).table
+            rank_zero_info(f"`expert_parallel_size={experts}`: {split.report.explain()}.")
+        state = TensorState(table, group, None if groups is None else groups.group)
+        return _Split(tensor, state, report, experts)
 
-    def _split_experts(self, module: pl.LightningModule, groups: ExpertGroups) -> TensorState:
-        """Share out the experts of the module over some replicas."""
-        from lightning_megatron.experts.split import split_experts
+    def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
+        """The experts that ranks are to share out; ``None`` if they are not to."""
+        if groups is None:
+            return None
+        from lightning_megatron.experts.split import ExpertSplit
 
         with self._precision.forward_context():
-            report = split_experts(module, groups, per_replica=self._engine_options.expert_balance is not None)
-        rank_zero_info(f"`expert_parallel_size={groups.size}`: {report.explain()}.")
-        return TensorState(report.table, groups.group)
+            return ExpertSplit(module, groups.size, per_replica=self._engine_options.expert_balance is not None)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

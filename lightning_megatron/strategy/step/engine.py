@@ -143,6 +143,7 @@ class StepEngine:
         layout = self._mesh.layout
         several = layout.pipeline > 1 or layout.data * layout.context > 1 or self._options.micro_batch_size != "auto"
         options = self._options.gradients
+        several = several or layout.tensor > options.experts > 1  # else copies of experts lie on replicas only
         apart = options.layer_dtype is not None or options.offload is not None
         return several or self._tensor.sums_gradients or apart or options.inspect
 
