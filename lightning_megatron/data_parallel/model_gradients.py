@@ -301,12 +301,12 @@ class ModelGradients:
         """2-norm of the gradients of ``parameters`` over the whole model, each element counted once."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         pairs = [(p, grad) for p in parameters if (grad := self._held(p)) is not None]
-        scattered = self.buckets is not None and self.buckets.scatters
-        counted = [grad for p, grad in pairs if self._counts(names.get(id(p)), p, scattered)]
+        over_world = self._experts is not None or (self.buckets is not None and self.buckets.scatters)
+        counted = [grad for p, grad in pairs if self._counts(names.get(id(p)), p, over_world)]
         if splits_itself(self._module):
             return whole_norm(counted)
         layout = self._mesh.layout
-        if scattered or self._experts is not None:
+        if over_world:
             return global_norm(counted, [self._mesh.group("world")], self._device)
         groups = [self._mesh.group("tensor_parallel")] if layout.tensor > 1 else []
         groups += [self._mesh.group("pipeline_parallel")] if layout.pipeline > 1 else []
@@ -314,20 +314,16 @@ class ModelGradients:
             return torch.nn.utils.get_total_norm(counted)
         return global_norm(counted, groups, self._device)
 
-    def _counts(self, name: str | None, parameter: nn.Parameter, scattered: bool) -> bool:
-        """Whether this rank counts what it holds of a parameter; over the world each element must count once."""
-        bucket, _ = self._place(parameter)
+    def _counts(self, name: str | None, parameter: nn.Parameter, over_world: bool) -> bool:
+        """Whether this rank counts what it holds of a parameter; over a replica, or the world, each element once."""
+        bucket = self._place(parameter)[0]
         sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
         if self._experts is not None and name is not None and self.holders_of(name).of_experts:
             return sharing.shards > 1 or self._experts.is_first_copy  # each copy has a shard of the sum, or all of it
-        over_world = scattered or self._experts is not None
         if over_world and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
             return False
-        if name is None:
-            return True
-        return self.presence.is_counted_here(
-            name, over_stages=not sharing.spans_stages, over_tensor=not sharing.spans_tensor
-        )
+        over = {"over_stages": not sharing.spans_stages, "over_tensor": not sharing.spans_tensor}
+        return name is None or self.presence.is_counted_here(name, **over)
 
     def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
         """Where an optimizer keeps the state of what this rank updates."""

@@ -234,7 +234,6 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts():
 OPTIONS: list[Any] = [
     ({"expert_parallel_size": 0}, "`expert_parallel_size=0` must be an integer"),
     ({"expert_parallel_size": True}, "must be an integer"),
-    ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "`tensor_parallel_size=1`"),
     ({"expert_parallel_size": 2, "context_parallel_size": 2}, "`context_parallel_size=1`"),
     ({"expert_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"expert_parallel_size": 1, "expert_balance": "batch"}, "`expert_balance='batch'`"),
@@ -272,7 +271,7 @@ REFUSED: list[Any] = [
             ("strange_choosing", 2, TWO, {}, "depends on the others of the batch"),
             ("dense", 2, TWO, {}, "none were found that can be"),
             ("by_hand", 2, TWO, {"gradient_clip_val": None}, "`automatic_optimization=False`"),
-            ("words", 2, {"expert_parallel_size": 4}, {}, "does not divide `data_parallel_size=2`"),
+            ("words", 2, {"expert_parallel_size": 4}, {}, "does not divide the 2 ranks of a stage"),
             ("whole_updates", 2, TWO, {}, "use an optimizer that updates every element"),
             ("uneven_batches", 2, {**TWO, "micro_batch_size": 2}, {}, "need equally many"),
             ("uneven_validation", 2, TWO, {}, "limit_val_batches"),

@@ -93,8 +93,9 @@ class StepView:
         rounds: dist.ProcessGroup | None = None,
         beside: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None,
     ) -> None:
-        self._group, self._beside = group, beside or (lambda _: self._rounds.group)
-        self._rounds, self._may_serve = Rounds(rounds or group, self._part, _PATIENCE_S), rounds is not None
+        apart = rounds or group
+        self._group, self._beside = group, beside or (lambda _: apart)
+        self._rounds, self._may_serve = Rounds(apart, self._part, _PATIENCE_S), rounds is not None
         self._serves, self._thread = False, 0
         self._entries: dict[int, _SeenInStep] = {}
         self._parameters: list[tuple[nn.Parameter, _SeenInStep]] = []

@@ -114,6 +114,8 @@ def _leave_whole_if_used_directly(module: nn.Module, blueprint: Blueprint) -> No
 def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int, apart: Parts) -> None:
     """Choose styles and regions by rule, for a module without any plan."""
     trace = blueprint.trace
+    if trace is None and apart:
+        return
     if trace is None:
         raise ValueError(
             f"No tensor-parallel plan: {type(module).__name__} has none of its own and holds no drop-in layers, and "

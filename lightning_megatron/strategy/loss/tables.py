@@ -31,6 +31,7 @@ Name = tuple[str, Any]
 NUMBERS = (bool, int, float, complex, str)
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
+_WHILE_STEPS_RUN = ("forward", "put_off")  # what this package puts on layers
 _LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
 _APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
 _EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
@@ -199,7 +200,7 @@ def wrap_iterators(table: Table) -> None:
 
 def is_users(key: Any) -> bool:
     """Whether an attribute that is new belongs to the user, rather than to torch or to this package."""
-    return not isinstance(key, str) or not (key in _OWN or key in _LIGHTNINGS or key == "forward")
+    return not isinstance(key, str) or not (key in _OWN or key in _LIGHTNINGS or key in _WHILE_STEPS_RUN)
 
 
 def spelled(name: Name) -> str:
