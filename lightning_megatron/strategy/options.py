@@ -54,8 +54,8 @@ class Options:
         context_parallel_size: ranks that share the tokens of each sequence.
         context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
-        expert_parallel_size: ranks of a stage (tensor × data) that share out the experts of mixtures, and send each other
-            the tokens for them.
+        expert_parallel_size: ranks of a stage (tensor × data) that share out the experts of mixtures, and send each
+            other the tokens for them.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
             each replica's, as in DDP; else it is refused, but for Hugging Face's and this package's, which are of all
             replicas' tokens. ``"bias"`` balances experts by their biases; see
