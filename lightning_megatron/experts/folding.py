@@ -1,18 +1,18 @@
 """Rows that all tensor ranks of a replica have, shared out among them before they are sent to experts.
 
-Between the layers that are split over tensor ranks each of them has all tokens. Each sends a block of them only, and
-gets the other blocks' results from its neighbours. Two tensor ranks, five rows::
+Between the layers that are split over tensor ranks each of them has all tokens. Each sends some of them only, and gets
+the others' results from its neighbours. They take turns, as rows may be sorted by expert. Two tensor ranks, five rows::
 
     rows on both      0 1 2 3 4
-    tensor rank 0     0 1 2        ─▶ experts ─▶   0 1 2   ┐
-    tensor rank 1     3 4          ─▶ experts ─▶   3 4     ┴─▶ 0 1 2 3 4 on both
+    tensor rank 0     0 2 4        ─▶ experts ─▶   0 2 4   ┐
+    tensor rank 1     1 3          ─▶ experts ─▶   1 3     ┴─▶ 0 1 2 3 4 on both
 
-=================  =======================  =======================
-function           forward                  backward
-=================  =======================  =======================
-``Folding.own``    own block of rows        all-gather
-``Folding.whole``  all-gather               own block of rows
-=================  =======================  =======================
+=================  ==============  ==============
+function           forward         backward
+=================  ==============  ==============
+``Folding.own``    own rows        all-gather
+``Folding.whole``  all-gather      own rows
+=================  ==============  ==============
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ class Folding:
         """The same, in the same group."""
         return copy.copy(self)
 
-    def _ends(self, rows: int) -> tuple[int, int, int]:
-        """First and last row of this rank, and how many a block has: of 5 rows over 2 ranks (0, 3, 3), (3, 5, 3)."""
-        assert self._group is not None
-        block = -(-rows // self._group.size())
-        first = min(self._group.rank() * block, rows)
-        return first, min(first + block, rows), block
-
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of ``x``, equal on all ranks: [n, ..] -> [n/t, ..]."""
-        if self._group is None or not len(x):
+        group = self._group
+        if group is None or not len(x):
             return x
-        first, stop, block = self._ends(len(x))
+        rank, size = group.rank(), group.size()
         if not x.requires_grad:
-            return x[first:stop]
-        return split_to_group(_padded(x, block * self._group.size()), 0, self._group)[: stop - first]
+            return x[rank::size]
+        turns = -(-len(x) // size)
+        rows = split_to_group(_padded(x, turns * size).unflatten(0, (turns, size)), 1, group)
+        return rows.flatten(0, 1)[: -(-(len(x) - rank) // size)]
 
     def whole(self, x: Tensor, rows: int) -> Tensor:
         """All rows, of which each rank has its own: [n/t, ..] -> [n, ..], where n is ``rows``."""
-        if self._group is None or not rows:
+        group = self._group
+        if group is None or not rows:
             return x
-        return gather_from_group(_padded(x, self._ends(rows)[2]), 0, self._group)[:rows]
+        turns = _padded(x, -(-rows // group.size())).unsqueeze(1)
+        return gather_from_group(turns, 1, group).flatten(0, 1)[:rows]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from lightning_megatron.experts import sending
-from tests.harness import run_ranks
+from tests.experts.expert_scenarios import TOKENS as SEQUENCE
+from tests.experts.strangers import WIDTH as HIDDEN
+from tests.experts.volume_scenarios import CHOICES, sent
+from tests.harness import run_ranks, run_trainers
 
-TOKENS, CHOICES, WIDTH, RANKS = 8, 2, 3, 2
+BATCH = 16
+
+TOKENS, WIDTH, RANKS = 8, 3, 2
 
 
 @run_ranks(data=RANKS)
@@ -47,3 +54,32 @@ def test_a_rank_without_rows_takes_part_in_both_directions(mesh):
     assert found.shape == rows.shape
     assert weight.grad is not None
     assert weight.grad.item() == (0.0 if group.rank() else 3.0 * 4 * WIDTH)
+
+
+SENT: list[Any] = [
+    (2, {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+    *(
+        pytest.param(*row, marks=pytest.mark.wide)
+        for row in (
+            (2, {"expert_parallel_size": 2, "micro_batch_size": 4}),
+            (4, {"expert_parallel_size": 4}),
+            (2, {"tensor_parallel_size": 2, "expert_parallel_size": 2, "sequence_parallel": True}),
+            (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2, "micro_batch_size": 4}),
+            (4, {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}),
+            (2, {"expert_parallel_size": 2, "activation_recompute": "full"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "options"), SENT, ids=str)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_step_sends_as_many_numbers_as_documented(listed, devices, options):
+    stages, ranks = options.get("pipeline_parallel_size", 1), options["expert_parallel_size"]
+    tokens = BATCH * SEQUENCE * stages // devices  # of a rank, in all micro-batches
+    layers = 2 // stages
+    expected = 4 * tokens * CHOICES * HIDDEN * (ranks - 1) // ranks * layers
+    if "activation_recompute" in options:
+        expected += expected // 2
+    for outcome in run_trainers(sent, listed, options, devices=devices):
+        assert outcome.value == expected
