@@ -16,6 +16,7 @@ from tests.harness import one_process, run_trainers
 
 WIDE = pytest.mark.wide
 TWO: dict[str, Any] = {"expert_parallel_size": 2}
+T2E2: dict[str, Any] = {**TWO, "tensor_parallel_size": 2}
 PIPE: dict[str, Any] = {"pipeline_parallel_size": 2, "expert_parallel_size": 2, "micro_batch_size": 2}
 ZB: dict[str, Any] = {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}
 LAYOUT: dict[str, Any] = {"random_streams": "layout"}
@@ -45,6 +46,12 @@ ROWS: list[Any] = [
             ("tight", 4, ZB, {}),
             ("dealt", 2, TWO, {}),
             ("dealt", 4, PIPE, {}),
+            ("tight", 2, T2E2, {}),
+            ("tight", 4, {**T2E2, "expert_parallel_size": 4}, {}),
+            ("biased", 2, T2E2, BIAS),
+            ("biased", 4, {**T2E2, **ZB}, BIAS),
+            ("by_sequence", 2, T2E2, {}),
+            ("drop_in", 4, T2E2, {}),
             ("biased", 2, {}, BIAS),
             ("biased", 2, TWO, BIAS),
             ("biased", 2, {"tensor_parallel_size": 2}, BIAS),
@@ -71,7 +78,10 @@ def test_training_is_that_of_one_process(name, devices, options, trainer):
 
 @pytest.mark.parametrize(
     ("devices", "options"),
-    [(2, TWO), *(pytest.param(*row, marks=WIDE) for row in ((2, {}), (4, ZB), (2, {"context_parallel_size": 2})))],
+    [
+        (2, TWO),
+        *(pytest.param(*row, marks=WIDE) for row in ((2, {}), (4, ZB), (2, T2E2), (2, {"context_parallel_size": 2}))),
+    ],
     ids=str,
 )
 def test_noise_of_routers_is_that_of_one_process(devices, options):
