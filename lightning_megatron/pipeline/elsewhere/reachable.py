@@ -53,6 +53,7 @@ class Reach:
 
     Attributes:
         passing: whether what was found last holds for one call only.
+        functions: of the user's, that were read for it.
     """
 
     def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int], most: int = _FOUND) -> None:
@@ -68,6 +69,7 @@ class Reach:
             arguments: what the layer is called with, by position and then by name.
         """
         self._found: dict[int, Container] = {}
+        self.functions: list[types.FunctionType] = []
         self._seen: dict[int, Any] = {}
         self.passing = bool(arguments)
         for module in self._layer.modules():
@@ -156,6 +158,8 @@ class Reach:
             self._visit(value.func, (*address, ("func",)), depth)
             self._visit_entries(enumerate(value.args), "bound", address, depth)
         else:
+            if not is_library(value):
+                self.functions.append(value)
             if value.__closure__:
                 self._found[id(value)] = Container(address, value)
                 self._visit_entries(enumerate(cells_of(value)), "cell", address, depth)
@@ -163,7 +167,7 @@ class Reach:
             self._visit_globals(value, depth)
 
     def _visit_globals(self, function: types.FunctionType, depth: int) -> None:
-        names, stored = _names_in(function.__code__)
+        names, stored = names_in(function.__code__)
         module = function.__module__
         if sys.modules.get(module) is None or vars(sys.modules[module]) is not function.__globals__:
             return
@@ -222,7 +226,7 @@ def _is_data(entry: Any) -> bool:
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Global names, and attributes of them, that code mentions; and the global names that it assigns."""
     import dis
 
@@ -230,7 +234,7 @@ def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner, assigned = _names_in(constant)
+            inner, assigned = names_in(constant)
             names += inner
             stored += assigned
     return tuple(dict.fromkeys(names)), tuple(dict.fromkeys(stored))

@@ -151,6 +151,8 @@ def _fill_with(stand_in: Tensor, received: Tensor, training: bool) -> bool:
     if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
         return False
     stand_in.detach_()
+    if stand_in._backward_hooks:  # the stage before has them on its output, to which this gradient goes
+        stand_in._backward_hooks.clear()
     stand_in.data = received.detach()
     stand_in.requires_grad_(received.requires_grad)
     return True

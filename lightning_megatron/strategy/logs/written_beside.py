@@ -41,6 +41,7 @@ class WrittenBeside:
         self._runs: Counter[str] = Counter()
         self._places: dict[Name, tuple[Table, Any]] = {}
         self._before: dict[Place, Kept | None] = {}
+        self._looked: Traces | None = None
 
     def snapshot(self) -> None:
         """Remember before a step what was seen to be written."""
@@ -51,7 +52,7 @@ class WrittenBeside:
                 self._before[table.address, key] = Kept(values, (key,))
 
     def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        """The user's step, looked at in some of its runs. What backwards write, each stage writes for its own layers.
+        """The user's step, looked at in some of its runs.
 
         Args:
             call: the user's step, taking a (micro-)batch.
@@ -65,7 +66,7 @@ class WrittenBeside:
             return call
 
         def looked_at(batch: Any) -> Any:
-            traces = Traces(self._module, beside=True)
+            self._looked = traces = Traces(self._module, beside=True)
             try:
                 return call(batch)
             finally:
@@ -82,7 +83,10 @@ class WrittenBeside:
                 self._before[table.address, key] = None
 
     def changes(self) -> Iterator[tuple[Place, Any]]:
-        """What was written since the snapshot."""
+        """What was written since the snapshot, by backwards too."""
+        looked, self._looked = self._looked, None
+        if looked is not None:
+            self._note(looked)
         for table, key in self._places.values():
             if (table.address, key) not in self._before:
                 continue

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.repeats import Repeats
+from lightning_megatron.strategy.loss.gradient_trials import BackwardTrials
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.skips import Asks, Skips
@@ -53,6 +54,7 @@ class Cuts:
 
     Attributes:
         mixing: tries whether a mixture's loss is one of the whole batch.
+        backwards: tries whether code in backwards mixes samples.
         trials: of the loss.
     """
 
@@ -63,7 +65,12 @@ class Cuts:
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
         self.trials = LossTrials(context)
-        self.mixing = MixingTrials(context)
+        self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
+
+    def close(self) -> None:
+        """Give back what trials have replaced."""
+        self.mixing.close()
+        self.backwards.close()
 
     def candidates(self, batch: Any) -> list[Any]:
         """The micro-batches of ``micro_batch_size=``; the batch, where the user has said that it stays whole."""
@@ -99,6 +106,12 @@ class Cuts:
         if self.mixing.mixes(call, batch, split, first=first) and len(parts) > 1:
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
+        if first:
+            total = 1.0 if cut.sums else sum(cut.weights[:2])
+            scales = [weight / total for weight in cut.weights[:2]]
+            if self.backwards.mixes(call, batch, parts, scales, around=bool(cut.layers)):
+                self.trials.keep_whole()
+                parts, cut = self._cut(call, batch, split)
         return parts, cut
 
     def asks(self, parts: Sequence[Any]) -> Asks | None:

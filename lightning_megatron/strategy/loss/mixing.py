@@ -30,16 +30,9 @@ from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, ba
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.experts.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
-from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.same_draws import SameDraws
-from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
-from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
-from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
-from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.loss.gradient_trials import GradientTrial
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
@@ -171,51 +164,20 @@ class MixingTrials:
         """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
         whether there are balancing losses beside, that are known.
         """
-        traces, draws = Traces(self._module, beside=True), SameDraws({2: (0, 1)})
         group = self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None
         sees = _Sees(group, self._routers.values())
-        sink, stages = self._context.gradients.sink, self._context.stages
-        found: list[dict[str, Tensor]] = []
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
-        failed = False
         for known in self._known:
             known.called, known.left_out = False, True
-
-        call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
-
-        def run(piece: Any, _: int) -> Any:
-            nonlocal failed
-            eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            try:
-                with self._context.recording.aside(), draws.run(len(found)), sees, eager:
-                    output = call(map_tensors(piece, torch.clone))
-                    trained_loss_of(output)
-                    return output
-            except Exception as error:
-                if isinstance(error, RemoteFailure) or is_echo(error) or not alone:
-                    raise
-                failed = True  # it needs more samples, or skips some: nothing is known then
-                return torch.zeros((), device=self._device, requires_grad=True)
-            finally:
-                with torch._C.DisableTorchFunction():
-                    traces.put_back()
-
-        schedule = self._context.schedule(1, forward_only=False)
-        with self._context.streams.trial(), stages.running(pieces[2], 1, training=False) as executor:
-            sizes = [batch_size_of(piece) for piece in pieces]
-            for piece, rows in zip(pieces, [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])], strict=True):
-                self._context.streams.use_rows([rows])
-                sink.begin(fresh=True, reduce=False)
-                executor.run(PipelineStep(schedule, run, [piece], TRIAL_WITH_BACKWARD, [1.0], sink))
-                found.append({name: _kept(p.grad) for name, p in self._routers.items() if p.grad is not None})
-        sink.begin(fresh=True, reduce=False)
-        stages.outcome(lambda: Outcome(no_logs(self._device)), TRIAL_WITH_BACKWARD)
-        stages.settle()
+        trial = GradientTrial(self._context, self._routers, around=sees, may_fail=alone)
+        found = trial.run(call, pieces, [1.0, 1.0, 1.0])
         for known in self._known:
             known.left_out = False
-        if failed:
+        if trial.failed:
             return None
-        narrow = _tolerance_of(torch.float32) if draws.narrow else 0.0  # norms may compute in it whatever their input
+        narrow = (
+            _tolerance_of(torch.float32) if trial.draws.narrow else 0.0
+        )  # norms may compute in it whatever their input
         within = max(self._tolerance(), narrow, *(_tolerance_of(dtype) for dtype in sees.dtypes))
         return mixed(found[2], found[0], found[1], within), sees.gathers, any(known.called for known in self._known)
 
@@ -267,10 +229,6 @@ def _joined(one: Any, other: Any) -> Any:
 
     both = map_tensors(one, join)
     return both if fits else None
-
-
-def _kept(gradient: Tensor) -> Tensor:
-    return gradient.detach().clone()
 
 
 def _tolerance_of(dtype: torch.dtype) -> float:

@@ -183,7 +183,7 @@ class StepEngine:
     def close(self) -> None:
         """Release hooks, buffers and connections."""
         self._experts.close()
-        self._in_parts.cuts.mixing.close()
+        self._in_parts.cuts.close()
         self.model_gradients.close()
         self._stages.close()
 

@@ -69,6 +69,8 @@ class ScheduledStep:
         except Exception as error:
             say_how_cut(error, batch, len(split))
             raise
+        finally:
+            self.cuts.backwards.rest()
         self.cuts.trials.note_logged([key.name for key in self._outcome.logs.keys])
         if self._outcome.loss is None:
             sink.finish()  # no backward of Lightning's follows

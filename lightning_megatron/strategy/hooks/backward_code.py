@@ -1,0 +1,120 @@
+"""Code of the user that runs in backwards: hooks on activations, hooks of modules, own ``autograd.Function``s.
+
+A forward on two micro-batches tells nothing about it, and it may mix their samples all the same::
+
+    h.register_hook(lambda g: g / g.norm())        the norm over the batch's samples, or over a micro-batch's
+
+So what of it there is gets noted, by its line: what the module's code mentions, before anything runs; what a forward
+registers, as it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules._functions import BackwardHookFunction
+
+from lightning_megatron.layers.whole.seen_kinds import user_hook
+from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
+
+_OURS = ("torch", "lightning_megatron", "lightning")
+_NAMES = frozenset({"register_hook", "register_prehook", "register_full_backward_hook", "retain_grad"})
+_MOST = 5_000
+
+
+class BackwardCode:
+    """Notes what the user's code lets run in backwards.
+
+    Args:
+        module: the user's module.
+
+    Attributes:
+        mentioned: whether code of the module mentions such things, run or not.
+        fresh: a line that was seen for the first time since :meth:`take`; or "".
+        keeps: a line that keeps the gradient of an activation, to be read after the backward; or "".
+        refuses: why a line that was not seen before must not run now; "" if it may.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.mentioned = _mentions(module)
+        self.fresh, self.keeps, self.refuses = "", "", ""
+        self._seen: set[str] = set()
+        self._replaced = Replacements()
+        for name in ("register_hook", "retain_grad"):
+            self._replaced.put(Tensor, name, self._noting(name, getattr(Tensor, name)))
+        self._replaced.put(Function, "apply", self._applying())
+
+    def close(self) -> None:
+        """Give torch's methods back."""
+        self._replaced.take_back()
+
+    def take(self) -> str:
+        """What is fresh, once."""
+        fresh, self.fresh = self.fresh, ""
+        return fresh
+
+    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensor, nn.Parameter) and torch.is_grad_enabled():
+                frame = sys._getframe(1)
+                if not _is_ours(frame.f_globals.get("__name__")):
+                    self._note(f"`{name}` in {frame.f_code.co_filename}:{frame.f_lineno}", keeps=name == "retain_grad")
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def _applying(self) -> Any:
+        original = Function.__dict__["apply"].__func__
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is BackwardHookFunction:
+                self._note("a backward hook of a module")
+            elif not _is_ours(cls.__module__) and torch.is_grad_enabled():
+                self._note(f"`{cls.__qualname__}`, an `autograd.Function` of {cls.__module__}")
+            return original(cls, *args, **kwargs)
+
+        return classmethod(functools.wraps(original)(apply))
+
+    def _note(self, line: str, *, keeps: bool = False) -> None:
+        if line in self._seen:
+            return
+        if self.refuses:
+            raise RuntimeError(
+                f"{line}, ran for the first time in a later step, and code of a library brought it along: what it does "
+                f"in a backward was not tried, and {self.refuses}. Let the first step run it, or say with "
+                "`MegatronStrategy(whole_batch_loss=True)` that batches stay whole, or with `whole_batch_loss=False` "
+                "that it treats each sample by itself."
+            )
+        self._seen.add(line)
+        self.fresh = self.fresh or line
+        self.keeps = self.keeps or (line if keeps else "")
+
+
+def _mentions(module: nn.Module) -> bool:
+    for layer in module.modules():
+        for table in (layer._backward_hooks, layer._backward_pre_hooks):
+            if any(user_hook(hook) is not None for hook in table.values()):
+                return True
+    reach = Reach(module, module, frozenset(), _MOST)
+    reach.containers()
+    names = {name for function in reach.functions for name in names_in(function.__code__)[0]}
+    return bool(names & _NAMES) or ("apply" in names and any(not _is_ours(kind.__module__) for kind in _functions()))
+
+
+def _functions(kind: type = Function) -> Iterator[type]:
+    found: list[type] = kind.__subclasses__()
+    for below in found:
+        yield below
+        yield from _functions(below)
+
+
+def _is_ours(name: Any) -> bool:
+    return str(name).split(".")[0] in _OURS

@@ -1,0 +1,275 @@
+"""Gradients of some pieces of a batch, tried and thrown away; and whether code in backwards mixes samples.
+
+The loss of a batch may be the mean of the losses of its micro-batches, and its gradient another than the sum of
+theirs: a hook on an activation that divides by the norm of what it gets, an ``autograd.Function`` with a backward of
+its own. So where there is such code, two micro-batches are run with their backwards, and both at once::
+
+    F0 B0  F1 B1   weights as in the step    ──▶  g₀ + g₁     ┐ equal: each sample by itself
+    F01 B01                                  ──▶  g           ┘ else batches stay whole
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.draws.global_rows import Deal
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
+from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
+from lightning_megatron.strategy.hooks.backward_code import BackwardCode
+from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss.tables import Name
+from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.step.step_context import StepContext
+
+_AGAIN = 8  # factor between the steps in which it is tried
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
+_NARROW = 1e-2
+_STRAY = ", and on a stage whose numbers the others do not get"
+_SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
+
+
+class GradientTrial:
+    """Runs pieces of a batch one by one, forward and backward, through the pipeline; leaves nothing behind.
+
+    Args:
+        context: what steps run on.
+        parameters: by name, those whose gradients are asked for.
+        around: each run of the user's step.
+        may_fail: whether a step that fails on a piece tells nothing, rather than ending the run.
+
+    Attributes:
+        draws: of random numbers; tells whether anything was computed in a narrow type.
+        failed: whether a step has failed.
+        wrote: names of what backwards have written on the module or beside it.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        around: AbstractContextManager[Any] | None = None,
+        may_fail: bool = False,
+    ) -> None:
+        self._context, self._parameters, self._may_fail = context, parameters, may_fail
+        self._around = nullcontext() if around is None else around
+        self._traces = Traces(context.module, beside=True)
+        self.draws, self.failed = SameDraws({2: (0, 1)}), False
+        self.wrote: list[Name] = []
+
+    def run(
+        self, call: Callable[[Any], Any], pieces: Sequence[Any], scales: Sequence[float]
+    ) -> list[dict[str, Tensor]]:
+        """Gradients of each piece, by name; collective over the pipeline.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            pieces: two, and both at once; or one.
+            scales: factors of their losses.
+        """
+        context, found = self._context, list[dict[str, Tensor]]()
+        sink, stages = context.gradients.sink, context.stages
+        call = context.experts.ending(call) if context.mesh.layout.pipeline == 1 else call
+
+        def step(piece: Any, _: int) -> Any:
+            return self._step(call, piece, len(found))
+
+        schedule = context.schedule(1, forward_only=False)
+        with context.streams.trial(), stages.running(pieces[-1], 1, training=False) as executor:
+            sizes = [batch_size_of(piece) for piece in pieces]
+            dealt = [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])]
+            for piece, rows, scale in zip(pieces, dealt, scales, strict=True):
+                context.streams.use_rows([rows])
+                sink.begin(fresh=True, reduce=False)
+                executor.run(PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink))
+                named = self._parameters.items()
+                found.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+                self._undo_backward()
+        sink.begin(fresh=True, reduce=False)
+        stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)
+        stages.settle()
+        return found
+
+    def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
+        eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+        try:
+            with self._context.recording.aside(), self.draws.run(index), self._around, eager:
+                output = call(map_tensors(piece, torch.clone))
+                trained_loss_of(output)
+                return output
+        except Exception as error:
+            if isinstance(error, RemoteFailure) or is_echo(error) or not self._may_fail:
+                raise
+            self.failed = True  # it needs more samples, or skips some: nothing is known then
+            return torch.zeros((), device=self._context.device, requires_grad=True)
+        finally:
+            with torch._C.DisableTorchFunction():
+                self._traces.put_back()
+
+    def _undo_backward(self) -> None:
+        self.wrote += self._traces.changes()
+        self._traces.put_back()
+
+
+class BackwardTrials:
+    """Tries whether code of the user that runs in backwards mixes the samples of a batch.
+
+    Args:
+        context: what steps run on.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        mesh, options = context.mesh, context.options
+        self._context, self._mesh = context, mesh
+        cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
+        self._judges = options.whole_batch_loss is not False and options.loss_weight is None
+        self._code = BackwardCode(context.module) if cuts and context.module.automatic_optimization else None
+        self._mentioned = self._code is not None and bool(self._all(self._code.mentioned))
+        self._steps, self._next, self._found = 0, 1, False
+
+    def mixes(
+        self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], scales: Sequence[float], *, around: bool
+    ) -> bool:
+        """Whether this batch is the one that has shown that samples are mixed. Collective over the world.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            batch: equal on all stages of a replica.
+            parts: its micro-batches; or all of it, where the code around the layers runs on it whole.
+            scales: of the losses of the first two, in that of both.
+            around: whether the layers run in micro-batches nevertheless.
+
+        Raises:
+            RuntimeError: code that a step before has run for the first time mixes samples.
+        """
+        code = self._code
+        if code is None or self._found:
+            return False
+        self._steps += 1
+        due = self._mentioned and self._steps >= self._next
+        if self._mentioned or self._steps == 1:
+            due |= self._all(bool(code.fresh))
+        if not due:
+            self._guard()
+            return False
+        self._next, fresh = self._steps * _AGAIN, code.take()
+        if self._mesh.layout.pipeline > 1 and self._all(bool(code.keeps)):
+            line = next(line for line in objects.gather(code.keeps, self._mesh.group("world")) if line)
+            raise RuntimeError(
+                f"{line}: only the stage that computes the activation has its gradient, and code between steps reads "
+                "it on every stage. Take what is needed of it in a hook, `h.register_hook(lambda g: ...)`, or use "
+                "`pipeline_parallel_size=1`."
+            )
+        why = self._try(call, batch, parts, scales, around=around)
+        whys = objects.gather(why, self._mesh.group("world"))
+        if stray := next((why for why in whys if why.endswith(_STRAY)), ""):
+            raise RuntimeError(
+                f"{stray}. Write it where the last stage is (behind the layers), or use `pipeline_parallel_size=1`."
+            )
+        why = next((why for why in whys if why), "")
+        if not (why and self._judges and (around or len(parts) > 1)):
+            self._guard()
+            return False
+        self._found = True
+        code.close()
+        lines = objects.gather(fresh, self._mesh.group("world"))
+        line = next((line for line in lines if line), "code of the module")
+        if self._steps > 1:
+            raise RuntimeError(
+                f"{why}; {line} may be what does it. Step {self._steps - 1} ran it for the first time, in "
+                "micro-batches, and was not the step of one process. Go on from a checkpoint before it with "
+                "`MegatronStrategy(whole_batch_loss=True)`, with which batches stay whole."
+            )
+        rank_zero_info(f"{why} ({line}). So that the step is that of one process, each batch runs whole.")
+        return True
+
+    def close(self) -> None:
+        """Give torch's methods back; warns, if the last step was the first to run something that was not tried."""
+        if self._code is None:
+            return
+        self._code.close()
+        if self._code.fresh and self._steps > 1 and not self._found:
+            warnings.warn(
+                f"the last step was the first to run {self._code.fresh}: whether it mixes the samples of a batch was "
+                "not tried, and that step may not be the step of one process.",
+                stacklevel=2,
+            )
+
+    def rest(self) -> None:
+        """Called when a step is over: what runs between steps may register what it likes."""
+        if self._code is not None:
+            self._code.refuses = ""
+
+    def _guard(self) -> None:
+        if self._code is not None and self._judges and not self._mentioned:
+            self._code.refuses = "a batch runs in micro-batches"
+
+    def _all(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        flag = torch.tensor(int(here), device=self._context.device)
+        said = raw_all_reduce(flag, self._mesh.group("world"), maximum=True)
+        return bool(int(said))
+
+    def _try(
+        self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], scales: Sequence[float], *, around: bool
+    ) -> str:
+        """Why batches have to stay whole; "" if they need not."""
+        module, pieces = self._context.module, list(parts[:2])
+        if self._code is not None and self._code.keeps:
+            return "the gradient of an activation is kept, and that of a micro-batch is another one"
+        if self._all(has_gradient_hooks(module)):
+            return "code runs in backwards, beside gradient hooks of parameters"
+        if len(pieces) > 1:
+            pieces.append(samples_of(batch, 0, sum(map(batch_size_of, pieces))))
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        trial = GradientTrial(self._context, trained)
+        found = trial.run(call, pieces, [*scales, 1.0] if len(pieces) > 1 else [1.0])
+        outside = [name for name in trial.wrote if name[0] not in Parts(self._context.layers)]
+        if trial.wrote:
+            name = ".".join(str(part) for part in (outside or trial.wrote)[0] if part not in ("", None))
+            why = f"a backward writes `{name}`, which the backwards of micro-batches would write several times"
+            return f"{why}{_STRAY}" if outside and self._mesh.rank != self._mesh.loss_rank else why
+        if len(found) == 1:
+            return "code runs in backwards, and only the layers run in micro-batches" if around else ""
+        one, other, whole = found
+        far = _differs(whole, one, other, self._tolerance(trained.values(), narrow=trial.draws.narrow))
+        if not far:
+            return ""
+        return f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
+
+    def _tolerance(self, parameters: Any, *, narrow: bool) -> float:
+        """By how much gradients may differ, relative to their size, by rounding."""
+        if torch.is_autocast_enabled(self._context.device.type):
+            return _NARROW
+        dtypes = {parameter.dtype for parameter in parameters} | ({torch.float32} if narrow else set())
+        return max((_TOLERANCE.get(dtype, _NARROW) for dtype in dtypes), default=0.0)
+
+
+def _differs(
+    whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
+) -> str:
+    """The first parameter whose gradient of a batch is not the sum of those of its parts."""
+    norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
+    least = _SMALL * max(norms.values(), default=0.0)
+    for name, gradient in whole.items():
+        rest = gradient.double()
+        for part in (one, other):
+            rest = rest - part[name].double() if name in part else rest
+        if not float(rest.norm()) <= tolerance * max(norms[name], least):
+            return name
+    return ""

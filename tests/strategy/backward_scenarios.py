@@ -1,0 +1,165 @@
+"""Modules with code that runs in backwards and mixes the samples of a batch, or does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+from tests.pipeline.buffer_scenarios import Block
+
+NORMS: dict[str, float] = {}
+
+
+def by_norm(gradient: Tensor) -> Tensor:
+    """Divides by something of all samples."""
+    return gradient / (1 + 50 * gradient.norm())
+
+
+class Normed(Function):
+    """Mixes samples in its backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Nothing."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """See :func:`by_norm`."""
+        return by_norm(gradients[0])
+
+
+class Reversed(Function):
+    """Treats each sample by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Nothing."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """As domain-adversarial training does."""
+        return -0.3 * gradients[0]
+
+
+class Hooked(Block):
+    """Normalises the gradient of what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the block does."""
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(by_norm)
+        return x
+
+
+class Net(nn.Module):
+    """Layers, with something in the backward of one of them, or behind them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.steps = kind, 0
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.layers = nn.ModuleList([Hooked() if kind == "layer" and place == 1 else Block() for place in range(4)])
+        self.seen, self.norms = 0.0, list[float]()
+        if kind == "module_hook":
+            self.norm.register_full_backward_hook(lambda module, gradients, _: tuple(map(by_norm, gradients)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of tokens [b, s]."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            if self.kind == "between" and self.training:
+                x.register_hook(lambda gradient: 1.3 * gradient)
+        self.steps += self.training
+        if self.training:
+            x = self._behind(x)
+        return self.head(self.norm(x))
+
+    def _behind(self, x: Tensor) -> Tensor:
+        if self.kind in ("hook", "negatives") or (self.kind == "later" and self.steps > 2):
+            x.register_hook(by_norm)
+        elif self.kind == "centred":
+            x.register_hook(lambda gradient: gradient - gradient.mean(0, keepdim=True))
+        elif self.kind == "node":
+            assert x.grad_fn is not None
+            x.grad_fn.register_prehook(lambda gradients: tuple(map(by_norm, gradients)))
+        elif self.kind == "function":
+            x = Normed.apply(x)  # type: ignore[no-untyped-call]
+        elif self.kind == "reversal":
+            x = x + Reversed.apply(x).tanh()  # type: ignore[no-untyped-call]
+        elif self.kind == "clamp":
+            x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        elif self.kind == "keeps":
+            x.retain_grad()
+        elif self.kind == "watches":
+            x.register_hook(self._watch)
+        return x
+
+    def _watch(self, gradient: Tensor) -> None:
+        self.seen = float(gradient.norm())
+        self.norms.append(self.seen)
+        NORMS["last"] = self.seen
+
+
+class Backwards(TokenTask):
+    """Trains on losses that are means over samples, but for one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Net(kind))
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """As the task does."""
+        if self.kind == "negatives":
+            rows = functional.normalize(self.net(batch[0]).mean(1), dim=-1)
+            return functional.cross_entropy(3 * rows @ rows.T, torch.arange(len(rows)))
+        loss = super().training_step(batch, batch_idx)
+        return loss / (1 + self.net.seen + sum(self.net.norms)) if self.kind == "watches" else loss
+
+
+KINDS = (
+    "hook",
+    "layer",
+    "module_hook",
+    "node",
+    "function",
+    "centred",
+    "negatives",
+    "watches",
+    "reversal",
+    "clamp",
+    "between",
+)
+
+
+def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Trains; the whole state, and what backwards wrote, as hooks see it; and how often a step ran the layers."""
+    torch.manual_seed(7)
+    NORMS.clear()
+    module = Backwards(kind).double()
+    trainer = trainer_for(info, layout, arguments, max_epochs=2)
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    found = {name: value.clone() for name, value in state.items()}
+    return found | {f"python.{name}": torch.tensor(value) for name, value in _python(module).items()}
+
+
+def _python(module: LightningModule) -> dict[str, Any]:
+    net = module.net
+    assert isinstance(net, Net)
+    return {"seen": net.seen, "norms": net.norms, "global": NORMS.get("last", 0.0)}
