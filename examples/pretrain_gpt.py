@@ -182,7 +182,7 @@ class SaveAtEnd(Callback):
         self.path = path
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)  # with the optimizer, to be resumed
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.lazy import figure, save_figure
 from tests.harness import RankInfo, ReusedProcesses, run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,8 +47,13 @@ def curve(info: RankInfo, name: str, steps: int, cache: str) -> tuple[list[float
     module = LanguageModel(lr=3e-3, steps=steps, **SIZES)
     seed = 2 if "seed" in name else 1
     recipe = Recipe(source="stdlib", sequence=SIZES["sequence"], vocabulary=SIZES["vocabulary"], seed=1)
-    data = CorpusDataModule(recipe, Path(cache), BATCH // info.world_size, info.world_size, 16)
-    L.seed_everything(seed, verbose=False)
+
+    class Blocks(CorpusDataModule):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            super().setup(stage)
+            self.train_blocks = self.train_blocks.shuffle(seed=seed)
+
+    data = Blocks(recipe, Path(cache), BATCH, info.world_size, 16)
     losses, strategy = Losses(), MegatronStrategy()
     precision: Precision | None = MixedPrecision("16-mixed", "cpu") if name == "16-mixed" else None
     trainer = L.Trainer(
@@ -71,26 +77,22 @@ def curve(info: RankInfo, name: str, steps: int, cache: str) -> tuple[list[float
 
 
 def picture(curves: dict[str, list[float]]) -> str:
-    """An SVG document with one line per curve."""
-    width, height, margin = 640, 340, 48
-    top = max(max(values) for values in curves.values())
-    low = min(min(values) for values in curves.values())
-    steps = max(len(values) for values in curves.values())
-
-    def place(step: int, value: float) -> str:
-        x = margin + (width - 2 * margin) * step / max(1, steps - 1)
-        return f"{x:.1f},{margin + (height - 2 * margin) * (top - value) / (top - low):.1f}"
-
-    parts = []
-    for index, (name, values) in enumerate(curves.items()):
-        points = " ".join(place(step, value) for step, value in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLORS[name]}" stroke-width="1.2"/>')
-        parts.append(f'<text x="{width - 190}" y="{margin + 16 * index}" fill="{COLORS[name]}">{name}</text>')
-    parts.append(f'<text x="{margin}" y="{height - 16}">steps 0 to {steps}; loss {low:.2f} to {top:.2f} nats</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
-    )
+    """An SVG document: the losses above, and how far each run is from the first below."""
+    drawn = figure(8.0, 5.0)
+    above, below = drawn.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    plain = torch.tensor(curves["32-true"])
+    for name, values in curves.items():
+        above.plot(values, color=COLORS[name], linewidth=1.2, label=name)
+        if name != "32-true":
+            below.plot(torch.tensor(values) - plain, color=COLORS[name], linewidth=1.0)
+    above.set_ylabel("loss in nats")
+    above.legend(frameon=False)
+    below.set_ylabel("loss minus that\nof 32-true")
+    below.set_xlabel("optimizer step")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return save_figure(drawn, "svg").decode()
 
 
 def main() -> None:

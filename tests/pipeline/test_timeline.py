@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lightning_megatron.pipeline.pictures.drawing import kinds_in, ticks
 from lightning_megatron.pipeline.pictures.image import draw
 from lightning_megatron.pipeline.schedule import SCHEDULES, lower, make_schedule
 from lightning_megatron.pipeline.timeline import (
@@ -235,6 +236,25 @@ def test_the_svg_has_a_bar_for_each_computation_with_its_times() -> None:
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert title(found) in texts
     assert {"stage 0", "stage 1", "stage 2"} <= set(texts)
+
+
+def test_times_of_an_axis_are_round_and_their_labels_do_not_touch() -> None:
+    assert ticks(33, 28) == list(range(34))
+    assert ticks(0.21084, 700) == [0.0, 0.1, 0.2]
+    assert ticks(0.0, 28) == [0.0]
+    for length, scale in itertools.product((1e-4, 0.2, 7.0, 33.0, 1234.5, 98765.0), (0.16, 2.0, 28.0, 3000.0)):
+        times = ticks(length, scale)
+        wide = [6.2 * len(f"{time:g}") for time in times]
+        middles = [time * scale for time in times]
+        ends = [(middle - half / 2, middle + half / 2) for middle, half in zip(middles, wide, strict=True)]
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))
+
+
+def test_a_legend_names_what_its_schedule_has() -> None:
+    plain, split = simulate(make_schedule("1f1b", 2, 4)), simulate(make_schedule("zb-v", 2, 4))
+    assert [name for name, _ in kinds_in(plain.schedule)] == ["forward", "backward"]
+    assert [name[-3:] for name, _ in kinds_in(split.schedule)] == ["ard", "(I)", "(W)"]
+    assert "paler: later chunks" in svg(split) and "weight half" not in svg(plain) and "paler" not in svg(plain)
 
 
 def test_the_png_shows_each_stage_busy_and_idle() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import cli
+from lightning.pytorch import Trainer, cli
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.mesh.layout import Layout
@@ -155,6 +156,26 @@ def test_a_command_line_knows_the_strategy_by_its_short_name() -> None:
         "assert 'MegatronStrategy' in below(Strategy)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120, env=environment())
+
+
+def test_data_is_a_module_to_import_names_from_and_costs_nothing() -> None:
+    asked = (
+        "import sys, lightning_megatron as package; from lightning_megatron.data import pack; "
+        "import lightning_megatron.data as other; from lightning_megatron import data; "
+        "assert other is data is package.data and data.pack is pack; "
+        "assert not {'torch', 'lightning', 'datasets'} & {*sys.modules}, sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", asked], env=environment(), timeout=120, check=True)
+
+
+def test_a_notebook_may_train_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+    assert Trainer(strategy=MegatronStrategy(), devices=1, **options).world_size == 1
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
+        Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=2, **options)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
+        Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=1, num_nodes=2, **options)
 
 
 def test_a_state_on_disk_is_a_dict_that_reads_what_is_asked_for() -> None:

@@ -147,6 +147,18 @@ def test_ctrl_c_for_the_first_process_alone_ends_all(launch: type) -> None:
     assert "Stopped by Ctrl-C" in run.said() and "nothing was saved" in run.said()
 
 
+@WIDE
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_sigterm_saves_says_so_and_does_not_look_like_the_end_of_the_run(launch: type, launcher: str) -> None:
+    run = launch(launcher, "save")
+    run.wait_for_start()
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.assert_all_end()
+    told = re.findall(r"Stopped by SIGTERM after step \d+: saved (.*preempted.ckpt); go on with", run.said())
+    assert len(told) == 1 and Path(told[0]).exists(), run.said()
+    assert run.process.returncode == 143 if launcher == "lightning" else run.process.returncode != 0
+
+
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [("lightning", 1), pytest.param("lightning", 0, marks=WIDE), pytest.param("slurm", 1, marks=WIDE)],

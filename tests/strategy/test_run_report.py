@@ -104,8 +104,8 @@ def test_the_page_holds_layout_losses_speed_memory_timeline_and_each_warning_onc
         assert said in page, said
     assert page.count("mind the &lt;gap&gt;</td><td>all<") == page.count("mind the") == 1
     assert page.count("<svg") == 2
-    assert "lightning_megatron" in outcomes[0].output and "stage 1   ranks 0: " in outcomes[0].output
-    assert "stage 1   ranks" not in outcomes[1].output
+    assert "lightning_megatron" in outcomes[0].output and "stage 1   rank 0: " in outcomes[0].output
+    assert "stage 1   rank" not in outcomes[1].output
 
 
 def test_other_strategies_and_no_batches_are_refused() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch.distributed.launcher.api import LaunchConfig
 
 from lightning_megatron import MegatronStrategy
 from tools import site
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def test_every_argument_of_the_strategy_stands_in_one_table_with_its_default() -> None:
@@ -63,7 +67,20 @@ def test_manifests_are_read_and_start_what_they_say(name: str) -> None:
         (container,) = pod["spec"]["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
-        assert {entry["name"] for entry in container["env"]} == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        given = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert set(given) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", SHUTDOWN}
+        assert int(given[SHUTDOWN]) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_variables_of_launches_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHUTDOWN, "290")
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 290
+    text = (LAUNCH / "torchrun.sh").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", SHUTDOWN):
+        assert f"export {name}=" in text and f"`{name}`" in page
+    with (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").open("rb") as library:
+        assert mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ).find(b"GLOO_SOCKET_IFNAME") > 0
 
 
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)

@@ -8,11 +8,12 @@ Docs and tests show schedules as text grids, with one row per stage and one colu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
+from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.schedules.text import CONTINUED, IDLE, label, table
 
@@ -23,11 +24,14 @@ _COLOURS = {
     Kind.BACKWARD_INPUT: ("#2b8a6b", "#63b598", "#a0d5c1", "#cfeae0"),
     Kind.BACKWARD_WEIGHT: ("#c9822b", "#e0aa68", "#efcfa5", "#f7e6d0"),
 }
-_LEGEND = (
-    (Kind.FORWARD, "forward"),
-    (Kind.BACKWARD, "backward (B) or its input half (I)"),
-    (Kind.BACKWARD_WEIGHT, "weight half (W)"),
-)
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input half of a backward (I)",
+    Kind.BACKWARD_WEIGHT: "weight half of a backward (W)",
+}
+PALER = "paler: later chunks"
+_LETTER = 6.2  # pixels, of the labels
 
 
 def text_grid(timeline: Timeline, unit: float | None = None) -> str:
@@ -83,7 +87,7 @@ def svg(timeline: Timeline) -> str:
         x, wide = left + (start - timeline.start) * scale, (end - start) * scale
         parts.append(_bar(label(schedule, step), step, x, top + height * rank, wide, height, start, end))
     parts += _axis(timeline, left, bottom, scale)
-    parts += _legend(left, bottom + 36)
+    parts += _legend(timeline, left, bottom + 36)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -123,7 +127,7 @@ def title(timeline: Timeline) -> str:
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     return (
         f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches,"
-        f" makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
+        f" makespan {timeline.makespan:.5g}, bubble {timeline.bubble_fraction:.1%}"
     )
 
 
@@ -144,13 +148,19 @@ def _bar(name: str, step: Instruction, x: float, y: int, wide: float, height: in
         f'<rect x="{x:.2f}" y="{y + 1}" width="{max(wide, 0.3):.2f}" height="{height - 2}" fill="{colour}"'
         f' stroke="white" stroke-width="0.6"><title>{name}: {start:g} to {end:g}</title></rect>'
     )
-    if wide < 6.2 * len(name):
+    if wide < _LETTER * len(name):
         return bar
     return f'{bar}<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">{name}</text>'
 
 
-KINDS = tuple((name, _COLOURS[kind][0]) for kind, name in _LEGEND)
-"""For legends: name and first colour of each kind of instruction."""
+def kinds_in(schedule: Schedule) -> list[tuple[str, str]]:
+    """For legends: name and first colour of each kind of instruction that a schedule has, once per colour."""
+    there = {step.kind for steps in schedule.instructions for step in steps}
+    if Kind.BACKWARD in there and Kind.BACKWARD_INPUT in there:
+        there.remove(Kind.BACKWARD_INPUT)
+        return [(name if kind is not Kind.BACKWARD else f"{name} (B) or its input half (I)", _COLOURS[kind][0])
+                for kind, name in _NAMES.items() if kind in there]  # fmt: skip
+    return [(name, _COLOURS[kind][0]) for kind, name in _NAMES.items() if kind in there]
 
 
 def colours_of(step: Instruction) -> tuple[str, str]:
@@ -161,20 +171,41 @@ def colours_of(step: Instruction) -> tuple[str, str]:
 
 
 def _axis(timeline: Timeline, left: int, bottom: int, scale: float) -> list[str]:
-    step = max(timeline.makespan / 10, 1e-12)
     parts = []
-    for tick in range(11):
-        x = left + tick * step * scale
-        time = timeline.start + tick * step
+    for time in ticks(timeline.makespan, scale):
+        x = left + time * scale
+        shown = f"{timeline.start + time:g}"
         parts.append(f'<line x1="{x:.2f}" y1="{bottom}" x2="{x:.2f}" y2="{bottom + 4}" stroke="#666666"/>')
-        parts.append(f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#666666">{time:g}</text>')
+        parts.append(f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#666666">{shown}</text>')
     return parts
 
 
-def _legend(left: int, y: int) -> list[str]:
+def ticks(length: float, scale: float) -> list[float]:
+    """Round times from 0 to ``length`` whose labels do not touch.
+
+    Args:
+        length: of the axis, in units of time.
+        scale: pixels of a unit of time.
+    """
+    if length <= 0:
+        return [0.0]
+    decade = 10.0 ** (math.floor(math.log10(length)) - 2)
+    steps = [factor * decade * 10**power for power in range(4) for factor in (1, 2, 5)]
+    for step in steps:
+        times = [round(number * step, 12) for number in range(math.floor(length / step * (1 + 1e-9)) + 1)]
+        widest = max(len(f"{time:g}") for time in times)
+        if len(times) <= 200 and step * scale >= _LETTER * (widest + 2):
+            return times
+    return [0.0]
+
+
+def _legend(timeline: Timeline, left: int, y: int) -> list[str]:
     parts = []
-    for number, (kind, name) in enumerate(_LEGEND):
-        x = left + 90 * number + (140 if number == 2 else 0)
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
-        parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+    x = float(left)
+    for name, colour in kinds_in(timeline.schedule):
+        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17:.0f}" y="{y}">{name}</text>')
+        x += 17 + _LETTER * len(name) + 20
+    if timeline.schedule.chunks > 1:
+        parts.append(f'<text x="{x:.0f}" y="{y}">{PALER}</text>')
     return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.mesh.lazy import figure, save_figure
-from lightning_megatron.pipeline.pictures.drawing import KINDS, colours_of
+from lightning_megatron.pipeline.pictures.drawing import PALER, colours_of, kinds_in
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.schedules.text import label
 
@@ -54,6 +54,8 @@ def draw(timeline: Timeline) -> Any:
         axes.broken_barh(ranges, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.5)
     axes.set(xlim=(0, span), ylim=(schedule.stages - 0.5, -0.5), xlabel="time", ylabel="stage")
     axes.set_yticks(range(schedule.stages))
-    handles = [axes.broken_barh([], (0, 0), facecolors=colour, label=name) for name, colour in KINDS]
+    handles = [axes.broken_barh([], (0, 0), facecolors=colour, label=name) for name, colour in kinds_in(schedule)]
+    if schedule.chunks > 1:
+        handles.append(axes.broken_barh([], (0, 0), facecolors="none", label=PALER))
     drawn.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)
     return drawn

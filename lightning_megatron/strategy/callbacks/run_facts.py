@@ -96,6 +96,11 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def size_words(size: int) -> str:
+    """Bytes, as ``6.7 MiB``."""
+    return f"{size / MIB:,.1f} MiB" if size >= MIB / 10 else f"{size / 1024:,.1f} KiB"
+
+
 def layout_words(strategy: Any) -> str:
     """The grid in words, as ``pipeline 2 × data 2``."""
     layout = strategy.mesh.layout
@@ -129,7 +134,7 @@ def ideal_bubble(schedule: Any) -> float:
 def expected_step(trainer: pl.Trainer, shape: ModelShape | str) -> str:
     """The planner's time of a step in words, or why there is none."""
     if isinstance(shape, str):
-        return f"not predicted: {shape}"
+        return f"not predicted: {shape.partition(';')[0]}"
     strategy: Any = trainer.strategy
     layout, loader = strategy.mesh.layout, trainer.train_dataloader
     batch, seq = batch_size_of(loader), sample_length(loader)
@@ -164,13 +169,14 @@ def screen(trainer: pl.Trainer, ranks: Sequence[RankFacts], shape: ModelShape | 
     for stage in sorted({one.stage for one in ranks}):
         at = [one for one in ranks if one.stage == stage]
         names = " ".join(str(one.rank) for one in at[:4]) + (" …" if len(at) > 4 else "")
-        lines.append(f"  stage {stage}   ranks {names}: {at[0].holds} ({at[0].parameters:,} parameters each)")
+        several, each = ("s", " each") if len(at) > 1 else ("", "")
+        lines.append(f"  stage {stage}   rank{several} {names}: {at[0].holds} ({at[0].parameters:,} parameters{each})")
     report = strategy.parallel_report
     if report is not None:
         lines.append(f"  tensor    {report.explain().splitlines()[0]}; `trainer.strategy.explain()` lists it")
     fullest = max(ranks, key=lambda one: one.state)
     lines.append(
-        f"  memory    {fullest.state / MIB:,.1f} MiB of weights, gradients and optimizer on rank {fullest.rank}, the "
+        f"  memory    {size_words(fullest.state)} of weights, gradients and optimizer on rank {fullest.rank}, the "
         "fullest, before the first step"
     )
     lines.append(f"  step      {expected_step(trainer, shape)}")

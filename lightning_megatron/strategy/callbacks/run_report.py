@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -23,13 +25,13 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
 from lightning_megatron.planner import ModelShape
 from lightning_megatron.strategy.callbacks import report_page as html
 from lightning_megatron.strategy.callbacks.run_facts import (
-    MIB,
     RankFacts,
     ideal_bubble,
     layout_words,
     rank_facts,
     schedule_words,
     screen,
+    size_words,
 )
 from lightning_megatron.strategy.callbacks.step_flops import FORWARD_AND_BACKWARD, StepFlops
 from lightning_megatron.strategy.data.walk import batch_size_of
@@ -129,7 +131,8 @@ class RunReport(Callback):
         """Print the screen; every rank takes part."""
         ranks = objects.gather(rank_facts(trainer))
         self._opening = screen(trainer, ranks, self._shape)
-        rank_zero_info(self._opening)
+        if trainer.is_global_zero:
+            Tqdm.write(f"\n{self._opening}", file=sys.stderr)  # above a progress bar that is drawn already
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -265,7 +268,7 @@ class RunReport(Callback):
         batch = batch_size_of(trainer.train_dataloader)
         layout = [("grid", layout_words(strategy)), ("schedule", schedule_words(strategy, batch) or "no pipeline")]
         ranks = [
-            (one.rank, one.place, one.holds, f"{one.parameters:,}", _mib(one.state), _mib(one.peak))
+            (one.rank, one.place, one.holds, f"{one.parameters:,}", size_words(one.state), size_words(one.peak))
             for one in self.facts
         ]
         heads = ("rank", "place", "holds", "parameters", "weights, gradients, optimizer", "peak")
@@ -324,7 +327,3 @@ def _options(strategy: Any) -> list[tuple[str, Any]]:
     defaults = type(options)()
     pairs = [(field.name, getattr(options, field.name)) for field in fields(options)]
     return [(name, value) for name, value in pairs if value != getattr(defaults, name)]
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f} MiB"

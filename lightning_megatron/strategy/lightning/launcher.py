@@ -47,6 +47,7 @@ _LOOK_S = 0.2
 _BEFORE_S = 1.0  # for what a failed process still prints
 _PATIENCE_S = 10.0  # for ranks that end by themselves, with the failure's name
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
+TERMINATED = 143  # by SIGTERM: not 0, so that whatever restarts jobs does not take the run for finished
 _EARLY = "before the ranks had met"
 
 
@@ -100,6 +101,11 @@ class Launcher(_SubprocessScriptLauncher):
                     self._children.leave()
                 _kill(self.procs)
             raise
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook may run it: where no other process is started, which would run the script again."""
+        return self.num_processes == 1 and self.num_nodes == 1
 
     def exit_of(self, pid: int) -> int | None:
         """Exit status of a process that was started here and has ended; ``None`` of others."""

@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_megatron.mesh.messages.collectives import world_maximum
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.watch.turns import TRAINING
-from lightning_megatron.strategy.lightning.launcher import INTERRUPTED
+from lightning_megatron.strategy.lightning.launcher import INTERRUPTED, TERMINATED
 
 _NAME = "preempted.ckpt"
 _QUESTION = "_broadcast_sigterm_tensor"
@@ -143,7 +143,7 @@ class Preemption:
             _end_quickly()
             if self._trainer.is_global_zero:
                 _say(f"Stopped by {'SIGTERM' if stop else 'Ctrl-C'} after step {self._trainer.global_step}: {saved}")
-            raise SIGTERMException if stop else SIGTERMException(INTERRUPTED)
+            raise SIGTERMException(TERMINATED if stop else INTERRUPTED)
 
     @contextmanager
     def _in_the_foreground(self) -> Iterator[None]:
