@@ -85,7 +85,7 @@ def settle(options: Options, module: pl.LightningModule, world: int, per_node: i
     """
     found = None
     if options.layout == "auto":
-        found = _choose(options.layout_options or {}, module, world, per_node, device)
+        found = _choose(options, module, world, per_node, device)
         options = options.with_recipe(found.best.recipe)
         rank_zero_info(f"layout='auto': {found.best.recipe.describe()}\n{found.explanation}")
     if options.topology is None:
@@ -95,15 +95,31 @@ def settle(options: Options, module: pl.LightningModule, world: int, per_node: i
     return Settled(options, found, *_number(options, options.topology, module, recipe, layout))
 
 
-def _choose(
-    options: Mapping[str, Any], module: pl.LightningModule, world: int, per_node: int, device: torch.device
-) -> Plan:
-    """The planner's best layout for a run; ``options`` are facts and limits, as in ``layout_options``."""
-    shape, batch = facts(module, options)
-    cluster = options.get("cluster") or detected_cluster(device, per_node)
-    given = {name: value for name, value in options.items() if name not in FACTS}
-    limits = replace(Limits(precision=precision_of(module)), **given)
+def _choose(options: Options, module: pl.LightningModule, world: int, per_node: int, device: torch.device) -> Plan:
+    """The planner's best layout for a run, within ``layout_options`` and what goes together with other options."""
+    asked = options.layout_options or {}
+    shape, batch = facts(module, asked)
+    cluster = asked.get("cluster") or detected_cluster(device, per_node)
+    given = {name: value for name, value in asked.items() if name not in FACTS}
+    precision = precision_of(module)
+    limits = replace(Limits(precision=precision), **(_without(options, precision) | given))
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
+
+
+def _without(options: Options, precision: str) -> dict[str, Any]:
+    """Limits of a search for what does not go together with other options, as their own checks say."""
+    found: dict[str, Any] = {}
+    for name, limit in _CHOSEN.items():
+        changed: dict[str, Any] = {name: 2}
+        try:
+            replace(options, layout=None, layout_options=None, **changed)
+        except ValueError:
+            found |= limit
+    return found | (_CHOSEN["expert_parallel_size"] if precision in ("fp16", "fp8") else {})
+
+
+_CHOSEN = {"expert_parallel_size": {"expert": 1}}
+"""Options that the planner may choose above 1, and the limits that keep it from that."""
 
 
 def _recipe(options: Options, layout: Layout) -> Recipe:

@@ -32,6 +32,8 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
         "optimizer_sharding": recipe.sharding != "none",
         "weight_sharding": sharded,
     }
+    if recipe.expert > 1:
+        arguments["expert_parallel_size"] = recipe.expert
     if recipe.optimizer_offload:
         arguments["optimizer_offload"] = {"keep": 1.0 - recipe.optimizer_offload}
     if recipe.pipeline > 1:

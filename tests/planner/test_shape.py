@@ -71,7 +71,7 @@ def test_squared_relu_has_no_gate(changes: dict[str, str], gated: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_local_experts": 8}, "8 experts per layer; mixtures of experts are not modelled"),
+        ({"num_local_experts": 8}, "8 experts per layer in a way that is not known here"),
         ({"ffn_config": {"moe_num_experts": 4}}, "4 experts per layer"),
         ({"is_encoder_decoder": True, "model_type": "t5"}, "`model_type=t5` has an encoder and a decoder"),
         ({"max_position_embeddings": None}, "no sequence length .*give `seq`"),

@@ -16,8 +16,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.planner import ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import Memory
+from lightning_megatron.planner.cost.mixture import sent_bytes
 from lightning_megatron.tools.commands.cli import app
+from lightning_megatron.tools.commands.rehearse import load
 from lightning_megatron.tools.rehearsal import Rehearsal, rehearse
 from tests.harness import run_trainers
 from tests.tools import rehearsal_scenarios
@@ -215,3 +218,76 @@ def test_memory_of_the_process_is_not_that_of_the_model() -> None:
     found = rehearse(MegatronStrategy(micro_batch_size=8), wide, world_size=1)
     assert found.bytes_by_kind["weights"] > 20e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6
+
+
+DEEPSEEK = """
+import torch
+from lightning.pytorch import LightningModule
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+SMALL = dict(vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1)
+
+class Model(LightningModule):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.model = DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False, **sizes))
+
+    def training_step(self, batch, index):
+        tokens, targets = batch
+        return torch.nn.functional.cross_entropy(self.model(tokens).logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+def small():
+    tokens = torch.arange(8 * 32).view(8, 32) % 256
+    return Model(**SMALL), (tokens, tokens)
+
+def large():
+    with torch.device("meta"):
+        module = Model()
+    tokens = torch.zeros(16, 4096, dtype=torch.long)
+    return module, (tokens, tokens)
+"""
+
+
+def test_experts_that_ranks_share_out_are_sent_as_many_rows_as_the_planner_says(tmp_path: Path) -> None:
+    """Rank 5 has layers 0 and 1, of which the second is a mixture: four exchanges of T k h numbers per micro-batch."""
+    script = tmp_path / "deepseek.py"
+    script.write_text(DEEPSEEK)
+    strategy = MegatronStrategy(pipeline_parallel_size=2, expert_parallel_size=4, micro_batch_size=1)
+    found = rehearse(strategy, load(f"{script}:small"), world_size=8, rank=5)
+    sent = [entry for entry in found.communication if (entry.operation, entry.phase) == ("all-to-all", "step")]
+    rows = {entry.bytes: entry.count for entry in sent if entry.bytes == 32 * 2 * 64 * 4}
+    first_look = 2  # the first micro-batch's shapes are looked at before the step
+    assert rows == {32 * 2 * 64 * 4: 8 * 4 + first_look}
+    assert {entry.ranks for entry in sent} == {(4, 5, 6, 7)}
+    shape = ModelShape(4, 64, 4, 256, 32, ffn=128, gated=True, tied=False, experts=8, top_k=2, expert_inner=32)
+    recipe = Recipe(pipeline=2, data=4, global_batch=32, expert=4, precision="fp32")
+    assert sent_bytes(shape, recipe) * 4 / 3 == 4 * 32 * 2 * 64 * 4
+    whole = rehearse(MegatronStrategy(pipeline_parallel_size=2), load(f"{script}:small"), world_size=8, rank=5)
+    assert whole.parameters - found.parameters == 3 / 4 * 8 * 3 * 64 * 32
+
+
+@pytest.mark.wide
+def test_deepseek_v3_on_2048_ranks_takes_under_a_minute_and_4_gb(tmp_path: Path) -> None:
+    """671 billion parameters, 256 experts over 64 ranks. The kernel ends the process after a minute of its time."""
+    script = tmp_path / "deepseek.py"
+    script.write_text(DEEPSEEK)
+    arguments = ["rehearse", f"{script}:large", "--layout", "p16", "d128", "b1", "--rank", "1234", "--json"]
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
+        "from lightning_megatron.tools.commands.cli import app\n"
+        f"app({[*arguments, '--strategy', 'expert_parallel_size=64']!r}, standalone_mode=False)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["whole_parameters"] == 671_026_404_352 and found["layers"] == [23, 24, 25, 26]
+    # Four mixtures with 4 of 256 experts each, and what is beside them.
+    assert found["parameters"] == 1_636_630_528
+    assert int(done.stderr.strip().splitlines()[-1]) < 4e9

@@ -6,6 +6,7 @@
 | all-gather     | (g-1)/g x bytes (whole)  | sequence parallelism, sharded weights                            |
 | reduce-scatter | (g-1)/g x bytes (whole)  | sequence parallelism, sharded gradients                          |
 | send           | bytes                    | pipeline boundaries                                              |
+| all-to-all     | (g-1)/g x bytes (own)    | rows of tokens for experts, and heads for tokens                 |
 """
 
 from __future__ import annotations
@@ -100,6 +101,23 @@ def all_reduce_seconds(size_bytes: float, group: Group, cluster: Cluster, consta
     volume = 2.0 * size_bytes * (group.size - 1) / group.size
     route = min(2.0 * ring_latency(group, cluster), tree_latency(group, cluster))
     return volume / bus_bandwidth(group, cluster, constants) + route
+
+
+def exchange_seconds(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of an all-to-all in which each member has ``size_bytes`` for all members, itself included.
+
+    What stays in the node travels over NVLink, beside what leaves it through the member's own adapter.
+    """
+    if group.size == 1:
+        return 0.0
+    each, near = size_bytes / group.size, group.per_node(cluster.gpus_per_node)
+    inside = (near - 1) * each / (cluster.nvlink * constants.nvlink)
+    nodes = group.nodes(cluster.gpus_per_node)
+    if nodes == 1:
+        return inside + cluster.nvlink_latency
+    decay = 1.0 + constants.network_decay * math.log2(nodes)
+    outside = (group.size - near) * each * decay / (cluster.network * constants.network)
+    return max(inside, outside) + cluster.network_latency
 
 
 def send_seconds(size_bytes: float, stride: int, cluster: Cluster, constants: Constants) -> float:

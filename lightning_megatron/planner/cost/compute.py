@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.planner.cost.mixture import padded, rows_here
 from lightning_megatron.planner.model.cluster import Gpu
 from lightning_megatron.planner.model.constants import Constants
 from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
 _TILE = 128 * 128
+_ROW_PASSES = 6.0
 _ALIGNMENT = 8
 _LOGIT_BYTES = 30.0
 """Bytes read and written per logit for a 16-bit product, a 32-bit softmax and its gradient (about eight passes)."""
@@ -100,21 +102,17 @@ class LayerSeconds:
         return self.input_gradient + self.weight_gradient
 
 
-def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> LayerSeconds:
-    """Seconds of one transformer layer on one tensor rank for one micro-batch."""
+def layer_seconds(
+    shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, mixture: bool = False
+) -> LayerSeconds:
+    """Seconds of one transformer layer, or of one with a mixture of experts, on one rank for one micro-batch."""
     tokens = recipe.micro_batch * shape.seq / recipe.context
-    tensor = recipe.tensor
-    width = shape.head_size * shape.heads / tensor
-    inner = shape.inner / tensor
-    products = [
-        (shape.qkv_width / tensor, float(shape.hidden)),
-        (float(shape.hidden), width),
-        *([(inner, float(shape.hidden))] * (2 if shape.gated else 1)),
-        (float(shape.hidden), inner),
-    ]
     forward = data = weight = 0.0
-    for columns, depth in products:
+    for columns, depth in _products(shape, recipe, mixture):
         times = product_and_gradients(tokens, columns, depth, gpu, constants, recipe.precision)
+        forward, data, weight = forward + times[0], data + times[1], weight + times[2]
+    if mixture:
+        times = _experts_seconds(shape, recipe, gpu, constants)
         forward, data, weight = forward + times[0], data + times[1], weight + times[2]
     core_forward, core_backward = _attention_seconds(shape, recipe, gpu, constants)
     forward += core_forward + _elementwise_seconds(shape, recipe, gpu, constants, False)
@@ -122,6 +120,37 @@ def layer_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Consta
     floor, wait = constants.launch, constants.blocking if recipe.software.blocking_launches else 0.0
     forward = max(forward, floor) + wait
     return LayerSeconds(forward, max(data, floor) + wait, max(weight, floor) + wait, core_forward)
+
+
+def _products(shape: ModelShape, recipe: Recipe, mixture: bool) -> list[tuple[float, float]]:
+    """(columns, inner dimension) of the products that all tokens of a layer take."""
+    tensor, hidden = recipe.tensor, float(shape.hidden)
+    width = shape.head_size * shape.heads / tensor
+    # Of latent attention only the sum of its matrices is known: it is counted as one product as wide as they need.
+    joint = shape.attention_matrix_parameters / hidden / tensor - width
+    found = [(joint, hidden), (hidden, width)]
+    inner = (shape.shared_inner if mixture else shape.inner) / tensor
+    if inner:
+        found += [*([(inner, hidden)] * (2 if shape.gated else 1)), (hidden, inner)]
+    return [*found, (float(shape.experts), hidden)] if mixture else found
+
+
+def _experts_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> tuple[float, float, float]:
+    """Seconds of the experts of one mixture on a rank: (forward, input gradient, weight gradient).
+
+    The rows of an expert fill whole tiles, all experts' weights are read, and rows are sorted, sent, put back in order
+    and weighed: six passes over them in each direction.
+    """
+    here = shape.experts / recipe.expert
+    rows = padded(rows_here(shape, recipe), here)
+    hidden, width = float(shape.hidden), float(shape.expert_width)
+    total = [0.0, 0.0, 0.0]
+    reading = (here - 1.0) * hidden * width * recipe.element / (gpu.bandwidth * constants.memory)
+    for columns, depth in [*([(width, hidden)] * (2 if shape.gated else 1)), (hidden, width)]:
+        times = product_and_gradients(rows, columns, depth, gpu, constants, recipe.precision)
+        total = [known + max(time, reading) for known, time in zip(total, times, strict=True)]
+    moving = _ROW_PASSES * rows_here(shape, recipe) * hidden * recipe.element / (gpu.bandwidth * constants.memory)
+    return total[0] + moving, total[1] + moving, total[2]
 
 
 def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, backward: bool) -> float:

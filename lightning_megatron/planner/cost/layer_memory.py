@@ -29,23 +29,23 @@ def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 def attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes that the first half of a layer keeps: norm, attention and its projections."""
-    element, product_input = float(recipe.element), _product_input(recipe)
+    element, given = float(recipe.element), product_input(recipe)
     width = shape.head_size * shape.heads
-    parallel = element * shape.qkv_width + product_input * width
+    parallel = element * shape.qkv_width + given * width
     if recipe.software.fused_attention:
-        parallel += (element - product_input) * width + 4.0 * shape.heads
+        parallel += (element - given) * width + 4.0 * shape.heads
     elif recipe.recompute != "selective":
         parallel += (2.0 * element + 1.0) * shape.heads * shape.seq
-    return _half(shape, recipe, parallel)
+    return half_bytes(shape, recipe, parallel)
 
 
 def mlp_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes that the second half of a layer keeps: norm and MLP."""
     element = float(recipe.element)
-    parallel = shape.inner * (element * (2 if shape.gated else 1) + _product_input(recipe))
+    parallel = shape.inner * (element * (2 if shape.gated else 1) + product_input(recipe))
     if shape.gated and recipe.software.keeps_intermediates:
         parallel += element * shape.inner
-    return _half(shape, recipe, parallel)
+    return half_bytes(shape, recipe, parallel)
 
 
 def core_output_bytes(shape: ModelShape, recipe: Recipe) -> float:
@@ -72,13 +72,13 @@ def passing_layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
     return attention_bytes(shape, recipe) + max(first, tokens * attention / recipe.tensor)
 
 
-def _half(shape: ModelShape, recipe: Recipe, parallel: float) -> float:
+def half_bytes(shape: ModelShape, recipe: Recipe, parallel: float) -> float:
     """Bytes of half a layer, of which ``parallel`` per token lie in tensor-parallel regions.
 
     Outside of them are the norm's input and output, and a mask of dropout.
     """
     split = recipe.tensor if recipe.sequence_parallel else 1
-    hidden = float(recipe.element) + _product_input(recipe)
+    hidden = float(recipe.element) + product_input(recipe)
     if recipe.software.dropout:
         hidden += 1.0
     if shape.gated and recipe.software.keeps_intermediates:
@@ -86,6 +86,6 @@ def _half(shape: ModelShape, recipe: Recipe, parallel: float) -> float:
     return tokens_here(shape, recipe) * (hidden * shape.hidden / split + parallel / recipe.tensor)
 
 
-def _product_input(recipe: Recipe) -> float:
+def product_input(recipe: Recipe) -> float:
     """Bytes of an input that a matrix product keeps."""
     return 1.0 if recipe.precision == "fp8" else float(recipe.element)

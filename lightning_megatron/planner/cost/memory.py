@@ -15,8 +15,13 @@ from lightning_megatron.planner.cost.layer_memory import (
     layer_activation_bytes,
     passing_layer_bytes,
 )
+from lightning_megatron.planner.cost.mixture import (
+    expert_parameters_here,
+    mixture_activation_bytes,
+    passing_experts_bytes,
+)
 from lightning_megatron.planner.cost.sharded_state import Units, passing_gradients, sharded_state, shards
-from lightning_megatron.planner.cost.stage_layers import in_flight, layers_of_ranks
+from lightning_megatron.planner.cost.stage_layers import in_flight, layers_of_ranks, mixtures_of_ranks
 from lightning_megatron.planner.model.cluster import GIB, Cluster
 from lightning_megatron.planner.model.recipe import Recipe
 from lightning_megatron.planner.model.shape import ModelShape
@@ -56,7 +61,13 @@ def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
     """Parameters on one rank of ``stage``: its slice of the matrices, and all replicated parameters."""
     repeated = shape.replicated_layer_parameters
     layer = (shape.layer_parameters - repeated) / recipe.tensor + repeated
-    count = layers_of_ranks(shape, recipe)[stage] * layer
+    mixtures = mixtures_of_ranks(shape, recipe)[stage]
+    count = (layers_of_ranks(shape, recipe)[stage] - mixtures) * layer
+    if mixtures:
+        beside = shape.mixture_parameters - shape.experts * shape.expert_parameters
+        router = shape.experts * shape.hidden
+        count += mixtures * ((beside - repeated - router) / recipe.tensor + repeated + router)
+        count += expert_parameters(shape, recipe, stage)
     head = recipe.rank_of(recipe.virtual_stages - 1)
     if stage == 0:
         count += (vocabulary_rows(shape, recipe) + shape.positions) * shape.hidden
@@ -65,6 +76,13 @@ def stage_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
         if head != 0 or not shape.tied:
             count += vocabulary_rows(shape, recipe) * shape.hidden
     return count
+
+
+def expert_parameters(shape: ModelShape, recipe: Recipe, stage: int) -> float:
+    """Parameters of experts on one rank of ``stage``, which are those of :func:`stage_parameters` too."""
+    if not shape.experts:
+        return 0.0
+    return mixtures_of_ranks(shape, recipe)[stage] * expert_parameters_here(shape, recipe)
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe, stage: int, gpus_per_node: int) -> tuple[float, float, float]:
@@ -97,8 +115,15 @@ def _device_and_host_state(
     gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" or freed else 1)
     if recipe.sharding == "none":
         return recipe.element * count, gradients, adam * count
-    owned = count - 0.5 * _tied_twice(shape, recipe, stage)
-    return recipe.element * count, gradients, adam * owned / recipe.replicas
+    experts = expert_parameters(shape, recipe, stage)
+    owned = count - experts - 0.5 * _tied_twice(shape, recipe, stage)
+    shares = owned / recipe.replicas + experts / expert_holders(recipe)
+    return recipe.element * count, gradients, adam * shares
+
+
+def expert_holders(recipe: Recipe) -> int:
+    """Ranks that hold the same experts and share their optimizer's work; replicas, where experts are not shared out."""
+    return recipe.expert_copies if recipe.expert > 1 else recipe.replicas
 
 
 def _tied_twice(shape: ModelShape, recipe: Recipe, stage: int) -> float:
@@ -139,7 +164,14 @@ def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
     boundary = checkpoint_bytes(shape, recipe)
     kept = recompute_share * boundary + (1.0 - recompute_share) * layer_activation_bytes(shape, recipe)
     layers = layers_of_ranks(shape, recipe)[stage] * flying
-    total = kept * (layers if recipe.activation_offload is None else min(layers, KEPT_LAYERS))
+    mixtures = mixtures_of_ranks(shape, recipe)[stage] * flying
+    if recipe.activation_offload is not None:
+        mixtures *= min(layers, KEPT_LAYERS) / max(layers, 1.0)
+        layers = min(layers, KEPT_LAYERS)
+    total = kept * layers
+    if mixtures:
+        more = mixture_activation_bytes(shape, recipe) - layer_activation_bytes(shape, recipe)
+        total += (1.0 - recompute_share) * more * mixtures
     if stage == recipe.rank_of(recipe.virtual_stages - 1):
         alive = flying if recipe.schedule == "gpipe" else 1.0
         total += alive * (2.0 * boundary + logits(shape, recipe) * (4.0 if recipe.mixed else recipe.element))
@@ -158,6 +190,9 @@ def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
     logits is counted in :func:`waiting_bytes`.
     """
     layer = passing_layer_bytes(shape, recipe) if recompute_share > 0 else 0.0
+    if layer and mixtures_of_ranks(shape, recipe)[stage]:
+        whole = mixture_activation_bytes(shape, recipe) + passing_experts_bytes(shape, recipe)
+        layer = max(layer, whole)
     if repeated_share(recipe):
         layer = passing_layer_bytes(shape, recipe) - (1.0 - repeated_share(recipe)) * layer_activation_bytes(
             shape, recipe
@@ -189,7 +224,7 @@ def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int
         buckets = 2.0 * recipe.bytes_per_gradient * min(recipe.software.bucket, count)
         if recipe.shards_weights:
             buckets = max(buckets, passing_gradients(recipe, _units(shape, recipe, stage)))
-    updated = updated_parameters(count, recipe, cluster)
+    updated = updated_parameters(count, recipe, cluster, expert_parameters(shape, recipe, stage))
     if recipe.optimizer_offload:
         buckets += visiting_bytes(updated, recipe)
     host = host_bytes(updated, recipe) if recipe.optimizer_offload else 0.0
@@ -206,9 +241,11 @@ def host_taken(shape: ModelShape, recipe: Recipe, cluster: Cluster) -> float:
     return host_bytes(updated_parameters(max(counts), recipe, cluster), recipe)
 
 
-def updated_parameters(count: float, recipe: Recipe, cluster: Cluster) -> float:
-    """How many of the ``count`` parameters of its stage a rank updates."""
-    return count / (1 if recipe.sharding == "none" else shards(recipe, cluster.gpus_per_node))
+def updated_parameters(count: float, recipe: Recipe, cluster: Cluster, experts: float = 0.0) -> float:
+    """How many of the ``count`` parameters of its stage, ``experts`` of which are experts', a rank updates."""
+    if recipe.sharding == "none":
+        return count
+    return (count - experts) / shards(recipe, cluster.gpus_per_node) + experts / expert_holders(recipe)
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

@@ -14,12 +14,14 @@ from lightning_megatron.planner.cost.host_update import update_seconds
 from lightning_megatron.planner.cost.makespan import simulated
 from lightning_megatron.planner.cost.memory import (
     Memory,
+    expert_parameters,
     host_taken,
     peak_memory,
     recompute_share,
     stage_parameters,
     updated_parameters,
 )
+from lightning_megatron.planner.cost.mixture import check_experts
 from lightning_megatron.planner.cost.sharded_state import sharded_seconds
 from lightning_megatron.planner.cost.stages import StageSeconds, hidden_cost, rank_costs, stage_costs
 from lightning_megatron.planner.model.cluster import GIB, Cluster
@@ -42,6 +44,7 @@ class Breakdown:
         data_communication: exposed gradient reduction and all-gathers of parameters.
         optimizer: gradient norm and weight update.
         other: fixed host time per step, and waiting for the slowest rank.
+        expert_communication: rows of tokens sent to experts and back.
     """
 
     compute: float
@@ -51,6 +54,7 @@ class Breakdown:
     data_communication: float
     optimizer: float
     other: float
+    expert_communication: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,6 +67,7 @@ class Breakdown:
             + self.data_communication
             + self.optimizer
             + self.other
+            + self.expert_communication
         )
 
 
@@ -149,6 +154,7 @@ def predict(
     Raises:
         ValueError: the recipe does not fit the model or the GPU (fewer layers than stages, no 8-bit products).
     """
+    check_experts(shape, layout)
     layout = settled(shape, layout, cluster, constants, host_taken(shape, layout, cluster))
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
@@ -197,9 +203,17 @@ def _breakdown(
     """Split the seconds of a step by kind; ``span`` is the time of its forwards and backwards."""
     slowest = max(costs, key=lambda cost: cost.total)
     count = recipe.micro_batches
-    parameters = max(stage_parameters(shape, recipe, stage) for stage in (0, recipe.pipeline - 1))
-    data = _data_seconds(recipe, cluster, constants, slowest, parameters, shape.layers / recipe.pipeline)
-    updated = updated_parameters(parameters, recipe, cluster)
+    stages = sorted({0, min(1, recipe.pipeline - 1), recipe.pipeline - 1})
+    stages = stages if shape.experts else [0, recipe.pipeline - 1]
+    fullest = max(stages, key=lambda stage: stage_parameters(shape, recipe, stage))
+    parameters, experts = stage_parameters(shape, recipe, fullest), expert_parameters(shape, recipe, fullest)
+    layers = shape.layers / recipe.pipeline
+    if recipe.expert > 1:
+        data = _data_seconds(recipe, cluster, constants, slowest, parameters - experts, layers)
+        data += _expert_data_seconds(recipe, cluster, constants, slowest, experts)
+    else:
+        data = _data_seconds(recipe, cluster, constants, slowest, parameters, layers)
+    updated = updated_parameters(parameters, recipe, cluster, experts)
     away = recipe.optimizer_offload * updated
     optimizer = optimizer_seconds(updated - away, cluster.gpu, constants)
     optimizer += update_seconds(away, recipe, cluster) if away else 0.0
@@ -208,14 +222,30 @@ def _breakdown(
     communication = count * slowest.communication
     transfer = count * slowest.transfer
     return Breakdown(
-        compute=count * (slowest.total - slowest.transfer) - communication,
+        compute=count * (slowest.total - slowest.transfer - slowest.exchange) - communication,
         tensor_communication=communication,
         pipeline_bubble=span - count * slowest.total,
         pipeline_transfer=transfer,
         data_communication=data,
         optimizer=optimizer,
         other=constants.step + spread,
+        expert_communication=count * slowest.exchange,
     )
+
+
+def _expert_data_seconds(
+    recipe: Recipe, cluster: Cluster, constants: Constants, stage: StageSeconds, parameters: float
+) -> float:
+    """Exposed seconds of the reduction of experts' gradients over the ranks that hold the same ones."""
+    if recipe.expert_copies == 1:
+        return 0.0
+    group = Group(recipe.expert_copies, recipe.expert)
+    reduce = gather_seconds(recipe.bytes_per_gradient * parameters, group, cluster, constants)
+    gather = gather_seconds(recipe.element * parameters, group, cluster, constants)
+    if not recipe.software.overlap_data:
+        return reduce + gather
+    backward = stage.input_gradient + stage.weight_gradient
+    return hidden_cost(reduce, backward, constants) + hidden_cost(gather, stage.forward, constants)
 
 
 def _data_seconds(

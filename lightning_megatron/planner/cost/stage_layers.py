@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 from lightning_megatron.planner.model.recipe import VEE_SCHEDULES, Recipe, rank_of
@@ -32,6 +33,21 @@ def split_layers(layers: int, virtual_stages: int) -> list[int]:
 def layers_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
     """Layers per pipeline rank, over all its chunks."""
     return list(_layers_of_ranks(shape.layers, recipe.pipeline, recipe.chunks, recipe.schedule in VEE_SCHEDULES))
+
+
+def mixtures_of_stages(shape: ModelShape, recipe: Recipe) -> list[int]:
+    """Layers per virtual stage that are mixtures of experts, first to last."""
+    ends = [0, *itertools.accumulate(split_layers(shape.layers, recipe.virtual_stages))]
+    return [shape.mixtures_among(first, last) for first, last in itertools.pairwise(ends)]
+
+
+def mixtures_of_ranks(shape: ModelShape, recipe: Recipe) -> list[int]:
+    """Layers per pipeline rank, over all its chunks, that are mixtures of experts."""
+    found = [0] * recipe.pipeline
+    if shape.experts:
+        for stage, count in enumerate(mixtures_of_stages(shape, recipe)):
+            found[recipe.rank_of(stage)] += count
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -6,12 +6,13 @@ sets the pace of the pipeline, so the cost of each stage is computed separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, gather_seconds, send_seconds
 from lightning_megatron.planner.cost.compute import LayerSeconds, accumulation_seconds, head_seconds, layer_seconds
 from lightning_megatron.planner.cost.host_activations import exposed_seconds
-from lightning_megatron.planner.cost.stage_layers import split_layers
+from lightning_megatron.planner.cost.mixture import expert_parameters_here, sending_seconds
+from lightning_megatron.planner.cost.stage_layers import mixtures_of_stages, split_layers
 from lightning_megatron.planner.model.cluster import Cluster
 from lightning_megatron.planner.model.constants import Constants
 from lightning_megatron.planner.model.recipe import Recipe
@@ -27,6 +28,7 @@ class StageSeconds:
         communication: exposed tensor- and context-parallel communication, included in the above.
         transfer: exposed sends and receives, during which the stage does not compute.
         flight: the rest of one transfer, which overlaps with compute.
+        exchange: rows sent to experts and back, included in the first three.
     """
 
     forward: float
@@ -35,11 +37,16 @@ class StageSeconds:
     communication: float
     transfer: float
     flight: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of forward, backward and exposed transfers."""
         return self.forward + self.input_gradient + self.weight_gradient + self.transfer
+
+    def times(self, count: float) -> StageSeconds:
+        """Cost of ``count`` such stages on one rank."""
+        return StageSeconds(*(count * getattr(self, field.name) for field in fields(self)))
 
     def plus(self, other: StageSeconds) -> StageSeconds:
         """Cost of both stages on one rank."""
@@ -50,6 +57,7 @@ class StageSeconds:
             self.communication + other.communication,
             self.transfer + other.transfer,
             max(self.flight, other.flight),
+            self.exchange + other.exchange,
         )
 
 
@@ -71,23 +79,55 @@ def stage_costs(
     added = accumulation_seconds(shape.layer_parameters / recipe.tensor, recipe, cluster.gpu, constants)
     added_vocab = accumulation_seconds(shape.vocab * shape.hidden / recipe.tensor, recipe, cluster.gpu, constants)
     per_stage = split_layers(shape.layers, recipe.virtual_stages)
+    mixtures = mixtures_of_stages(shape, recipe) if shape.experts else [0] * recipe.virtual_stages
+    mixed = _mixture_seconds(shape, recipe, cluster, constants, layer, recompute_share)
     transfer, exposed = transfer_seconds(shape, recipe, cluster, constants)
     costs = []
     for stage, count in enumerate(per_stage):
         last = float(stage == recipe.virtual_stages - 1)
         ends = last + float(stage == 0)
         costs.append(
-            StageSeconds(
-                forward=count * (layer.forward + forward_transfer + out) + last * head[0],
-                input_gradient=count * (layer.input_gradient + backward_transfer + repeated + back)
-                + last * 0.5 * head[1],
-                weight_gradient=count * (layer.weight_gradient + added) + last * 0.5 * head[1] + ends * added_vocab,
-                communication=count * (forward_transfer + backward_comm),
-                transfer=2.0 * exposed * transfer,
-                flight=(1.0 - exposed) * transfer,
+            mixed.times(mixtures[stage]).plus(
+                StageSeconds(
+                    forward=count * (layer.forward + forward_transfer + out) + last * head[0],
+                    input_gradient=count * (layer.input_gradient + backward_transfer + repeated + back)
+                    + last * 0.5 * head[1],
+                    weight_gradient=count * (layer.weight_gradient + added) + last * 0.5 * head[1] + ends * added_vocab,
+                    communication=count * (forward_transfer + backward_comm),
+                    transfer=2.0 * exposed * transfer,
+                    flight=(1.0 - exposed) * transfer,
+                )
             )
         )
     return costs
+
+
+def _mixture_seconds(
+    shape: ModelShape,
+    recipe: Recipe,
+    cluster: Cluster,
+    constants: Constants,
+    layer: LayerSeconds,
+    recompute_share: float,
+) -> StageSeconds:
+    """What a layer takes longer for being a mixture of experts instead of dense; all zero without mixtures."""
+    if not shape.experts:
+        return StageSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    mixture = layer_seconds(shape, recipe, cluster.gpu, constants, mixture=True)
+    sending = sending_seconds(shape, recipe, cluster, constants)
+    again = recompute_share * (mixture.forward - layer.forward + sending)
+    weights = shape.mixture_beside_parameters / recipe.tensor + expert_parameters_here(shape, recipe)
+    weights -= shape.layer_matrix_parameters / recipe.tensor
+    added = accumulation_seconds(weights, recipe, cluster.gpu, constants)
+    return StageSeconds(
+        forward=mixture.forward - layer.forward + sending,
+        input_gradient=mixture.input_gradient - layer.input_gradient + sending + again,
+        weight_gradient=mixture.weight_gradient - layer.weight_gradient + added,
+        communication=0.0,
+        transfer=0.0,
+        flight=0.0,
+        exchange=(2.0 + recompute_share) * sending,
+    )
 
 
 def rank_costs(costs: list[StageSeconds], recipe: Recipe) -> list[StageSeconds]:

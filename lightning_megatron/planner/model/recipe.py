@@ -7,6 +7,7 @@ scores are written to memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
@@ -52,6 +53,8 @@ class Software:
             micro-batch; otherwise whole gradients add up over the micro-batches of a step.
         frees_under_pipeline: sharded weights are freed after each layer under a pipeline too; otherwise they stay whole
             from the first micro-batch to the last.
+        folds_experts: the ranks that share out experts are tensor and context ranks too; otherwise replicas only,
+            without tensor or context ranks.
         keeps_16_bit_shard: the shard of the weights in 16 bits is kept beside the optimizer's in 32 bits.
     """
 
@@ -76,6 +79,7 @@ class Software:
     sums_shards: bool = True
     frees_under_pipeline: bool = False
     keeps_16_bit_shard: bool = False
+    folds_experts: bool = True
 
 
 MEGATRON_2021 = Software(
@@ -111,6 +115,7 @@ LIGHTNING = Software(
     sums_shards=False,
     frees_under_pipeline=True,
     keeps_16_bit_shard=True,
+    folds_experts=False,
 )
 """This package's strategy."""
 
@@ -142,6 +147,8 @@ class Recipe:
         activation_offload: share of the tokens whose activations go to host memory, while linear layers of the others
             are computed again and attention never is; ``auto`` for the largest that copies and memory allow; ``inputs``
             for the inputs of layers that are computed again in full; None for nothing.
+        expert: ranks that share out the experts of mixtures; it divides tensor x context x data.
+        imbalance: rows of the busiest of these ranks over their mean, as ``expert_load_ranks`` shows.
 
     Raises:
         ValueError: a size is below 1, a name is unknown, a share is not one, or the batch does not divide.
@@ -165,6 +172,8 @@ class Recipe:
     gradient_sum: str = "auto"
     optimizer_offload: float = 0.0
     activation_offload: float | str | None = None
+    expert: int = 1
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks"):
@@ -183,6 +192,14 @@ class Recipe:
             )
         _check_share("optimizer_offload", self.optimizer_offload)
         self._check_offload()
+        block = self.tensor * self.context * self.data
+        if self.expert < 1 or block % self.expert:
+            raise ValueError(
+                f"`expert={self.expert}` does not divide tensor x context x data = {block}, over which experts are"
+                " shared out; use a divisor"
+            )
+        if not 1.0 <= self.imbalance < math.inf:
+            raise ValueError(f"`imbalance={self.imbalance}` is the busiest rank's rows over the mean, at least 1")
         self._check_chunks()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
@@ -261,6 +278,11 @@ class Recipe:
         return self.data * self.context
 
     @property
+    def expert_copies(self) -> int:
+        """Number of ranks that hold the same experts, and reduce their gradients together."""
+        return self.tensor * self.context * self.data // self.expert
+
+    @property
     def bytes_per_gradient(self) -> int:
         """Bytes per gradient element: 4 with float32 main gradients, 2 for fp16, 8 for fp64."""
         if self.gradient_bytes is not None:
@@ -285,7 +307,9 @@ class Recipe:
 
     def sizes(self) -> str:
         """The sizes alone: ``t8 p8 v2 d24 c1 b2``."""
-        return f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context} b{self.micro_batch}"
+        experts = f" e{self.expert}" if self.expert > 1 else ""
+        grid = f"t{self.tensor} p{self.pipeline} v{self.chunks} d{self.data} c{self.context}"
+        return f"{grid} b{self.micro_batch}{experts}"
 
     def savings(self) -> list[str]:
         """What saves memory besides sharding and recomputation, in words; empty without any."""

@@ -5,25 +5,10 @@ A shape does not depend on a layout or a machine: the planner predicts the same 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-_HIDDEN_KEYS = ("hidden_size", "n_embd", "n_embed", "d_model", "dim")
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
-_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
-_FFN_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-_SEQ_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_UNGATED_FAMILIES = "gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt phi gpt_bigcode codegen starcoder2"
-_TIED_FAMILIES = (
-    "gpt2 gpt_neo gpt_bigcode bloom opt falcon mpt starcoder2 xglm biogpt gemma gemma2 gemma3_text cohere cohere2 "
-    "smollm3 ernie4_5"
-)
-"""Families that tie embedding and head, and whose ``config.json`` may leave ``tie_word_embeddings`` out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +27,17 @@ class ModelShape:
         tied: embedding and output head share one matrix.
         head_dim: size of one head; None means h/a.
         positions: rows of a trained position table; 0 without one.
+        experts: routed experts E in a layer that is a mixture; 0 without mixtures.
+        top_k: experts that a token takes.
+        expert_inner: inner size of one expert; None means ``ffn``.
+        shared_inner: inner size of the MLP that all tokens take beside the experts; 0 without one.
+        moe_layers: layers that are mixtures; None means all. If their number divides ``layers`` they are spread evenly
+            (every second layer, say), otherwise the first layers are dense.
+        attention_parameters: matrix elements of one layer's attention, where it is not Q, K, V and O of ``head_dim``
+            (latent attention); None otherwise.
 
     Raises:
-        ValueError: a size is not positive, or ``heads`` is not a multiple of ``kv_heads``.
+        ValueError: a size is not positive, ``heads`` is not a multiple of ``kv_heads``, or mixtures make no sense.
     """
 
     layers: int
@@ -58,8 +51,15 @@ class ModelShape:
     tied: bool = True
     head_dim: int | None = None
     positions: int = 0
+    experts: int = 0
+    top_k: int = 1
+    expert_inner: int | None = None
+    shared_inner: int = 0
+    moe_layers: int | None = None
+    attention_parameters: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_mixtures()
         for name in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "ffn", "head_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -73,6 +73,37 @@ class ModelShape:
             raise ValueError(
                 f"`heads={self.heads}` is not a multiple of `kv_heads={self.key_value_heads}`; change `kv_heads`"
             )
+
+    def _check_mixtures(self) -> None:
+        """Refuse mixtures that make no sense.
+
+        Raises:
+            ValueError: more experts per token than there are, more mixtures than layers, or either without experts.
+        """
+        if self.experts < 0 or self.shared_inner < 0 or (self.expert_inner is not None and self.expert_inner < 1):
+            raise ValueError(f"`experts={self.experts}` and inner sizes must not be negative; correct the model shape")
+        about = (self.top_k, self.expert_inner, self.moe_layers, self.shared_inner)
+        if not self.experts and about != (1, None, None, 0):
+            raise ValueError(
+                "`top_k`, `expert_inner`, `shared_inner` and `moe_layers` are about `experts`; give it too"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"`top_k={self.top_k}` must be 1 to the `experts={self.experts}`; correct one of them")
+        if self.moe_layers is not None and not 1 <= self.moe_layers <= self.layers:
+            raise ValueError(f"`moe_layers={self.moe_layers}` must be 1 to `layers={self.layers}`; correct one of them")
+
+    @property
+    def mixtures(self) -> int:
+        """Number of layers that are mixtures of experts."""
+        return 0 if not self.experts else self.layers if self.moe_layers is None else self.moe_layers
+
+    def mixtures_among(self, first: int, last: int) -> int:
+        """How many of the layers ``first`` to ``last - 1`` are mixtures."""
+        if self.mixtures and self.layers % self.mixtures == 0:
+            every = self.layers // self.mixtures
+            return last // every - first // every
+        dense = self.layers - self.mixtures
+        return max(0, last - dense) - max(0, first - dense)
 
     @property
     def key_value_heads(self) -> int:
@@ -97,8 +128,49 @@ class ModelShape:
     @property
     def layer_matrix_parameters(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = self.hidden * (self.qkv_width + self.head_size * self.heads)
-        return attention + self.hidden * self.inner * (3 if self.gated else 2)
+        return self.attention_matrix_parameters + self._mlp_parameters(self.inner)
+
+    @property
+    def attention_matrix_parameters(self) -> int:
+        """Parameters of one layer's attention matrices."""
+        if self.attention_parameters is not None:
+            return self.attention_parameters
+        return self.hidden * (self.qkv_width + self.head_size * self.heads)
+
+    def _mlp_parameters(self, inner: int) -> int:
+        return self.hidden * inner * (3 if self.gated else 2)
+
+    @property
+    def expert_width(self) -> int:
+        """Inner size of one expert."""
+        return self.expert_inner if self.expert_inner is not None else self.inner
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return self._mlp_parameters(self.expert_width)
+
+    @property
+    def mixture_beside_parameters(self) -> int:
+        """Matrix parameters of a mixture's layer beside its experts: attention, router, and what all tokens take."""
+        router = self.experts * self.hidden
+        shared = self._mlp_parameters(self.shared_inner) if self.shared_inner else 0
+        return self.attention_matrix_parameters + router + shared
+
+    @property
+    def active_matrix_parameters(self) -> int:
+        """Matrix parameters of all layers that one token meets: ``top_k`` experts of each mixture."""
+        mixture = self.mixture_beside_parameters + self.top_k * self.expert_parameters
+        return (self.layers - self.mixtures) * self.layer_matrix_parameters + self.mixtures * mixture
+
+    @property
+    def mixture_parameters(self) -> int:
+        """All parameters of a layer that is a mixture."""
+        return self.mixture_beside_parameters + self.experts * self.expert_parameters + self._norms_and_biases
+
+    @property
+    def _norms_and_biases(self) -> int:
+        return self.layer_parameters - self.layer_matrix_parameters
 
     @property
     def layer_parameters(self) -> int:
@@ -126,7 +198,9 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of all trained parameters; tied matrices count once."""
         head = 0 if self.tied else self.vocab * self.hidden
-        return self.layers * self.layer_parameters + self.embedding_parameters + head + self.final_norm_parameters
+        dense = (self.layers - self.mixtures) * self.layer_parameters
+        layers = dense + self.mixtures * self.mixture_parameters
+        return layers + self.embedding_parameters + head + self.final_norm_parameters
 
     @property
     def size(self) -> str:
@@ -143,7 +217,7 @@ class ModelShape:
         For an ungated model with f = 4h this is 72 l h^2 (1 + s/(6h) + V/(12 h l)), the model FLOPs of Korthikanti et
         al. (arXiv 2205.05198, appendix A).
         """
-        matrices = self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
+        matrices = self.active_matrix_parameters + self.vocab * self.hidden
         attention = 2 * self.layers * self.head_size * self.heads * self.seq
         return 6.0 * (matrices + attention)
 
@@ -151,7 +225,7 @@ class ModelShape:
     def layer_flops_per_token(self) -> float:
         """Forward FLOPs of all layers per token, without the output head; full recomputation repeats these."""
         attention = 2 * self.layers * self.head_size * self.heads * self.seq
-        return 2.0 * (self.layers * self.layer_matrix_parameters + attention)
+        return 2.0 * (self.active_matrix_parameters + attention)
 
     @property
     def attention_core_flops_per_token(self) -> float:
@@ -167,110 +241,8 @@ class ModelShape:
             seq: sequence length in training; None means the configuration's maximum.
 
         Raises:
-            ValueError: the file is not JSON, a dimension is missing, or the model is not a dense decoder.
+            ValueError: the file is not JSON, a dimension is missing, or the model is no decoder of a known kind.
         """
-        values = _read_config(config)
-        _refuse_others(values)
-        hidden = _required(values, "hidden size", _HIDDEN_KEYS)
-        heads = _required(values, "attention heads", _HEAD_KEYS)
-        family = str(values.get("model_type", ""))
-        length = seq or _optional(values, _SEQ_KEYS)
-        if length is None:
-            raise ValueError(f"the configuration has no sequence length ({', '.join(_SEQ_KEYS)}); give `seq` (`--seq`)")
-        return cls(
-            layers=_required(values, "layers", _LAYER_KEYS),
-            hidden=hidden,
-            heads=heads,
-            vocab=_required(values, "vocabulary", ("vocab_size",)),
-            seq=length,
-            kv_heads=_kv_heads(values, family),
-            ffn=_optional(values, _FFN_KEYS),
-            gated=_is_gated(values, family),
-            tied=bool(values.get("tie_word_embeddings", family in _TIED_FAMILIES.split())),
-            head_dim=_optional(values, ("head_dim",)),
-            positions=_positions(values, family),
-        )
+        from lightning_megatron.planner.model.hf_config import shape_fields
 
-
-def _read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a mapping; of a multimodal model, its ``text_config``."""
-    if isinstance(config, Mapping):
-        values: Mapping[str, Any] = config
-    else:
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"`{path}` is not JSON: {error}") from error
-        if not isinstance(values, Mapping):
-            raise ValueError(f"`{path}` holds {type(values).__name__}, not the mapping of a model's configuration")
-    inner = values.get("text_config")
-    return inner if isinstance(inner, Mapping) else values
-
-
-def _optional(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of ``keys`` with an integer value; None without one."""
-    for key in keys:
-        if isinstance(values.get(key), int):
-            return int(values[key])
-    return None
-
-
-def _required(values: Mapping[str, Any], what: str, keys: tuple[str, ...]) -> int:
-    """The first of ``keys`` with an integer value.
-
-    Raises:
-        ValueError: there is none; the message names ``what`` and the keys.
-    """
-    found = _optional(values, keys)
-    if found is None:
-        raise ValueError(f"the configuration has no {what} (looked for {', '.join(keys)}); add `{keys[0]}` to it")
-    return found
-
-
-def _kv_heads(values: Mapping[str, Any], family: str) -> int | None:
-    """Number of key/value heads; 1 for families with the flag ``multi_query``, None if not given."""
-    if values.get("multi_query") and not values.get("new_decoder_architecture"):
-        return 1
-    return _optional(values, _KV_KEYS)
-
-
-def _positions(values: Mapping[str, Any], family: str) -> int:
-    """Rows of the trained position table, for families that have one; OPT's table has two more than it uses."""
-    if family not in ("gpt2", "opt", "gpt_neo", "gpt_bigcode"):
-        return 0
-    return (_optional(values, _SEQ_KEYS) or 0) + (2 if family == "opt" else 0)
-
-
-def _is_gated(values: Mapping[str, Any], family: str) -> bool:
-    """Whether the MLP is gated, which Hugging Face configurations do not state.
-
-    MLPs with SiLU are gated, and so are those of models with RMS norms unless the activation is a kind of ReLU.
-    """
-    if family in _UNGATED_FAMILIES.split():
-        return False
-    activation = str(values.get("hidden_act", values.get("hidden_activation", "")))
-    if activation in ("silu", "swish"):
-        return True
-    return "rms_norm_eps" in values and not activation.startswith(("relu", "xielu"))
-
-
-def _refuse_others(values: Mapping[str, Any]) -> None:
-    """Refuse mixtures of experts and encoder-decoders, whose layers would be counted wrongly.
-
-    Raises:
-        ValueError: the model is not a dense decoder.
-    """
-    inner = values.get("ffn_config")
-    experts = _optional(values, _EXPERT_KEYS) or _optional(inner if isinstance(inner, Mapping) else {}, _EXPERT_KEYS)
-    if experts and experts > 1:
-        raise ValueError(
-            f"the configuration has {experts} experts per layer; mixtures of experts are not modelled, so give the "
-            "configuration of a dense model, or a dense model's sizes"
-        )
-    if values.get("is_encoder_decoder"):
-        raise ValueError(
-            f"`model_type={values.get('model_type')}` has an encoder and a decoder, which are not modelled; give the "
-            "configuration of a decoder-only model"
-        )
+        return cls(**shape_fields(config, seq))

@@ -200,6 +200,13 @@ def _shape(cells: Mapping[str, str], remarks: list[str]) -> ModelShape:
         gated=gated,
         tied=not gated,
         positions=0 if gated or cells.get("kv_heads") else _needed(cells, "seq"),
+        experts=_integer(cells, "experts") or 0,
+        top_k=_integer(cells, "top_k") or 1,
+        expert_inner=_integer(cells, "expert_hidden"),
+        shared_inner=_integer(cells, "shared_hidden") or 0,
+        moe_layers=_integer(cells, "moe_layers"),
+        attention_parameters=_integer(cells, "attention_params"),
+        head_dim=_integer(cells, "head_dim"),
     )
 
 
@@ -238,6 +245,7 @@ def _recipe(
         precision=precision,
         gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), software),
         software=software,
+        expert=_integer(cells, "ep") or 1,
         optimizer_offload=1.0 if "optimizer" in cells.get("offload", "").lower() else 0.0,
         activation_offload="inputs" if "activations" in cells.get("offload", "").lower() else None,
     )

@@ -14,6 +14,7 @@ from lightning_megatron.planner.model.shape import ModelShape
 _KINDS = {
     "compute": "compute (efficiency of matrix products)",
     "tensor_communication": "exposed tensor-parallel communication",
+    "expert_communication": "rows of tokens sent to experts",
     "pipeline_bubble": "the pipeline bubble",
     "pipeline_transfer": "stage-to-stage transfers",
     "data_communication": "exposed gradient reduction",
@@ -40,7 +41,12 @@ def explain(
         constants: calibrated constants.
     """
     best = ranked[0]
-    sentences = [_tensor(best, cluster), _pipeline(best), _micro_batch(best, shape, cluster, constants)]
+    sentences = [
+        _tensor(best, cluster),
+        _experts(best, shape),
+        _pipeline(best),
+        _micro_batch(best, shape, cluster, constants),
+    ]
     sentences += [_data(best, least), _memory(best, shape)]
     if len(ranked) > 1:
         sentences.append(compare(best, ranked[1]))
@@ -55,6 +61,19 @@ def _tensor(best: Prediction, cluster: Cluster) -> str:
         return "No tensor parallelism: layers fit without it, so its collectives would only cost time."
     place = "inside a node's NVLink" if tensor <= cluster.gpus_per_node else "across nodes"
     return f"Tensor parallelism of {tensor} stays {place}; its collectives cost {share:.1f}% of the step."
+
+
+def _experts(best: Prediction, shape: ModelShape) -> str:
+    """Sentence on the ranks that share out experts; empty for a dense model."""
+    recipe = best.recipe
+    if not shape.experts:
+        return ""
+    each = f"{shape.experts} experts of which a token takes {shape.top_k}"
+    if recipe.expert == 1:
+        return f"Every replica holds all of the {each}: no rows are sent."
+    share = 100 * best.breakdown.expert_communication / best.iteration_seconds
+    busiest = f", {recipe.imbalance:g} times the mean on the busiest rank" if recipe.imbalance > 1 else ""
+    return f"{recipe.expert} ranks share out the {each}{busiest}; sending rows to them costs {share:.1f}% of the step."
 
 
 def _pipeline(best: Prediction) -> str:

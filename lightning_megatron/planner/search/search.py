@@ -40,6 +40,8 @@ class Limits:
         pipeline: fixed pipeline size, likewise.
         micro_batch: fixed micro-batch size, likewise.
         largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
+        expert: fixed number of ranks that share out the experts of mixtures, likewise.
+        imbalance: rows of the busiest of these ranks over the mean.
         headroom: share of memory to leave free, as predictions of memory are not exact.
         offload: whether activations and the optimizer may lie in host memory where the layout does not fit otherwise.
 
@@ -55,13 +57,15 @@ class Limits:
     pipeline: int | None = None
     micro_batch: int | None = None
     largest_tensor: int | None = None
+    expert: int | None = None
+    imbalance: float = 1.0
     headroom: float = 0.05
     offload: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom={self.headroom}` is a share of memory; it must lie in 0 to below 1")
-        for name in ("tensor", "pipeline", "micro_batch", "largest_tensor"):
+        for name in ("tensor", "pipeline", "micro_batch", "largest_tensor", "expert"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
@@ -186,13 +190,22 @@ def candidates(
             batch = global_batch if replica_batch is None else replica_batch * data
             if pipeline > shape.layers or not batch or batch % data:
                 continue
-            yield from _recipes(shape, tensor, pipeline, data, batch, limits)
+            for expert in _expert_sizes(shape, tensor, data, limits):
+                yield from _recipes(shape, tensor, pipeline, data, batch, limits, expert)
+
+
+def _expert_sizes(shape: ModelShape, tensor: int, data: int, limits: Limits) -> list[int]:
+    """Numbers of ranks that can share out the experts; 1 for a dense model."""
+    if not shape.experts:
+        return [1]
+    block = tensor * data if limits.software.folds_experts else data if tensor == 1 else 1
+    return [size for size in _divisors(block, limits.expert) if shape.experts % size == 0]
 
 
 def _recipes(
-    shape: ModelShape, tensor: int, pipeline: int, data: int, global_batch: int, limits: Limits
+    shape: ModelShape, tensor: int, pipeline: int, data: int, global_batch: int, limits: Limits, expert: int
 ) -> Iterator[Recipe]:
-    """Yield the recipes of one choice of tensor, pipeline and data sizes."""
+    """Yield the recipes of one choice of tensor, pipeline, data and expert sizes."""
     per_replica = global_batch // data
     schedules = list(_schedules(shape, pipeline, limits.schedules))
     for micro_batch in _divisors(per_replica, limits.micro_batch):
@@ -217,6 +230,8 @@ def _recipes(
                         sequence_parallel=sequence,
                         precision=limits.precision,
                         software=limits.software,
+                        expert=expert,
+                        imbalance=limits.imbalance,
                     )
 
 

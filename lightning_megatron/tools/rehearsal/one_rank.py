@@ -176,11 +176,6 @@ def rehearse(
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
     sizes = strategy.options.sizes
-    if strategy.options.expert_parallel_size > 1:
-        raise ValueError(
-            f"a rehearsal has no tokens to send to experts (`expert_parallel_size="
-            f"{strategy.options.expert_parallel_size}`); rehearse with `expert_parallel_size=1`."
-        )
     if strategy.options.optimizer_offload:
         raise ValueError("a rehearsal counts a device's memory, not its host's; leave `optimizer_offload` out of it.")
     if sizes["context"] > 1 and sizes["pipeline"] > 1:
@@ -204,6 +199,7 @@ def rehearse(
             PaperWorld(mode),
             process_group_backend=BACKEND,
             whole_batch_loss=bool(strategy.options.whole_batch_loss is True),
+            expert_balance="replica",  # whether a loss mixes samples shows in numbers, of which there are none
         )
         runner = one_step_trainer(rehearsed, rank, world_size, devices_per_node, witness.moments, trainer)
         _fit(runner, built, batch, witness)
@@ -246,6 +242,10 @@ def _report(
     lists = [schedule.instructions[mesh.stage] for (_, forward_only), schedule in schedules.items() if not forward_only]
     axes = {tuple(torch.distributed.get_process_group_ranks(mesh.group(axis))): axis for axis in reversed(MESH_AXES)}
     axes[tuple(range(mesh.layout.world_size))] = "world"
+    if (experts := mesh.expert_groups(strategy.options.expert_parallel_size)) is not None:
+        axes.setdefault(tuple(torch.distributed.get_process_group_ranks(experts.group)), "expert_parallel")
+        if experts.copies is not None:
+            axes.setdefault(tuple(torch.distributed.get_process_group_ranks(experts.copies)), "expert_copies")
     communication = [
         Communication(
             entry.phase,
