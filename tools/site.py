@@ -104,6 +104,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Show references between docstrings as the names they end in: ``:class:`~a.b.C``` as ``C``."""
-    return re.sub(r":(?:class|func|meth|mod|attr|data):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html)
+def on_page_content(html: str, page: Any = None, **_: Any) -> str:
+    """Show references between docstrings as the names they end in: ``:class:`~a.b.C``` as ``C``.
+
+    Pages with docstrings or arguments are marked, for the style of their tables.
+    """
+    html = re.sub(r":(?:class|func|meth|mod|attr|data):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html)
+    if page is not None and (page.file.src_uri.startswith("reference/") or 'class="doc doc-' in html):
+        return f'<div class="reference">{html}</div>'
+    return html

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,18 @@ def test_python_in_the_guides_to_launching_compiles() -> None:
     assert len(blocks) == 2
     for block in blocks:
         compile(block, "launching.md", "exec")
+
+
+def test_the_drawn_tree_names_arguments_that_there_are() -> None:
+    drawn = (ROOT / "docs" / "images" / "choosing_sizes.svg").read_text(encoding="utf-8")
+    named = re.findall(r">(\w+)=", drawn)
+    assert len(named) > 6 and set(named) <= set(site.signature())
+
+
+def test_tables_of_the_reference_are_marked_for_narrow_screens() -> None:
+    inside = SimpleNamespace(file=SimpleNamespace(src_uri="reference/layers.md"))
+    assert site.on_page_content("<p>", page=inside) == '<div class="reference"><p></div>'
+    assert ".reference table" in (ROOT / "docs" / "stylesheets" / "tables.css").read_text(encoding="utf-8")
 
 
 def test_references_in_docstrings_are_shown_as_names() -> None:
