@@ -115,10 +115,15 @@ def _without(options: Options, precision: str) -> dict[str, Any]:
             replace(options, layout=None, layout_options=None, **changed)
         except ValueError:
             found |= limit
-    return found | (_CHOSEN["expert_parallel_size"] if precision in ("fp16", "fp8") else {})
+    found |= _CHOSEN["expert_parallel_size"] if precision in ("fp16", "fp8") else {}
+    return found | (_CHOSEN["context_parallel_size"] if precision == "fp8" else {})
 
 
-_CHOSEN = {"expert_parallel_size": {"expert": 1}}
+_CHOSEN: dict[str, dict[str, Any]] = {
+    "expert_parallel_size": {"expert": 1},
+    "context_parallel_size": {"context": 1},
+    "loss_chunks": {"loss_chunks": False},
+}
 """Options that the planner may choose above 1, and the limits that keep it from that."""
 
 

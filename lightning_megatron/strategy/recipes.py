@@ -16,11 +16,12 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     sharded = recipe.sharding == "fsdp"
     known = recipe.sharding in ("none", "zero1", "fsdp") and recipe.recompute != "auto"
     cases = (recipe.free, recipe.gradient_sum) == ("auto", "auto")
-    if recipe.context > 1 or not known or not cases or recipe.activation_offload is not None:
+    pieces = recipe.mlp_chunks == 1 and recipe.activation_offload is None and not recipe.weight_offload
+    if not known or not cases or not pieces:
         raise ValueError(
-            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `context=1`, `sharding='none'`, 'zero1' "
-            "or 'fsdp' with nothing said of `free` and `gradient_sum`, `recompute` 'none', 'selective' or 'full', and "
-            "`activation_offload=None`."
+            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `sharding='none'`, 'zero1' or 'fsdp' "
+            "with nothing said of `free` and `gradient_sum`, `recompute` 'none', 'selective' or 'full', "
+            "`mlp_chunks=1`, and `activation_offload=None`."
         )
     arguments: dict[str, Any] = {
         "pipeline_parallel_size": recipe.pipeline,
@@ -32,6 +33,11 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
         "optimizer_sharding": recipe.sharding != "none",
         "weight_sharding": sharded,
     }
+    if recipe.context > 1:
+        arguments["context_parallel_size"] = recipe.context
+        arguments["context_parallel_options"] = {"method": recipe.context_method}
+    if recipe.loss_chunks > 1:
+        arguments["loss_chunks"] = recipe.loss_chunks
     if recipe.expert > 1:
         arguments["expert_parallel_size"] = recipe.expert
     if recipe.optimizer_offload:

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 def test_the_examples_run() -> None:
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
 

@@ -104,7 +104,7 @@ def test_a_strategy_is_made_from_what_the_planner_found() -> None:
     assert made.options.engine().schedule_shape.chunks == 3
     assert made.options.activation_recompute == "full"
     with pytest.raises(ValueError, match="cannot be run by MegatronStrategy"):
-        MegatronStrategy.from_plan(Recipe(context=2))
+        MegatronStrategy.from_plan(Recipe(mlp_chunks=2))
 
 
 @pytest.mark.parametrize(

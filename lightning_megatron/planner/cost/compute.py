@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.planner.cost.layer_memory import tokens_here
 from lightning_megatron.planner.cost.mixture import padded, rows_here
 from lightning_megatron.planner.model.cluster import Gpu
 from lightning_megatron.planner.model.constants import Constants
@@ -151,6 +152,13 @@ def _experts_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Con
         total = [known + max(time, reading) for known, time in zip(total, times, strict=True)]
     moving = _ROW_PASSES * rows_here(shape, recipe) * hidden * recipe.element / (gpu.bandwidth * constants.memory)
     return total[0] + moving, total[1] + moving, total[2]
+
+
+def mlp_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants) -> float:
+    """Seconds of the products of a dense layer's MLP in the forward."""
+    rows, inner, hidden = tokens_here(shape, recipe), shape.inner / recipe.tensor, float(shape.hidden)
+    up = gemm_seconds(rows, inner, hidden, gpu, constants, recipe.precision)
+    return (2 if shape.gated else 1) * up + gemm_seconds(rows, hidden, inner, gpu, constants, recipe.precision)
 
 
 def _elementwise_seconds(shape: ModelShape, recipe: Recipe, gpu: Gpu, constants: Constants, backward: bool) -> float:

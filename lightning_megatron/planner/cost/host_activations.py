@@ -80,7 +80,7 @@ def settled(
     )
     room = [cluster.host_bandwidth * layer.forward]
     if held > 0:
-        room.append((cluster.host_share - taken) / held)
+        room.append((cluster.host_share(recipe.world) - taken) / held)
     share = (min(room) - found.always) / found.other if found.other else 1.0
     return replace(recipe, activation_offload=min(1.0, max(0.0, share)))
 

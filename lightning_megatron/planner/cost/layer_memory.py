@@ -40,12 +40,17 @@ def attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def mlp_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes that the second half of a layer keeps: norm and MLP."""
+    """Bytes that the second half of a layer keeps: norm and MLP, or the norm's alone for an MLP in pieces."""
+    return half_bytes(shape, recipe, 0.0 if recipe.mlp_chunks > 1 else _inner_bytes(shape, recipe))
+
+
+def _inner_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Bytes per token that an MLP keeps of its inner width."""
     element = float(recipe.element)
     parallel = shape.inner * (element * (2 if shape.gated else 1) + product_input(recipe))
     if shape.gated and recipe.software.keeps_intermediates:
         parallel += element * shape.inner
-    return half_bytes(shape, recipe, parallel)
+    return parallel
 
 
 def core_output_bytes(shape: ModelShape, recipe: Recipe) -> float:
@@ -68,8 +73,12 @@ def passing_layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
         attention += 4.0 * width
         attention += 2.0 * element * width if shape.key_value_heads < shape.heads else 0.0
     mlp = element * shape.inner * (3 if shape.gated else 2)
+    if recipe.mlp_chunks > 1:
+        mlp = (mlp + _inner_bytes(shape, recipe)) / recipe.mlp_chunks
+    split = recipe.tensor if recipe.sequence_parallel else 1
+    stream = 2.0 * tokens * element * shape.hidden / split  # the gradient that comes, and the one that is made
     first = mlp_bytes(shape, recipe) + tokens * mlp / recipe.tensor
-    return attention_bytes(shape, recipe) + max(first, tokens * attention / recipe.tensor)
+    return attention_bytes(shape, recipe) + stream + max(first, tokens * attention / recipe.tensor)
 
 
 def half_bytes(shape: ModelShape, recipe: Recipe, parallel: float) -> float:

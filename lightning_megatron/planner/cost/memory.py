@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_megatron.planner.cost.context_ranks import held_bytes
 from lightning_megatron.planner.cost.host_activations import KEPT_LAYERS, held_on_host, repeated_share, settled
 from lightning_megatron.planner.cost.host_update import host_bytes, visiting_bytes
 from lightning_megatron.planner.cost.layer_memory import (
@@ -174,7 +175,8 @@ def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
         total += (1.0 - recompute_share) * more * mixtures
     if stage == recipe.rank_of(recipe.virtual_stages - 1):
         alive = flying if recipe.schedule == "gpipe" else 1.0
-        total += alive * (2.0 * boundary + logits(shape, recipe) * (4.0 if recipe.mixed else recipe.element))
+        whole = logits(shape, recipe) / recipe.loss_chunks
+        total += alive * (2.0 * boundary + whole * (4.0 if recipe.mixed else recipe.element))
     if recipe.pipeline > 1 and not recipe.software.scatter_gather:
         total += recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden * flying
     if recipe.pipeline == 1 or not recipe.software.overlap_pipeline:
@@ -197,13 +199,18 @@ def passing_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
         layer = passing_layer_bytes(shape, recipe) - (1.0 - repeated_share(recipe)) * layer_activation_bytes(
             shape, recipe
         )
+    layer += held_bytes(shape, recipe)
+    if stage == 0 and recipe.software.whole_embedding and recipe.context > 1:
+        layer = max(layer, 2.0 * recipe.element * recipe.micro_batch * shape.seq * shape.hidden)
     if stage != recipe.rank_of(recipe.virtual_stages - 1):
         return layer
     each = 3.0 * recipe.element
     if recipe.mixed:  # the logits, their 32-bit copy and its gradient
         each = 10.0 if recipe.software.fused_kernels else 12.0
     first = 4.0 if recipe.mixed else recipe.element
-    return max(layer - first * logits(shape, recipe), (each - first) * logits(shape, recipe))
+    piece = logits(shape, recipe) / recipe.loss_chunks
+    summed = 4.0 * vocabulary_rows(shape, recipe) * shape.hidden if recipe.loss_chunks > 1 and recipe.mixed else 0.0
+    return max(layer - first * piece, (each - first) * piece + summed)
 
 
 def logits(shape: ModelShape, recipe: Recipe) -> float:
@@ -229,6 +236,8 @@ def stage_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, stage: int
         buckets += visiting_bytes(updated, recipe)
     host = host_bytes(updated, recipe) if recipe.optimizer_offload else 0.0
     host += held_on_host(shape, recipe, stage)
+    if recipe.weight_offload:
+        host += (recipe.element + recipe.bytes_per_gradient) * count / shards(recipe, cluster.gpus_per_node)
     buffers = RUNTIME + buckets + passing + _FRAGMENTATION * tensors
     return Memory(weights, gradients, optimizer, activations, buffers, host)
 

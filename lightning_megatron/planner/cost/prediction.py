@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_megatron.planner.cost.communication import Group, gather_seconds
 from lightning_megatron.planner.cost.compute import optimizer_seconds
+from lightning_megatron.planner.cost.context_ranks import check_context
 from lightning_megatron.planner.cost.host_activations import repeated_share, settled
 from lightning_megatron.planner.cost.host_update import update_seconds
 from lightning_megatron.planner.cost.makespan import simulated
@@ -81,6 +82,7 @@ class Prediction:
         memory: peak bytes of the fullest rank by kind.
         capacity: memory of a GPU in bytes.
         host_capacity: memory of the host in bytes per GPU.
+        causal_mfu: ``mfu`` with half of the score matrix of attention, as papers on long sequences count it.
         tokens_per_second: of the whole cluster.
         model_tflops: model TFLOP/s per GPU (forward and backward, with the full score matrix of attention).
         hardware_tflops: the same with recomputed FLOPs.
@@ -101,6 +103,7 @@ class Prediction:
     recomputed: float
     remarks: tuple[str, ...] = ()
     host_capacity: float = math.inf
+    causal_mfu: float = 0.0
 
     @property
     def iteration_seconds(self) -> float:
@@ -124,6 +127,7 @@ class Prediction:
             "hardware_tflops_per_gpu": self.hardware_tflops,
             "mfu": self.mfu,
             "hfu": self.hfu,
+            "causal_mfu": self.causal_mfu,
             "memory_gib": {**memory, "total": round(self.memory.total / GIB, 3)},
             "capacity_gib": round(self.capacity / GIB, 3),
             "fits": self.fits,
@@ -155,6 +159,7 @@ def predict(
         ValueError: the recipe does not fit the model or the GPU (fewer layers than stages, no 8-bit products).
     """
     check_experts(shape, layout)
+    check_context(shape, layout)
     layout = settled(shape, layout, cluster, constants, host_taken(shape, layout, cluster))
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
@@ -178,7 +183,8 @@ def predict(
         hfu=hardware / peak,
         recomputed=share,
         remarks=remarks,
-        host_capacity=cluster.host_share,
+        host_capacity=cluster.host_share(layout.world),
+        causal_mfu=model * shape.causal_flops_per_token / shape.model_flops_per_token / peak,
     )
 
 

@@ -95,6 +95,8 @@ def sharded_state(recipe: Recipe, units: Units, gpus_per_node: int) -> tuple[flo
         gradients = stored * count + stored * count / parts
     else:
         gradients = float(recipe.bytes_per_gradient) * count
+    if recipe.weight_offload:
+        return gathered, 0.0, moments
     return shard + gathered, gradients, moments
 
 
@@ -103,7 +105,7 @@ def passing_gradients(recipe: Recipe, units: Units) -> float:
 
     Software that gathers one parameter at a time sums as few at a time.
     """
-    if recipe.software.single_adapter or not case_of(recipe).sums_micro_batches:
+    if recipe.software.single_adapter or (not recipe.weight_offload and not case_of(recipe).sums_micro_batches):
         return 0.0
     return 2.0 * recipe.bytes_per_gradient * units.layer
 
@@ -162,6 +164,10 @@ def sharded_seconds(
         total += hidden_cost(gather, forward, constants)
     if not case.sums_micro_batches:
         total += hidden_cost(scatter, backward, constants)
+    if recipe.weight_offload:  # a shard comes for every gather, and its gradient leaves
+        moved = (2.0 if case.frees_layers else 1.0) * recipe.element + recipe.bytes_per_gradient
+        copy = moved * parameters / group.size / cluster.host_bandwidth
+        total += count * max(0.0, copy - forward - backward)
     if recipe.sharding == "hsdp" and recipe.replicas > group.size:
         copies = Group(recipe.replicas // group.size, cluster.gpus_per_node)
         whole = all_reduce_seconds(2.0 * parameters / group.size, copies, cluster, constants)

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, gather_seconds, send_seconds
-from lightning_megatron.planner.cost.compute import LayerSeconds, accumulation_seconds, head_seconds, layer_seconds
+from lightning_megatron.planner.cost.compute import (
+    LayerSeconds,
+    accumulation_seconds,
+    head_seconds,
+    layer_seconds,
+    mlp_seconds,
+)
+from lightning_megatron.planner.cost.context_ranks import context_seconds
 from lightning_megatron.planner.cost.host_activations import exposed_seconds
 from lightning_megatron.planner.cost.mixture import expert_parameters_here, sending_seconds
 from lightning_megatron.planner.cost.stage_layers import mixtures_of_stages, split_layers
@@ -75,6 +82,10 @@ def stage_costs(
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
     backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
+    if recipe.loss_chunks > 1:  # computed in the backward again
+        head = head[0], head[1] + head[0]
+    if recipe.mlp_chunks > 1:
+        repeated += mlp_seconds(shape, recipe, cluster.gpu, constants)
     out, back = exposed_seconds(shape, recipe, cluster, layer)
     added = accumulation_seconds(shape.layer_parameters / recipe.tensor, recipe, cluster.gpu, constants)
     added_vocab = accumulation_seconds(shape.vocab * shape.hidden / recipe.tensor, recipe, cluster.gpu, constants)
@@ -142,6 +153,8 @@ def rank_costs(costs: list[StageSeconds], recipe: Recipe) -> list[StageSeconds]:
 def _repeated_seconds(recipe: Recipe, layer: LayerSeconds, transfer: float, share: float) -> float:
     """Seconds per layer that recomputation adds to the backward."""
     full = share * (layer.forward + transfer)
+    if recipe.context > 1 and recipe.context_method == "gather" and recipe.software.repeats_gathered:
+        full += layer.attention_core
     if recipe.recompute != "selective" or recipe.software.block_recompute:
         return full
     return full + layer.attention_core
@@ -152,11 +165,11 @@ def layer_communication(
 ) -> tuple[float, float]:
     """Exposed seconds of one layer's tensor- and context-parallel communication: (forward, backward)."""
     forward, backward = _tensor_seconds(shape, recipe, cluster, constants)
-    ring = _context_seconds(shape, recipe, cluster, constants)
-    core = layer.attention_core
-    forward += hidden_cost(ring, core, constants)
-    backward += hidden_cost(2.0 * ring, 2.5 * core, constants)
-    return forward, backward
+    there, back = context_seconds(shape, recipe, cluster, constants)
+    if recipe.context_method == "ring" and recipe.software.overlap_context:
+        core = layer.attention_core
+        return forward + hidden_cost(there, core, constants), backward + hidden_cost(back, 2.5 * core, constants)
+    return forward + there, backward + back
 
 
 def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
@@ -171,15 +184,6 @@ def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constan
     hidden = constants.tensor_hidden if recipe.software.overlap_tensor else 0.0
     exposed = once * (1.0 - hidden * (1.0 - constants.contention))
     return exposed, exposed
-
-
-def _context_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> float:
-    """Seconds to send a layer's keys and values once around the context-parallel ring."""
-    if recipe.context == 1:
-        return 0.0
-    width = 2.0 * shape.key_value_heads * shape.head_size / recipe.tensor
-    size = recipe.element * recipe.micro_batch * shape.seq * width
-    return gather_seconds(size, Group(recipe.context, recipe.tensor), cluster, constants)
 
 
 def hidden_cost(transfer: float, compute: float, constants: Constants) -> float:

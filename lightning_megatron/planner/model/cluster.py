@@ -87,10 +87,9 @@ class Cluster:
     host_bandwidth: float = 24 * GB
     host_update: float = 1.7e9
 
-    @property
-    def host_share(self) -> float:
-        """Bytes of main memory per GPU."""
-        return self.host_memory / self.gpus_per_node
+    def host_share(self, ranks: int) -> float:
+        """Bytes of main memory for each of ``ranks``, which may be fewer than the GPUs of a node."""
+        return self.host_memory / min(self.gpus_per_node, ranks)
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "nvlink", "network", "host_memory", "host_bandwidth", "host_update"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
 PRECISIONS = ("fp16", "bf16", "fp8", "fp32", "fp64")
+CONTEXT_METHODS = ("gather", "ring", "ulysses")
 FREES = ("auto", "layer", "step")
 GRADIENT_SUMS = ("auto", "micro_batch", "step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -55,6 +56,11 @@ class Software:
             from the first micro-batch to the last.
         folds_experts: the ranks that share out experts are tensor and context ranks too; otherwise replicas only,
             without tensor or context ranks.
+        overlap_context: messages of a ring of context ranks overlap with its attention.
+        repeats_gathered: attention over gathered keys and values is computed again in the backward, after another
+            gather.
+        whole_embedding: embeddings of all tokens are computed on every context rank.
+        chunks_sharded_head: logits can be computed in pieces while weights are sharded.
         keeps_16_bit_shard: the shard of the weights in 16 bits is kept beside the optimizer's in 32 bits.
     """
 
@@ -80,6 +86,10 @@ class Software:
     frees_under_pipeline: bool = False
     keeps_16_bit_shard: bool = False
     folds_experts: bool = True
+    overlap_context: bool = True
+    repeats_gathered: bool = False
+    whole_embedding: bool = False
+    chunks_sharded_head: bool = True
 
 
 MEGATRON_2021 = Software(
@@ -116,6 +126,10 @@ LIGHTNING = Software(
     frees_under_pipeline=True,
     keeps_16_bit_shard=True,
     folds_experts=False,
+    overlap_context=False,
+    repeats_gathered=True,
+    whole_embedding=True,
+    chunks_sharded_head=False,
 )
 """This package's strategy."""
 
@@ -149,6 +163,10 @@ class Recipe:
             for the inputs of layers that are computed again in full; None for nothing.
         expert: ranks that share out the experts of mixtures; it divides tensor x context x data.
         imbalance: rows of the busiest of these ranks over their mean, as ``expert_load_ranks`` shows.
+        context_method: how attention meets other context ranks' tokens: ``gather``, ``ring`` or ``ulysses``.
+        weight_offload: shards of weights lie in host memory, and their gradients go there (only with sharded weights).
+        loss_chunks: pieces of the tokens in which logits and the loss are computed, and again in the backward.
+        mlp_chunks: pieces of the tokens in which MLPs are computed, and again in the backward.
 
     Raises:
         ValueError: a size is below 1, a name is unknown, a share is not one, or the batch does not divide.
@@ -174,15 +192,21 @@ class Recipe:
     activation_offload: float | str | None = None
     expert: int = 1
     imbalance: float = 1.0
+    context_method: str = "gather"
+    loss_chunks: int = 1
+    mlp_chunks: int = 1
+    weight_offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks"):
+        sizes = ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks")
+        for name in (*sizes, "loss_chunks", "mlp_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1; correct `{name}`")
         _check_member("sharding", self.sharding, SHARDINGS)
         _check_member("recompute", self.recompute, RECOMPUTES)
         _check_member("precision", self.precision, PRECISIONS)
         _check_member("schedule", self.schedule, SCHEDULES)
+        _check_member("context_method", self.context_method, CONTEXT_METHODS)
         _check_member("free", self.free, FREES)
         _check_member("gradient_sum", self.gradient_sum, GRADIENT_SUMS)
         if not self.shards_weights and (self.free, self.gradient_sum) != ("auto", "auto"):
@@ -191,6 +215,10 @@ class Recipe:
                 f" `sharding={self.sharding}` shards none; leave them out, or use `sharding=fsdp`"
             )
         _check_share("optimizer_offload", self.optimizer_offload)
+        if self.weight_offload and not self.shards_weights:
+            raise ValueError(
+                f"`weight_offload=True` is about shards of weights; use `sharding=fsdp`, not {self.sharding}"
+            )
         self._check_offload()
         block = self.tensor * self.context * self.data
         if self.expert < 1 or block % self.expert:
@@ -313,11 +341,14 @@ class Recipe:
 
     def savings(self) -> list[str]:
         """What saves memory besides sharding and recomputation, in words; empty without any."""
-        found = []
+        found = [self.context_method] if self.context > 1 else []
+        found += [f"loss/{self.loss_chunks}"] if self.loss_chunks > 1 else []
+        found += [f"mlp/{self.mlp_chunks}"] if self.mlp_chunks > 1 else []
         if (self.free, self.gradient_sum) != ("auto", "auto"):
             found.append(f"free/{self.free} sum/{self.gradient_sum}")
         if self.optimizer_offload:
             found.append(f"optimizer/host{100 * self.optimizer_offload:.0f}%")
+        found += ["weights/host"] if self.weight_offload else []
         if isinstance(self.activation_offload, str):
             found.append(f"activations/host-{self.activation_offload}")
         elif self.activation_offload is not None:

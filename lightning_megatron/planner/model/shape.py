@@ -222,6 +222,11 @@ class ModelShape:
         return 6.0 * (matrices + attention)
 
     @property
+    def causal_flops_per_token(self) -> float:
+        """:attr:`model_flops_per_token` with the causal half of the score matrix only."""
+        return self.model_flops_per_token - 1.5 * self.attention_core_flops_per_token
+
+    @property
     def layer_flops_per_token(self) -> float:
         """Forward FLOPs of all layers per token, without the output head; full recomputation repeats these."""
         attention = 2 * self.layers * self.head_size * self.heads * self.seq

@@ -246,6 +246,7 @@ def _recipe(
         gradient_bytes=_gradient_bytes(cells.get("precision", "").lower(), software),
         software=software,
         expert=_integer(cells, "ep") or 1,
+        context_method="ring",
         optimizer_offload=1.0 if "optimizer" in cells.get("offload", "").lower() else 0.0,
         activation_offload="inputs" if "activations" in cells.get("offload", "").lower() else None,
     )

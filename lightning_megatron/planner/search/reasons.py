@@ -43,6 +43,7 @@ def explain(
     best = ranked[0]
     sentences = [
         _tensor(best, cluster),
+        _context(best, shape),
         _experts(best, shape),
         _pipeline(best),
         _micro_batch(best, shape, cluster, constants),
@@ -61,6 +62,22 @@ def _tensor(best: Prediction, cluster: Cluster) -> str:
         return "No tensor parallelism: layers fit without it, so its collectives would only cost time."
     place = "inside a node's NVLink" if tensor <= cluster.gpus_per_node else "across nodes"
     return f"Tensor parallelism of {tensor} stays {place}; its collectives cost {share:.1f}% of the step."
+
+
+def _context(best: Prediction, shape: ModelShape) -> str:
+    """Sentence on the ranks that share the tokens of a sequence; empty for one."""
+    recipe = best.recipe
+    if recipe.context == 1:
+        return ""
+    tokens = f"{recipe.context} context ranks share the {shape.seq:,} tokens of a sequence"
+    return f"{tokens}, by {_METHODS[recipe.context_method]}."
+
+
+_METHODS = {
+    "gather": "gathering keys and values",
+    "ring": "passing keys and values around",
+    "ulysses": "exchanging tokens for heads",
+}
 
 
 def _experts(best: Prediction, shape: ModelShape) -> str:
@@ -133,11 +150,11 @@ def _reason(best: Prediction, other: Prediction) -> str:
 def _data(best: Prediction, least: int | None) -> str:
     """Sentence on data parallelism; empty for one replica."""
     recipe = best.recipe
-    if recipe.replicas == 1:
+    if recipe.data == 1:
         return ""
     share = 100 * best.breakdown.data_communication / best.iteration_seconds
     state = "its optimizer state is sharded" if recipe.sharding != "none" else "every replica keeps all optimizer state"
-    replica = recipe.tensor * recipe.pipeline
+    replica = recipe.tensor * recipe.pipeline * recipe.context
     why = "one replica takes no fewer" if replica == least else f"one would fit on {least}, but slower"
     size = f"A replica has {replica} GPU{'s' * (replica > 1)} ({why})" if least is not None else "The model is repeated"
     return f"{size}, and {recipe.data} replicas share the batch ({state}); what of that is exposed costs {share:.1f}%."
@@ -147,6 +164,11 @@ def _memory(best: Prediction, shape: ModelShape) -> str:
     """Sentence on memory and recomputation."""
     used, capacity = best.memory.total / GIB, best.capacity / GIB
     recompute = "layers are recomputed, or it would not fit" if best.recomputed else "nothing is recomputed"
+    kept = best.recipe
+    if kept.loss_chunks > 1:
+        recompute += f"; logits are computed in {kept.loss_chunks} pieces"
+    if best.memory.host:
+        recompute += f"; {best.memory.host / GIB:.0f} GiB of each rank lie in host memory"
     size = f"{shape.size} parameters"
     return f"{size} take {used:.0f} of {capacity:.0f} GiB on the fullest rank; {recompute}."
 

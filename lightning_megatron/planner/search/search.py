@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_megatron.planner.cost.context_ranks import deals_heads
 from lightning_megatron.planner.cost.makespan import closed_form
 from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.model.cluster import Cluster
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
-from lightning_megatron.planner.model.recipe import LIGHTNING, VEE_SCHEDULES, Recipe, Software
+from lightning_megatron.planner.model.recipe import CONTEXT_METHODS, LIGHTNING, VEE_SCHEDULES, Recipe, Software
 from lightning_megatron.planner.model.shape import ModelShape
 from lightning_megatron.planner.search.reasons import explain
 from lightning_megatron.planner.search.savings import cheapest_fitting
@@ -23,6 +24,7 @@ from lightning_megatron.planner.search.savings import cheapest_fitting
 _REFINED = 12
 _MOST_CHUNKS = 12
 _LARGEST_MICRO_BATCH = 64
+_FEWEST_TOKENS = 4096
 _MOST_GPUS = 1_000_000
 
 
@@ -42,6 +44,10 @@ class Limits:
         largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
         expert: fixed number of ranks that share out the experts of mixtures, likewise.
         imbalance: rows of the busiest of these ranks over the mean.
+        context: fixed number of ranks that share the tokens of a sequence; None tries all that leave each of them at
+            least 4096 tokens.
+        context_methods: of attention over them, to try.
+        loss_chunks: whether logits may be computed in pieces where they do not fit whole.
         headroom: share of memory to leave free, as predictions of memory are not exact.
         offload: whether activations and the optimizer may lie in host memory where the layout does not fit otherwise.
 
@@ -59,13 +65,16 @@ class Limits:
     largest_tensor: int | None = None
     expert: int | None = None
     imbalance: float = 1.0
+    context: int | None = None
+    context_methods: tuple[str, ...] = CONTEXT_METHODS
+    loss_chunks: bool = True
     headroom: float = 0.05
     offload: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom={self.headroom}` is a share of memory; it must lie in 0 to below 1")
-        for name in ("tensor", "pipeline", "micro_batch", "largest_tensor", "expert"):
+        for name in ("tensor", "pipeline", "micro_batch", "largest_tensor", "expert", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
@@ -152,7 +161,9 @@ def plan(
     found: list[Prediction] = []
     for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
         considered += 1
-        fitting = cheapest_fitting(shape, recipe, cluster, limits.headroom, offload=limits.offload)
+        fitting = cheapest_fitting(
+            shape, recipe, cluster, limits.headroom, offload=limits.offload, loss_chunks=limits.loss_chunks
+        )
         if fitting is None:
             too_large += 1
             continue
@@ -162,7 +173,7 @@ def plan(
     found.sort(key=_slowness)
     refined = [predict(shape, item.recipe, cluster, constants=constants) for item in found[: max(_REFINED, top)]]
     ranked = tuple(sorted(refined, key=_slowness)[:top])
-    least = min(item.recipe.tensor * item.recipe.pipeline for item in found)
+    least = min(item.recipe.tensor * item.recipe.pipeline * item.recipe.context for item in found)
     text = explain(shape, cluster, ranked, least=least, constants=constants)
     return Plan(shape, cluster, gpus, ranked[0].recipe.global_batch, ranked, considered, too_large, text)
 
@@ -186,12 +197,31 @@ def candidates(
         if tensor > largest or not _tensor_divides(shape, tensor):
             continue
         for pipeline in _divisors(gpus // tensor, limits.pipeline):
-            data = gpus // tensor // pipeline
-            batch = global_batch if replica_batch is None else replica_batch * data
-            if pipeline > shape.layers or not batch or batch % data:
+            if pipeline > shape.layers:
                 continue
-            for expert in _expert_sizes(shape, tensor, data, limits):
-                yield from _recipes(shape, tensor, pipeline, data, batch, limits, expert)
+            for context in _context_sizes(shape, gpus // tensor // pipeline, limits):
+                data = gpus // tensor // pipeline // context
+                batch = global_batch if replica_batch is None else replica_batch * data
+                if not batch or batch % data:
+                    continue
+                for grid in _grids(shape, Recipe(tensor, pipeline, data, context, 1, batch), limits):
+                    yield from _recipes(shape, grid, limits)
+
+
+def _context_sizes(shape: ModelShape, ranks: int, limits: Limits) -> list[int]:
+    """Numbers of ranks that can share the tokens of a sequence."""
+    sizes = _divisors(ranks, limits.context)
+    return sizes if limits.context else [size for size in sizes if size == 1 or shape.seq / size >= _FEWEST_TOKENS]
+
+
+def _grids(shape: ModelShape, sizes: Recipe, limits: Limits) -> Iterator[Recipe]:
+    """Yield the recipe of sizes with each number of expert ranks, and each way of attention over context ranks."""
+    experts = _expert_sizes(shape, sizes.tensor, sizes.data, limits) if sizes.context == 1 else [1]
+    for expert in experts:
+        for method in limits.context_methods if sizes.context > 1 else ("gather",):
+            found = replace(sizes, expert=expert, context_method=method)
+            if sizes.context == 1 or method != "ulysses" or deals_heads(shape, found):
+                yield found
 
 
 def _expert_sizes(shape: ModelShape, tensor: int, data: int, limits: Limits) -> list[int]:
@@ -202,35 +232,30 @@ def _expert_sizes(shape: ModelShape, tensor: int, data: int, limits: Limits) -> 
     return [size for size in _divisors(block, limits.expert) if shape.experts % size == 0]
 
 
-def _recipes(
-    shape: ModelShape, tensor: int, pipeline: int, data: int, global_batch: int, limits: Limits, expert: int
-) -> Iterator[Recipe]:
-    """Yield the recipes of one choice of tensor, pipeline, data and expert sizes."""
-    per_replica = global_batch // data
+def _recipes(shape: ModelShape, grid: Recipe, limits: Limits) -> Iterator[Recipe]:
+    """Yield the recipes of one choice of the sizes of all axes."""
+    tensor, pipeline = grid.tensor, grid.pipeline
+    per_replica = grid.global_batch // grid.data
     schedules = list(_schedules(shape, pipeline, limits.schedules))
     for micro_batch in _divisors(per_replica, limits.micro_batch):
         if micro_batch > _LARGEST_MICRO_BATCH:
             continue
         for schedule, chunks in schedules:
             for sharding in limits.shardings:
-                if data == 1 and sharding != limits.shardings[0]:
+                if grid.replicas == 1 and sharding != limits.shardings[0]:
                     continue  # with one replica all shardings are the same
                 if sharding in ("fsdp", "hsdp") and pipeline > 1 and not limits.software.frees_under_pipeline:
                     continue
                 for sequence in (True, False) if tensor > 1 else (True,):
-                    yield Recipe(
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        data=data,
+                    yield replace(
+                        grid,
                         micro_batch=micro_batch,
-                        global_batch=global_batch,
                         chunks=chunks,
                         schedule=schedule,
                         sharding=sharding,
                         sequence_parallel=sequence,
                         precision=limits.precision,
                         software=limits.software,
-                        expert=expert,
                         imbalance=limits.imbalance,
                     )
 

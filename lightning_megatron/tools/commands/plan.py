@@ -37,6 +37,8 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="Only this pipeline schedule.")] = None,
     tensor: Annotated[int | None, typer.Option(help="Only this tensor-parallel size.")] = None,
     pipeline: Annotated[int | None, typer.Option(help="Only this pipeline size.")] = None,
+    context: Annotated[int | None, typer.Option(help="Only this number of context ranks.")] = None,
+    expert: Annotated[int | None, typer.Option(help="Only this number of ranks that share out experts.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only this micro-batch size.")] = None,
     sharding: Annotated[
         str | None, typer.Option(help="Only this sharding: none, zero1 (optimizer) or fsdp (weights too).")
@@ -67,6 +69,8 @@ def plan(
             tensor=tensor,
             pipeline=pipeline,
             micro_batch=micro_batch,
+            context=context,
+            expert=expert,
             headroom=headroom,
             shardings=(sharding,) if sharding else Limits().shardings,
             offload=offload,
@@ -141,7 +145,7 @@ def _print(found: Plan) -> None:
     table = Table(*columns, title=title)
     for rank, item in enumerate(found.ranked, start=1):
         recipe = item.recipe
-        sizes = f"t{recipe.tensor} p{recipe.pipeline} v{recipe.chunks} d{recipe.data} b{recipe.micro_batch}"
+        sizes = recipe.sizes().replace(" c1", "")
         table.add_row(
             str(rank),
             sizes + (" +sp" if recipe.sequence_parallel and recipe.tensor > 1 else ""),
