@@ -8,6 +8,7 @@ import torch
 
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
 from lightning_megatron.data_parallel.offload.request import Offload
+from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class GradientOptions:
         overlap_gather: whether updated weights travel while the next step begins.
         experts: replicas over which experts are shared out.
         offload: where the optimizer's weights and state lie in host memory; ``None`` for on the device.
-        shards_weights: whether replicas share the weights of layers too, each of which is whole while it runs.
+        weights: how replicas share the weights of layers too, each of which is whole while it runs; ``None`` for not.
     """
 
     sharding: OptimizerSharding = True
@@ -34,5 +35,5 @@ class GradientOptions:
     inspect: bool = False
     overlap_gather: bool = False
     experts: int = 1
-    shards_weights: bool = False
+    weights: ShardedWeights | None = None
     offload: Offload | None = None

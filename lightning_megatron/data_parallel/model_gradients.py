@@ -70,10 +70,8 @@ class ModelGradients:
         several: bool = False,
         layers: Sequence[str] = (),
     ) -> None:
-        self._layers = layers if options.shards_weights else ()
-        self._module = module
-        self._mesh = mesh
-        self._device = device
+        self._layers = layers if options.weights is not None else ()
+        self._module, self._mesh, self._device = module, mesh, device
         self.presence = presence
         self._tensor = tensor
         self.options = options
@@ -160,8 +158,7 @@ class ModelGradients:
         self.finish_gather()
         self.close()
         self._release()
-        parameters = dict(self._module.named_parameters())
-        replicas = self.replicas
+        parameters, replicas = dict(self._module.named_parameters()), self.replicas
         kinds = {
             holder: Sharing.of_group(group, sharded=group is not None and self._shards(holder), holders=holder)
             for holder, group in groups.items()
@@ -184,10 +181,12 @@ class ModelGradients:
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
             apart=spread.trained,
+            sums_shards=options.weights is not None and options.weights.sums == "micro_batch",
         )
         if spread.modules:
+            looks = options.weights, watches_forward, watches_weights
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
-            self.windows = StepWindows(self._module, spread, self.buckets, frozen, watches_forward, watches_weights)
+            self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
         self._wholes = self._whole_matrices(self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:

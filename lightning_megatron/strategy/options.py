@@ -19,6 +19,7 @@ from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, 
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.data_parallel.offload.request import OffloadOptions, check_offload, offload_of
 from lightning_megatron.data_parallel.step_guard import NonFinite
+from lightning_megatron.data_parallel.windows.sharded_weights import WeightSharding, sharded_weights_of
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedules.instructions import Placement
@@ -31,7 +32,7 @@ from lightning_megatron.strategy.recipes import arguments_of
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 from lightning_megatron.strategy.together import check_draws
-from lightning_megatron.strategy.weight_checks import check_weight_sharding
+from lightning_megatron.strategy.weight_checks import check_weight_sharding, optimizer_sharding_of
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -100,7 +101,8 @@ class Options:
             other n. ``{"elementwise": False}`` declares that the optimizer needs whole parameters, which a trial finds
             out otherwise. ``False`` keeps the whole state on every replica.
         weight_sharding: share weights out over the replicas, too: a rank keeps its part of each layer, embedding and
-            head, trained or frozen, and they are whole while they run. See ``docs/memory.md``.
+            head, trained or frozen, and they are whole while they run; or ``{"shard": n, "free": "auto" | "layer" |
+            "step", "sum": "micro_batch" | "step"}``. See ``docs/memory.md``.
         optimizer_offload: step the optimizer in host memory, which holds its weights and state; or ``{"to": FOLDER,
             "keep": 0.5, "interleave": k}``: in files, half of it on the device. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
@@ -156,7 +158,7 @@ class Options:
     variable_shapes: bool = False
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
-    weight_sharding: bool = False
+    weight_sharding: WeightSharding = False
     optimizer_offload: OffloadOptions = False
     overlap_parameter_gather: bool = False
     loss_chunks: int | str | None = None
@@ -288,14 +290,14 @@ class Options:
             record_timeline=self.record_timeline or self.profiles_layers,
             sequence_parallel=self.sequence_parallel,
             gradients=GradientOptions(
-                sharding=self.optimizer_sharding,
+                sharding=optimizer_sharding_of(self.optimizer_sharding, self.weight_sharding),
                 bucket_bytes=int(self.bucket_size_mb * 1024 * 1024),
                 layer_dtype=layer_dtype,
                 reduce_dtype=self.gradient_reduce_dtype,
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
                 experts=self.expert_parallel_size,
-                shards_weights=self.weight_sharding,
+                weights=sharded_weights_of(self.weight_sharding),
                 offload=offload_of(self.optimizer_offload),
             ),
             expert_balance=self.balance_of,

@@ -79,8 +79,8 @@ class MegatronStrategy(ParallelStrategy):
     def __init__(
         self, pipeline_parallel_size: int = 1, data_parallel_size: int | str = "auto", tensor_parallel_size: int = 1, *,
         context_parallel_size: int = 1, evaluation_micro_batch_size: int | str = "auto", log_expert_load: bool = False,
-        weight_sharding: bool = False, accelerator: Any = None, optimizer_sharding: given.OptimizerSharding = True,
-        log_gradient_norm: bool = False, micro_batch_size: int | str = "auto", pipeline_layers: str = "auto",
+        weight_sharding: given.WeightSharding = False, optimizer_sharding: given.OptimizerSharding = True,
+        accelerator: Any = None, log_gradient_norm: bool = False, pipeline_layers: str = "auto",
         expert_parallel_size: int = 1, nonfinite: given.NonFinite = None, pipeline_split: str | Sequence[int] = "auto",
         process_group_backend: str | None = None, gradient_reduce_dtype: torch.dtype | None = None,
         overlap_parameter_gather: bool = False, bucket_size_mb: float = 25.0, checkpoint_io: CheckpointIO | None = None,
@@ -95,7 +95,7 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_placement: Mapping[str, str] | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None, compile_layers: given.CompileOptions = False,
         timeout: timedelta | None = timedelta(minutes=30), cluster_environment: ClusterEnvironment | None = None,
-        random_streams: str = "torch",
+        random_streams: str = "torch", micro_batch_size: int | str = "auto",
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
+from lightning_megatron.data_parallel.windows.sharded_weights import WeightSharding, sharded_weights_of
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -43,8 +45,7 @@ def check_weight_sharding(options: Any) -> None:
         ValueError: with both options.
     """
     sharding = options.weight_sharding
-    if not isinstance(sharding, bool):
-        raise ValueError(f"`weight_sharding={sharding!r}` must be True or False.")
+    asked = sharded_weights_of(sharding)
     if sharding:
         check_options_with("weight_sharding=True", options, _WITHOUT, "weight_sharding=False")
     if sharding and options.optimizer_sharding is False:
@@ -52,9 +53,25 @@ def check_weight_sharding(options: Any) -> None:
             "`weight_sharding=True` needs `optimizer_sharding`: a replica updates the part of the weights that it "
             "keeps; leave `optimizer_sharding=False` out."
         )
+    size = options.optimizer_sharding.get("shard") if isinstance(options.optimizer_sharding, Mapping) else None
+    if asked is not None and asked.shard is not None and size not in (None, asked.shard):
+        raise ValueError(
+            f"`weight_sharding={{'shard': {asked.shard}}}` and `optimizer_sharding={{'shard': {size}}}` differ: a "
+            "replica updates the part of the weights that it keeps; leave one of the two out."
+        )
 
 
-def check_sharded_weights(sharding: bool, trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+def optimizer_sharding_of(optimizer: OptimizerSharding, weights: WeightSharding) -> OptimizerSharding:
+    """How replicas share the optimizer's work: as they share weights, where a number is given for these."""
+    asked = sharded_weights_of(weights)
+    if asked is None or asked.shard is None:
+        return optimizer
+    return {**(optimizer if isinstance(optimizer, Mapping) else {}), "shard": asked.shard}
+
+
+def check_sharded_weights(
+    sharding: WeightSharding, trainer: pl.Trainer, module: pl.LightningModule, layout: Layout
+) -> None:
     """Refuse modules whose weights cannot be shared out.
 
     Raises:
@@ -66,6 +83,13 @@ def check_sharded_weights(sharding: bool, trainer: pl.Trainer, module: pl.Lightn
     if layout.data * layout.context == 1:
         devices = f"{layout.world_size} devices make {layout.pipeline} stages"
         refuse_with(given, f"one replica: {devices}; use more devices")
+    asked, replicas = sharded_weights_of(sharding), layout.data * layout.context
+    if asked is not None and asked.shard is not None and replicas % asked.shard:
+        fitting = [n for n in range(2, replicas + 1) if replicas % n == 0]
+        raise ValueError(
+            f"`weight_sharding={{'shard': {asked.shard}}}` does not divide the {replicas} replicas; use one of "
+            f"{fitting}."
+        )
     check_module_with(
         given,
         module,

@@ -46,9 +46,9 @@ def test_a_rank_keeps_its_shard_of_the_layers_and_two_whole_ones(replicas: int) 
         assert count["between"] == [0] * 8, "between steps nothing is whole"
         assert count["whole"] / replicas <= count["kept"] < 1.02 * count["whole"] / replicas
         assert count["most"] <= 3 * count["largest"], "two windows in a backward, and one that opens"
-        assert count["opened"] == 8 * (4 * 2 + 4) + 5, (
-            "two gathers of a layer in a step, four of a tied head, all at last"
-        )
+        first, later = 4 * 2 + 4, 4 * 2 + 3
+        assert count["opened"] == first + 7 * later + 5, "a layer twice in a step, a tied head once less, all at last"
+        assert count["ahead"] == 7 * (later - 1), "all but the first of a step, from the second step on"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,52 @@ def test_frozen_weights_are_spread_too(layout: tuple[int, int, int]) -> None:
         row("dp2-added up", (1, 2, 1), {"micro_batch_size": 2}, ADDED_UP),
         row("dp2-recomputed", (1, 2, 1), {"activation_recompute": "full"}, ADDED_UP),
         row("dp4 in twos", (1, 4, 1), {"optimizer_sharding": {"shard": 2}}, {}),
+        row(
+            "dp2-summed behind micro-batches",
+            (1, 2, 1),
+            {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2},
+            ADDED_UP,
+            wide=False,
+        ),
+        row(
+            "dp4-shards of 2, summed",
+            (1, 4, 1),
+            {"weight_sharding": {"shard": 2, "sum": "micro_batch", "free": "step"}, "micro_batch_size": 2},
+            ADDED_UP,
+        ),
+        row(
+            "pp2xdp2-summed, 1f1b",
+            (2, 2, 1),
+            {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2},
+            ADDED_UP,
+            wide=False,
+        ),
+        row(
+            "pp2xdp2-summed, zb-v, recomputed",
+            (2, 2, 1),
+            {
+                "weight_sharding": {"sum": "micro_batch"},
+                "micro_batch_size": 2,
+                "pipeline_schedule": "zb-v",
+                "activation_recompute": "full",
+            },
+            ADDED_UP,
+        ),
+        row(
+            "pp2xdp2xtp2-summed, interleaved",
+            (2, 2, 2),
+            {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2, "pipeline_schedule": "interleaved"},
+            {},
+        ),
+        row("cp2-summed", (1, 1, 1), {"context_parallel_size": 2, "weight_sharding": {"sum": "micro_batch"}}, {}),
+        row("dp2-whole to the end", (1, 2, 1), {"weight_sharding": {"free": "step"}, "micro_batch_size": 2}, ADDED_UP),
+        row("dp4-shards of 2", (1, 4, 1), {"weight_sharding": {"shard": 2, "free": "auto"}, "micro_batch_size": 2}, {}),
+        row(
+            "pp2xdp2-dict",
+            (2, 2, 1),
+            {"weight_sharding": {"free": "step"}, "micro_batch_size": 2, "pipeline_schedule": "zb-h1"},
+            ADDED_UP,
+        ),
         row("pp2xdp2-1f1b", (2, 2, 1), {"micro_batch_size": 2}, ADDED_UP, wide=False),
         row("pp2xdp2-gpipe", (2, 2, 1), {"pipeline_schedule": "gpipe"}, {}),
         row("pp2xdp2-interleaved", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "interleaved"}, ADDED_UP),
@@ -105,6 +151,9 @@ def test_weights_are_those_of_one_process(
         row("strange", "strange", (1, 2, 1), {}, wide=False),
         row("writing", "writing", (1, 2, 1), {}, wide=False),
         row("tied", "tied", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
+        row("strange-summed", "strange", (1, 2, 1), {"sums": True}),
+        row("tied-summed", "tied", (1, 2, 1), {"accumulate_grad_batches": 2, "sums": True}, wide=False),
+        row("hooked-summed", "hooked", (1, 2, 1), {"accumulate_grad_batches": 2, "sums": True}),
         row("tied-tp2", "tied", (1, 2, 2), {}),
         row("hooked", "hooked", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
         row("hooked-pp2", "hooked", (2, 2, 1), {}),
@@ -115,7 +164,8 @@ def test_weights_are_those_of_one_process(
 def test_code_that_looks_at_weights_sees_whole_ones(
     module: str, layout: tuple[int, int, int], trainer: dict[str, Any]
 ) -> None:
-    check(Setup(layout, SPREAD, trainer), module)
+    sums = {"weight_sharding": {"sum": "micro_batch"}} if trainer.get("sums") else SPREAD
+    check(Setup(layout, sums, {name: value for name, value in trainer.items() if name != "sums"}), module)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +182,32 @@ def test_sixteen_bits_are_those_of_whole_weights(precision: str) -> None:
     value = run_trainers(spread, setup, "plain", None, precision, devices=2)[0].value
     for name, weight in value["weights"].items():
         assert torch.equal(weight, kept["weights"][name]), name
+
+
+def test_weights_that_stay_whole_to_the_end_of_a_step_are_gathered_once() -> None:
+    options = {"weight_sharding": {"free": "step"}, "micro_batch_size": 2}
+    for value in check(Setup((1, 2, 1), options)):
+        count = value["count"]
+        assert count["between"] == [0] * 8
+        assert count["most"] == count["whole"], "all windows, once a step"
+        assert count["opened"] == 8 * 5 + 5
+
+
+def test_gradients_that_are_summed_behind_micro_batches_take_shards_and_three_layers() -> None:
+    options = {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 1}
+    for value in check(Setup((1, 2, 1), options)):
+        count = value["count"]
+        assert count["gradients"] <= 3 * count["largest"] + 0.06 * count["whole"], "three sums under way; small parts"
+        assert count["between"] == [0] * 8
+    for value in check(Setup((1, 2, 1), {**SPREAD, "micro_batch_size": 1})):
+        assert value["count"]["gradients"] >= value["count"]["whole"], "as they add up whole"
+
+
+def test_a_number_that_divides_no_replicas_is_refused() -> None:
+    with pytest.raises(
+        JobFailed, match=r"`weight_sharding=\{'shard': 3\}` does not divide the 2 replicas; use one of \[2\]"
+    ):
+        run_trainers(spread, Setup((1, 2, 1), {"weight_sharding": {"shard": 3}}), devices=2)
 
 
 def test_replicas_that_run_other_layers_are_told_which() -> None:
@@ -156,7 +232,12 @@ def test_weights_are_whole_after_a_step_that_failed_everywhere(where: str) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_sharding": 2}, "`weight_sharding=2` must be True or False"),
+        ({"weight_sharding": 2}, "`weight_sharding=2` must be True, False or a dict with 'shard', 'free', 'sum'"),
+        ({"weight_sharding": {"shards": 2}}, "`weight_sharding` has 'shards'; it knows 'shard', 'free', 'sum'"),
+        ({"weight_sharding": {"shard": 1}}, "must be a whole number of replicas above 1"),
+        ({"weight_sharding": {"free": "late"}}, "must be one of 'auto', 'layer', 'step'"),
+        ({"weight_sharding": {"sum": True}}, "must be one of 'micro_batch', 'step'"),
+        ({"weight_sharding": {"shard": 2}, "optimizer_sharding": {"shard": 4}}, "differ"),
         ({"optimizer_sharding": False}, "needs `optimizer_sharding`"),
         ({"compile_layers": True}, "does not go together with `compile_layers=True`"),
         ({"overlap_parameter_gather": True}, "does not go together with `overlap_parameter_gather=True`"),

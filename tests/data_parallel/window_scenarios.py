@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.data_parallel.windows.window import Window
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, Unfreeze
@@ -250,6 +251,8 @@ class Count:
         most: the most bytes of whole weights at any time in a step.
         largest: bytes of the largest layer's weights.
         opened: windows opened.
+        gradients: the most bytes of whole gradients at any time.
+        ahead: windows whose gather was under way when they were opened.
         whole: bytes of all weights that are spread.
         kept: bytes of this rank's shards.
     """
@@ -257,6 +260,8 @@ class Count:
     between: list[int] = field(default_factory=list)
     most: int = 0
     opened: int = 0
+    gradients: int = 0
+    ahead: int = 0
     whole: int = 0
     kept: int = 0
     largest: int = 0
@@ -277,14 +282,28 @@ def spread(
     task = MODULES[module](**setup.module)
     if precision != "64-true":
         task = task.float()
-    count, opens, ends = Count(), Window.open, StepWindows.end_step
+    count, opens, ends, starts = Count(), Window.open, StepWindows.end_step, Window.start
     found: dict[int, Window] = {}
+    allocates, flats = Bucket.allocate, dict[int, Bucket]()
     now = [0]
 
     def opening(self: Window) -> None:
         count.opened += not self.is_open
+        count.ahead += self.coming
         opens(self)
-        found[id(self)] = self
+        note(self)
+
+    def starting(self: Window) -> None:
+        starts(self)
+        note(self)
+
+    def allocating(self: Bucket) -> None:
+        allocates(self)
+        flats[id(self)] = self
+        count.gradients = max(count.gradients, sum(b.flat.untyped_storage().nbytes() for b in flats.values()))
+
+    def note(window: Window) -> None:
+        found[id(window)] = window
         now[0] = max(now[0], sum(window.live_bytes for window in found.values()))
 
     def ending(self: StepWindows) -> None:
@@ -295,11 +314,13 @@ def spread(
         count.whole, count.largest = sum(sizes), max(sizes)
         count.kept = sum(window.kept_bytes for window in self.windows)
 
-    Window.open, StepWindows.end_step = opening, ending  # type: ignore[method-assign]
+    Window.open, StepWindows.end_step, Window.start = opening, ending, starting  # type: ignore[method-assign]
+    Bucket.allocate = allocating  # type: ignore[method-assign]
     try:
         trainer.fit(task)
     finally:
-        Window.open, StepWindows.end_step = opens, ends  # type: ignore[method-assign]
+        Window.open, StepWindows.end_step, Window.start = opens, ends, starts  # type: ignore[method-assign]
+        Bucket.allocate = allocates  # type: ignore[method-assign]
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else task.state_dict()
     own = {name: bool(p.isnan().any()) for name, p in task.named_parameters() if not p.is_meta}
     return {

@@ -98,7 +98,8 @@ class Bucket:
         pieces: parts of the parameters that lie in this rank's shard, by index of the parameter.
         touched: by index, whether a backward of this step has written the gradient.
         ready: indices whose last gradient of this step has arrived.
-        work: the collective under way.
+        work: the sum under way.
+        gathering: the all-gather of weights under way.
         launched: whether this step's sum has been started.
         scattered: whether only this rank's shard of ``flat`` holds the sum.
         reduced: whether the gradients are sums over all holders, divided by what they are to be divided by.
@@ -106,6 +107,8 @@ class Bucket:
         sent: copy of the gradients in the dtype in which they are summed, where that is not their own.
         shard_only: whether only this rank's shard of the sum is kept; ``flat`` is empty between steps.
         own: ``[shard]`` that shard, from the sum until the next backward.
+        adds: whether shards of sums add up over the backwards of this batch.
+        added: ``[shard]`` what they have come to, before the last of them.
     """
 
     names: list[str]
@@ -120,6 +123,7 @@ class Bucket:
     touched: list[bool] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
     work: Any = None
+    gathering: Any = None
     launched: bool = False
     scattered: bool = False
     reduced: bool = False
@@ -127,6 +131,8 @@ class Bucket:
     sent: Tensor | None = None
     shard_only: bool = False
     own: Tensor | None = None
+    adds: bool = False
+    added: Tensor | None = None
 
     @property
     def gradients(self) -> Tensor:
@@ -178,7 +184,7 @@ class Bucket:
         self.views = views(self.flat, placement, self.parameters, contiguous=self.weights is not None)
         if self.shard_only:
             self.own = torch.empty(placement.shard, dtype=dtype, device=device)
-        self._point_pieces()
+        self.point_pieces()
 
     def let_go(self) -> None:
         """Free all gradients but this rank's shard of the sum."""
@@ -206,7 +212,8 @@ class Bucket:
         if own is not None:
             self.own_gradients.copy_(own)
 
-    def _point_pieces(self) -> None:
+    def point_pieces(self) -> None:
+        """Point the gradients of pieces at this rank's shard."""
         gradients = self.own_gradients
         for piece in self.pieces.values():
             piece.grad = piece.part.of(gradients).view(piece.update.shape)
@@ -267,7 +274,7 @@ class Bucket:
         return True
 
     def _wait(self) -> None:
-        """Wait for the sum or the gather under way."""
+        """Wait for the sum under way."""
         if self.work is not None:
             with waits.on(self._told):
                 self.work.wait()
@@ -327,11 +334,14 @@ class Bucket:
         if self.weights.separate:
             self.weights.own.copy_(self.weights.master)
         if self.sharing.shards > 1 and self.weights.shown:
-            self.work = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
+            self.gathering = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather, after which every weight is the updated one."""
-        self._wait()
+        if self.gathering is not None:
+            with waits.on(self._told):
+                self.gathering.wait()
+            self.gathering = None
 
 
 def make_bucket(

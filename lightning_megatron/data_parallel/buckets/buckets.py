@@ -18,7 +18,7 @@ embeddings) have buckets of their own, which are reduced last, over those stages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
+from lightning_megatron.data_parallel.buckets.shard_sums import ShardSums
 
 
 class GradientBuckets:
@@ -45,6 +46,7 @@ class GradientBuckets:
             :meth:`first_bad`.
         reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
         apart: name -> layer, for parameters whose weights are there only while their layer needs them.
+        sums_shards: whether gradients of these are summed behind every micro-batch.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GradientBuckets:
         inspect: bool = False,
         reduce_dtype: torch.dtype | None = None,
         apart: Mapping[str, str] | None = None,
+        sums_shards: bool = False,
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
@@ -69,6 +72,7 @@ class GradientBuckets:
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
         self._layout = layout
+        self._sums = ShardSums(reduce_dtype, inspect) if sums_shards and not watched else None
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
@@ -141,7 +145,8 @@ class GradientBuckets:
         self._next_launch = 0
         self._divide_by = divide_by * scale
         late = once and reduce
-        for bucket in self.buckets:  # all must agree on `late` before any is laid out for it
+        others = self._begin_sums(fresh, scale * divide_by)
+        for bucket in others:  # all must agree on `late` before any is laid out for it
             bucket.launched = False
             bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
             if fresh:
@@ -151,7 +156,7 @@ class GradientBuckets:
                 self._adopt(bucket)
             late = late and not any(bucket.touched)
         self._copy_late = late
-        for bucket in self.buckets:
+        for bucket in others:
             if late and bucket.sharing.shards > 1 and self.scatters and not bucket.keeps_all:
                 bucket.keep_shard()
             else:
@@ -159,6 +164,23 @@ class GradientBuckets:
             bucket.resume(scale, divide_by)
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
                 parameter.grad = view if touched else None
+
+    def _begin_sums(self, fresh: bool | None, factor: float) -> list[Bucket]:
+        """Prepare the buckets whose shards add up; the others."""
+        others = []
+        for bucket in self.buckets:
+            bucket.adds = False
+            if self._sums is not None and fresh is not None and bucket.lies_apart and bucket.sharing.shards > 1:
+                self._sums.begin(bucket, fresh=fresh, factor=factor)
+            else:
+                others.append(bucket)
+        return others
+
+    def add_up(self, buckets: Sequence[Bucket]) -> None:
+        """Sum what has arrived in these buckets, where shards of sums add up; collective over the replicas."""
+        for bucket in buckets:
+            if self._sums is not None and bucket.adds:
+                self._sums.add_up(bucket)
 
     @staticmethod
     def _adopt(bucket: Bucket) -> None:
@@ -169,6 +191,8 @@ class GradientBuckets:
 
     def withdraw(self) -> None:
         """Set ``.grad`` to ``None``, so that ``zero_grad`` between step and backward cannot clear the buffers."""
+        if self._sums is not None:
+            self._sums.settle(self.buckets)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -191,7 +215,11 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Wait for the reductions, divide the sums, and publish them; collective over the holders if ``reduce``."""
+        if self._sums is not None:
+            self._sums.settle(self.buckets)
         if self._reduce:
+            if self._sums is not None:
+                self._sums.finish(self.buckets, self._divide_by)
             for bucket in self.buckets:
                 if not bucket.launched:
                     self._launch(bucket)
@@ -210,7 +238,8 @@ class GradientBuckets:
             for parameter, view, touched in zip(bucket.parameters, bucket.views, bucket.touched, strict=True):
                 parameter.grad = view if touched and not bucket.scattered else None
             for index, piece in bucket.pieces.items():
-                piece.update.grad = piece.grad if bucket.touched[index] else None
+                there = bucket.touched[index] and (bucket.reduced or not bucket.adds)
+                piece.update.grad = piece.grad if there else None
 
     def adopt(self) -> None:
         """Take over changes that the user's code made to ``.grad`` since :meth:`publish`."""
@@ -273,6 +302,8 @@ class GradientBuckets:
         parameter, view = bucket.parameters[index], bucket.views[index]
         if self.on_arrival is not None:
             self.on_arrival(bucket, index)
+        if bucket.adds:
+            return False
         if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -295,9 +326,10 @@ class GradientBuckets:
     def _launch_complete(self) -> None:
         while self._next_launch < len(self._own):
             bucket = self._own[self._next_launch]
-            if len(bucket.ready) < len(bucket.parameters):
+            if len(bucket.ready) < len(bucket.parameters) and not bucket.adds:
                 return
-            self._launch(bucket)
+            if not bucket.adds:
+                self._launch(bucket)
             self._next_launch += 1
 
     def _launch(self, bucket: Bucket) -> None:

@@ -4,6 +4,7 @@
 
     forward     F0 opens 0, closes 0 │ F1 opens 1, closes 1 │ ...
     backward    ... │ B1 opens 1 │ B0 opens 0             the two windows used last stay open
+    meanwhile   the next window of the step before is gathered, once another one has been closed
     between     all closed; whole while something asks for the weights, such as a checkpoint or an evaluation
 
 In a backward a window is opened by the gradient of the layer's output, by autograd where it reads a weight that it has
@@ -26,8 +27,10 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.late_gather import UseWatch
+from lightning_megatron.data_parallel.windows.ahead import Ahead
+from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 from lightning_megatron.data_parallel.windows.spread import Spread
-from lightning_megatron.data_parallel.windows.window import Window
+from lightning_megatron.data_parallel.windows.window import Window, has_room
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -41,11 +44,13 @@ class StepWindows:
         spread: the parameters of the windows.
         buckets: with the weights of the trained ones apart.
         frozen: buckets of the others, which have no gradients.
+        asked: when windows close, and when gradients are summed; ``None`` for the usual.
         watches_forward: whether code outside of layers may look at weights between a step's forward and its backward.
         watches_weights: whether it may between steps.
 
     Attributes:
         windows: in the order of the layers.
+        keeps: whether windows stay open to the end of a step.
     """
 
     def __init__(
@@ -54,9 +59,13 @@ class StepWindows:
         spread: Spread,
         buckets: GradientBuckets,
         frozen: Sequence[Bucket] = (),
+        asked: ShardedWeights | None = None,
         watches_forward: bool = False,
         watches_weights: bool = False,
     ) -> None:
+        asked = asked or ShardedWeights()
+        self.keeps, self._asks_for_room = asked.free == "step", asked.free == "auto"
+        self._ahead, self._sums = Ahead(), asked.sums == "micro_batch"
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
@@ -110,7 +119,10 @@ class StepWindows:
         """How far this rank has come, equal on replicas that made the same collectives; ``None`` if all is whole."""
         if all(window.is_open for window in self.windows):
             return None
-        return f"{sum(window.opened for window in self.windows)} {[b.launched for b in self._buckets.buckets]}"
+        under_way = [window.number for window in self.windows if window.coming]
+        return (
+            f"{sum(window.opened for window in self.windows)} {under_way} {[b.launched for b in self._buckets.buckets]}"
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -119,6 +131,7 @@ class StepWindows:
             window.let_go_of_unfrozen()
         self._hide_all()
         self._opened = {id(window): window.opened for window in self.windows}
+        self._ahead.begin()
         self._active = True
         with UseWatch(self.hold_used):
             yield
@@ -135,6 +148,7 @@ class StepWindows:
         if not self._active:
             return
         self._active = False
+        self._decide()
         if self._stays_whole:
             self.show_all()
         else:
@@ -156,15 +170,39 @@ class StepWindows:
                 f"`{window.name}`, or pass `weight_sharding=False`."
             )
 
+    def _decide(self) -> None:
+        """With ``free="auto"``, after the first step: keep windows open where that saves gathers, and fits."""
+        if not self._asks_for_room or not self.windows:
+            return
+        self._asks_for_room = False
+        several = any(window.opened - self._opened[id(window)] > 2 for window in self.windows)
+        self.keeps = several and has_room(self.windows)
+
     def _hold(self, window: Window) -> None:
-        window.open()
+        self.open(window)
         window.held = True
+
+    def open(self, window: Window) -> None:
+        """Make a window's weights whole, in a step."""
+        if not window.is_open:
+            window.open()
+            self._ahead.opened(window)
+
+    def gather_ahead(self) -> None:
+        """Begin to gather the window that opens next."""
+        if (following := self._ahead.next) is not None and not any(window.coming for window in self.windows):
+            following.start()
 
     def leave(self, window: Window) -> None:
         """The layer's forward is through; in a backward its backward follows."""
         if in_backward():
             self.need(window)
-        elif not window.held:
+        elif window.held or self.keeps:
+            return
+        elif self._ahead.next is window:  # its backward follows
+            self._ahead.opened(window)
+            self._use(window)
+        else:
             self._forget(window)
             window.close()
 
@@ -172,13 +210,20 @@ class StepWindows:
         """Open a window in a backward, and close the one that was needed longest ago."""
         if not self._active or window.held:
             return
+        self.open(window)
+        self._use(window)
+
+    def _use(self, window: Window) -> None:
         self._forget(window)
-        window.open()
         self._recent.append(window)
         if len(self._recent) > self._most_recent:
             oldest = self._recent.pop(0)
-            if not oldest.held:
+            if self._sums:
+                oldest.agree()
+                self._buckets.add_up(oldest.trained)
+            if not (oldest.held or self.keeps):
                 oldest.close()
+        self.gather_ahead()
 
     def _forget(self, window: Window) -> None:
         self._recent = [other for other in self._recent if other is not window]
@@ -209,7 +254,8 @@ class LayerWindow(Wrapper):
         if owner is None or not owner.active:
             return self.forward(*args, **kwargs)
         for window in windows:
-            window.open()
+            owner.open(window)
+        owner.gather_ahead()
         try:
             with _saved(windows, owner) if torch.is_grad_enabled() else nullcontext():
                 output = self.forward(*args, **kwargs)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
+from lightning_megatron.data_parallel.offload.host_memory import free_bytes
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 
 
@@ -34,6 +35,7 @@ class Window:
 
     Attributes:
         is_open: whether the weights are whole.
+        coming: whether they are being gathered already.
         held: whether it stays open to the end of the step, as code outside of the layer has used the weights.
         opened: how often it was opened.
     """
@@ -41,7 +43,7 @@ class Window:
     def __init__(self, name: str, number: int, buckets: Sequence[Bucket], frozen: Sequence[Bucket] = ()) -> None:
         self.name, self.number = name, number
         self._buckets, self._frozen = [*buckets, *frozen], list(frozen)
-        self.is_open, self.held = True, False
+        self.is_open, self.held, self.coming = True, False, False
         self.opened = 0
 
     @property
@@ -55,6 +57,11 @@ class Window:
         return list(self._buckets)
 
     @property
+    def trained(self) -> list[Bucket]:
+        """Those of weights with gradients."""
+        return [bucket for bucket in self._buckets if bucket not in self._frozen]
+
+    @property
     def live_bytes(self) -> int:
         """Memory of the whole weights now: 0 while it is closed."""
         return sum(bucket.weights.flat.untyped_storage().nbytes() for bucket in self._buckets if bucket.weights)
@@ -63,6 +70,15 @@ class Window:
     def kept_bytes(self) -> int:
         """Memory of this rank's shard of the weights that the layer computes with."""
         return sum(bucket.weights.own.untyped_storage().nbytes() for bucket in self._buckets if bucket.weights)
+
+    def start(self) -> None:
+        """Begin to gather the weights, ahead of their use; collective over the replicas, which all do so here."""
+        if self.is_open or self.coming or not self._buckets:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for bucket in self._buckets:
+                bucket.show_weights()
+        self.coming = True
 
     def open(self) -> None:
         """Gather the weights, unless they are whole; collective over the replicas.
@@ -77,18 +93,23 @@ class Window:
             self.is_open = True
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():  # else those who watch uses would see one here
-            self._agree()
-            for bucket in self._buckets:
-                bucket.show_weights()
-            for bucket in self._buckets:
-                bucket.finish_gather()
+            self.agree()
+            self._start_and_finish()
         self.is_open = True
+
+    def _start_and_finish(self) -> None:
+        self.start()
+        for bucket in self._buckets:
+            bucket.finish_gather()
+        self.coming = False
 
     def close(self) -> None:
         """Keep this rank's shard, with what code has written into it, and free the rest."""
-        if not self.is_open:
+        if not (self.is_open or self.coming):
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            if self.coming:
+                self._start_and_finish()
             for bucket in self._buckets:
                 bucket.hide_weights()
         self.is_open, self.held = False, False
@@ -108,7 +129,12 @@ class Window:
             for bucket in self._buckets
         )
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
+        """Refuse that replicas come to different layers; collective over them.
+
+        Raises:
+            RuntimeError: they do.
+        """
         group, device = self._buckets[0].sharing.shard_group, self._buckets[0].parameters[0].device
         numbers = raw_all_gather(torch.tensor([self.number], device=device), 0, group).tolist()
         if any(number != self.number for number in numbers):
@@ -117,3 +143,12 @@ class Window:
                 "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
                 "every replica must run the same layers in the same order; pass `weight_sharding=False`."
             )
+
+
+def has_room(windows: Sequence[Window]) -> bool:
+    """Whether every replica has twice the memory free that all whole weights take; collective over the replicas."""
+    bucket = next(bucket for window in windows for bucket in window.buckets)
+    group, device = bucket.sharing.shard_group, bucket.parameters[0].device
+    needs = sum(parameter.numel() * parameter.element_size() for window in windows for parameter in window.parameters)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes(None) // bucket.sharing.shards
+    return bool(raw_all_gather(torch.tensor([int(free >= 2 * needs)], device=device), 0, group).all())

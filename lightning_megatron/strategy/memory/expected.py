@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_megatron.data_parallel.windows.sharded_weights import sharded_weights_of
 from lightning_megatron.planner import Cluster, Memory, ModelShape, Recipe
 from lightning_megatron.planner.cost.layer_memory import checkpoint_bytes
 from lightning_megatron.planner.cost.memory import RUNTIME, logits, recompute_share, stage_memory
@@ -92,12 +93,19 @@ def recipe_of_run(options: Options, layout: Any, batch: int, precision: str) -> 
         global_batch=batch * layout.data,
         chunks=shape.chunks if piped and schedule == options.pipeline_schedule else 1,
         schedule=str(schedule) if piped else "1f1b",
-        sharding="fsdp" if options.weight_sharding else "zero1" if options.optimizer_sharding else "none",
+        **_sharding(options),
         recompute="none" if options.activation_recompute is None else _recompute(options.activation_recompute),
         sequence_parallel=options.sequence_parallel,
         precision=precision,
         optimizer_offload=0.0 if offload is None else 1 - offload.keep,
     )
+
+
+def _sharding(options: Options) -> dict[str, Any]:
+    asked = sharded_weights_of(options.weight_sharding)
+    if asked is None:
+        return {"sharding": "zero1" if options.optimizer_sharding else "none"}
+    return {"sharding": "hsdp" if asked.shard else "fsdp", "free": asked.free, "gradient_sum": asked.sums}
 
 
 def _recompute(given: Any) -> str:

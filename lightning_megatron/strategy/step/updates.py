@@ -65,7 +65,7 @@ def prepare_updates(
         return None
     if loss_scale is not None:
         checks.check_scaled(module)
-    sharded = gradients.options.shards_weights
+    sharded = gradients.options.weights is not None
     if sharded:
         check_sharders(optimizers, gradients.replicas.shards)
     watches = watches_whole_weights if sharded else watches_weights

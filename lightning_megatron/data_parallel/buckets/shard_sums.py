@@ -1,0 +1,112 @@
+"""Sums gradients over the replicas behind every micro-batch, so that only shards of the sums add up over a step.
+
+::
+
+    backward of a micro-batch   layer 3   layer 2   layer 1   layer 0
+    layer 3                     .grad     .grad     sum ───▶ shard += its part
+    layer 2                               .grad     .grad    sum ───▶ shard += its part
+
+The sum of a layer starts when its window has closed behind it, in the order that replicas have agreed upon; at the end
+of a step come those whose gradients arrived later, as the weights' halves of split backwards do. As sums are sums, it
+does not matter which of them an arrival is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
+from lightning_megatron.mesh.messages.collectives import start_all_reduce, wait_for
+
+_UNDER_WAY = 2
+
+
+class ShardSums:
+    """The buckets whose shards add up.
+
+    Args:
+        reduce_dtype: in which sums travel; ``None`` for that of the main gradients.
+        inspect: whether to note the largest absolute value of each gradient before it is summed.
+    """
+
+    def __init__(self, reduce_dtype: torch.dtype | None, inspect: bool) -> None:
+        self._dtype, self._inspect = reduce_dtype, inspect
+        self._under_way: list[Bucket] = []
+        self._settled = False
+
+    def begin(self, bucket: Bucket, *, fresh: bool, factor: float) -> None:
+        """Prepare a bucket for the backwards of one batch.
+
+        Args:
+            bucket: of weights that lie apart.
+            fresh: whether its sum starts from zero.
+            factor: by what sums have been divided, if they are finished; they go on times that.
+        """
+        self._settled = False
+        if fresh or not any(bucket.touched):
+            bucket.added, bucket.touched = None, [False] * len(bucket.parameters)
+            bucket.maxima = {}
+        elif bucket.reduced:
+            bucket.added = bucket.own_gradients.clone().mul_(factor)
+        bucket.let_go()
+        bucket.keep_shard()
+        bucket.adds, bucket.scattered, bucket.reduced, bucket.launched = True, True, False, True
+        for parameter in bucket.parameters:
+            parameter.grad = None
+
+    def add_up(self, bucket: Bucket) -> None:
+        """Start the sum of what has arrived; collective over the replicas."""
+        if bucket in self._under_way:
+            self._complete(bucket)
+        bucket.allocate()
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+                continue
+            bucket.touched[index] = True
+            view.copy_(parameter.grad)
+            parameter.grad = None
+            if self._inspect:
+                name, most = bucket.names[index], torch.linalg.vector_norm(view, float("inf"))
+                bucket.maxima[name] = torch.maximum(most, bucket.maxima.get(name, most))
+        bucket.start_sum(self._dtype)
+        self._under_way.append(bucket)
+        if len(self._under_way) > _UNDER_WAY:
+            self._complete(self._under_way[0])
+
+    def _complete(self, bucket: Bucket) -> None:
+        self._under_way = [other for other in self._under_way if other is not bucket]
+        bucket.finish_sum()
+        own = bucket.own_gradients
+        bucket.added = own if bucket.added is None else bucket.added.add_(own)
+        bucket.let_go()
+        bucket.keep_shard()
+
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Sum what is left of a batch, on any replica; collective over them."""
+        adding = [bucket for bucket in buckets if bucket.adds]
+        if self._settled or not adding:
+            return
+        self._settled = True
+        group, device = adding[0].sharing.group, adding[0].flat.device
+        left = [float(any(parameter.grad is not None for parameter in bucket.parameters)) for bucket in adding]
+        flags, work = start_all_reduce(torch.tensor(left, device=device), group, keep=False)
+        wait_for(work, "all_reduce", flags, group)
+        for bucket, some in zip(adding, flags.tolist(), strict=True):
+            if some:
+                self.add_up(bucket)
+        for bucket in list(self._under_way):
+            self._complete(bucket)
+
+    def finish(self, buckets: Sequence[Bucket], divide_by: float) -> None:
+        """Publish the shards of the sums, divided."""
+        for bucket in buckets:
+            if bucket.adds:
+                bucket.own = bucket.added
+                if bucket.own is None:
+                    bucket.own = bucket.flat.new_zeros(bucket.placement.shard)
+                bucket.own.div_(divide_by)
+                bucket.added, bucket.reduced = None, True
+                bucket.point_pieces()
