@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_megatron import MegatronCheckpointIO
 from lightning_megatron.checkpoints.files import directory
 from lightning_megatron.checkpoints.files.folder import Folder
+from lightning_megatron.data_parallel.offload.steps import _Job
 from tests.checkpoints.reshard_scenarios import Grid, Tied, trainer_of
 from tests.harness import Outcome, RankInfo, ReusedProcesses, run_job, run_trainers
 from tests.parity.train import make_trainer
@@ -46,12 +47,14 @@ class Kill:
     Attributes:
         rank: which; -1 for all at once.
         seconds: after the start of training, or
-        operation: at this file operation of a save (a flush, a write, a rename, a removal), counted from 1.
+        operation: at this file operation of a save (a flush, a write, a rename, a removal), counted from 1, or
+        bucket: once so many buckets have been stepped on in host memory or in files, counted from 1.
     """
 
     rank: int
     seconds: float = 0.0
     operation: int = 0
+    bucket: int = 0
 
 
 class Killer(Callback):
@@ -66,6 +69,8 @@ class Killer(Callback):
             self.notes.write_text(str(trainer.global_step))
         if self.kill is not None and self.kill.operation:
             _count_operations(self.kill.operation)
+        elif self.kill is not None and self.kill.bucket:
+            _count_buckets(self.kill.bucket)
         elif self.kill is not None:
             threading.Timer(self.kill.seconds, _die).start()
 
@@ -88,6 +93,18 @@ def _count_operations(last: int) -> None:
 
     for name in ("write", "flush", "flush_names", "rename_to", "remove", "remove_file", "open"):
         setattr(Folder, name, counting(getattr(Folder, name)))
+
+
+def _count_buckets(last: int) -> None:
+    left, leave = [last], _Job.leave
+
+    def leaving(self: _Job) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            _die()
+        leave(self)
+
+    _Job.leave = leaving
 
 
 def run(info: RankInfo, grid: Grid, folder: str, steps: int, kill: Kill | None, async_save: bool) -> dict[str, Tensor]:
@@ -116,8 +133,10 @@ def undisturbed(info: RankInfo, grid: Grid, steps: int) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def kill_again_and_again(kills: int, seed: int, grid: Grid, async_save: bool, folder: str, report: Any) -> None:
-    """Kills, restarts, and at the end compares with a run that nobody disturbed.
+def kill_again_and_again(
+    kills: int, seed: int, grid: Grid, async_save: bool, folder: str, report: Any, plain: Grid | None = None
+) -> None:
+    """Kills, restarts, and at the end compares with a run that nobody disturbed, on the grid ``plain`` if it is given.
 
     Raises:
         AssertionError: a restart did not go on from the newest whole checkpoint, or the end differs.
@@ -126,8 +145,10 @@ def kill_again_and_again(kills: int, seed: int, grid: Grid, async_save: bool, fo
     saves, reached, done = f"{folder}/saves", 0, 0
     while done < kills:
         rank = dice.choice([-1, *range(grid.ranks)])
-        by_time = dice.random() < 0.5
-        kill = Kill(rank, seconds=dice.uniform(0.05, 1.5)) if by_time else Kill(rank, operation=dice.randint(1, 60))
+        kinds = [Kill(rank, seconds=dice.uniform(0.05, 1.5)), Kill(rank, operation=dice.randint(1, 60))]
+        if plain is not None:  # the optimizer steps bucket by bucket
+            kinds.append(Kill(rank, bucket=dice.randint(1, 40)))
+        kill = kinds[dice.randrange(len(kinds))] if done >= len(kinds) else kinds[-1 - done]
         outcomes = run_job(
             run, grid.ranks, grid, folder, reached + 400, kill, async_save, check=False, deadline=60.0, grace=12.0
         )
@@ -141,7 +162,7 @@ def kill_again_and_again(kills: int, seed: int, grid: Grid, async_save: bool, fo
         reached = newest
     steps = reached + 2
     got = run_trainers(run, grid, folder, steps, None, async_save, devices=grid.ranks)
-    wanted = run_trainers(undisturbed, grid, steps, devices=grid.ranks)
+    wanted = run_trainers(undisturbed, plain or grid, steps, devices=grid.ranks)
     for mine, other in zip(got, wanted, strict=True):
         for name, value in other.value.items():
             assert torch.equal(mine.value[name], value), f"{name} differs after {done} kills and {steps} steps"

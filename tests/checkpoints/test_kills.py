@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints.kill_scenarios import GRIDS, kill_again_and_again
+from tests.checkpoints.reshard_scenarios import Grid
 from tests.checkpoints.save_scenarios import background, cannot_write, failing_background, wrapped
 from tests.harness import run_job, run_trainers
 
@@ -16,6 +18,20 @@ def test_a_run_killed_at_random_times_ends_with_the_weights_of_an_undisturbed_on
     grid: int, async_save: bool, tmp_path: Path
 ) -> None:
     kill_again_and_again(3, 11 + grid, GRIDS[grid], async_save, str(tmp_path), print)
+
+
+@pytest.mark.parametrize(
+    ("grid", "async_save"),
+    [(Grid(data=2), False), pytest.param(Grid(pipeline=2, data=2), True, marks=pytest.mark.wide)],
+)
+def test_a_run_whose_optimizer_lies_in_files_goes_on_from_its_checkpoint_to_the_bit(
+    grid: Grid, async_save: bool, tmp_path: Path
+) -> None:
+    """Killed between two buckets of an update, while it writes a checkpoint, and at some time of a step."""
+    files = tmp_path / "files"
+    offload = {"optimizer_offload": {"to": str(files), "interleave": 2}, "bucket_size_mb": 0.002}
+    kill_again_and_again(3, 21, replace(grid, options=offload), async_save, str(tmp_path), print, grid)
+    assert list(files.iterdir()) == [], "killed runs leave no files behind"
 
 
 @pytest.mark.parametrize("kind", ["full", "denied"])
