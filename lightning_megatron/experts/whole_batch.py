@@ -46,6 +46,7 @@ class WholeBatchMixtures:
     Attributes:
         called: whether a balancing loss of the whole batch has been made in a step.
         left_out: whether they are left out of gradients, for a trial of what else the loss is made of.
+        here: whether the module has such mixtures.
         samples: how many this replica's batch has; ``None`` where that is not known.
     """
 
@@ -59,7 +60,8 @@ class WholeBatchMixtures:
         self._group, self._in_step, self._in_turns = group, in_step, in_turns
         self._replaced, self.called, self.left_out = Replacements(), False, False
         self.samples: int | None = None
-        if any(isinstance(child, MoE) for child in module.modules()):
+        self.here = any(isinstance(child, MoE) for child in module.modules())
+        if self.here:
             for name, mine in (("balancing_loss", self._loss), ("places_in_queues", self._places)):
                 own = getattr(moe, name)
                 self._replaced.put(moe, name, functools.wraps(own)(functools.partial(mine, own)))

@@ -165,7 +165,7 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
 
 
 def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
-    """Add to an error in a step on micro-batches what was not cut, if anything was not: it may be the cause.
+    """Add to an error in a step on micro-batches how its batch was cut: that may be the cause.
 
     Args:
         error: raised by the step.
@@ -180,6 +180,12 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
             f"{size}; its tensors are {', '.join(map(str, lengths))} long, and those of another length went whole to "
             "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
             f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
+        )
+    elif parts > 1:
+        error.add_note(
+            f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
+            "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
+            f"other), set `micro_batch_size={size}` or more, so that it stays whole, or put the batch dimension first."
         )
 
 

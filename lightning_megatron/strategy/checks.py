@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import default_collate
 
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
@@ -138,7 +139,7 @@ def check_placement(placement: Any, topology: Any) -> None:
 
 
 def check_micro_batch(loader: Any, size: int | str) -> None:
-    """Refuse micro-batches that are larger than every batch.
+    """Refuse micro-batches that are larger than every batch; one that is collated otherwise may have any length.
 
     Args:
         loader: of training.
@@ -148,7 +149,8 @@ def check_micro_batch(loader: Any, size: int | str) -> None:
         ValueError: with both sizes.
     """
     batch = getattr(loader, "batch_size", None)
-    if isinstance(size, int) and isinstance(batch, int) and size > batch:
+    usual = getattr(loader, "collate_fn", default_collate) is default_collate
+    if usual and isinstance(size, int) and isinstance(batch, int) and size > batch:
         raise ValueError(
             f"`micro_batch_size={size}` is more than the samples of a batch (`DataLoader(batch_size={batch})`); use at "
             f"most {batch}."

@@ -37,13 +37,16 @@ class BackwardCode:
 
     Attributes:
         mentioned: whether code of the module mentions such things, run or not.
+        unseen: whether it mentions hooks on nodes of the graph, which nobody sees registered.
         fresh: a line that was seen for the first time since :meth:`take`; or "".
         keeps: a line that keeps the gradient of an activation, to be read after the backward; or "".
         refuses: why a line that was not seen before must not run now; "" if it may.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.mentioned = _mentions(module)
+        names = _names(module)
+        functions = "apply" in names and any(not _is_ours(kind.__module__) for kind in _functions())
+        self.mentioned, self.unseen = bool(names & _NAMES) or functions, "register_prehook" in names
         self.fresh, self.keeps, self.refuses = "", "", ""
         self._seen: set[str] = set()
         self._replaced = Replacements()
@@ -54,6 +57,11 @@ class BackwardCode:
     def close(self) -> None:
         """Give torch's methods back."""
         self._replaced.take_back()
+
+    @property
+    def runs(self) -> bool:
+        """Whether any of it was seen to run, or may have run unseen."""
+        return bool(self._seen) or self.unseen
 
     def take(self) -> str:
         """What is fresh, once."""
@@ -98,15 +106,16 @@ class BackwardCode:
         self.keeps = self.keeps or (line if keeps else "")
 
 
-def _mentions(module: nn.Module) -> bool:
-    for layer in module.modules():
-        for table in (layer._backward_hooks, layer._backward_pre_hooks):
-            if any(user_hook(hook) is not None for hook in table.values()):
-                return True
+def _names(module: nn.Module) -> set[str]:
+    """What the code of a module mentions, and of its hooks."""
     reach = Reach(module, module, frozenset(), _MOST)
     reach.containers()
     names = {name for function in reach.functions for name in names_in(function.__code__)[0]}
-    return bool(names & _NAMES) or ("apply" in names and any(not _is_ours(kind.__module__) for kind in _functions()))
+    for layer in module.modules():
+        for table in (layer._backward_hooks, layer._backward_pre_hooks):
+            if any(user_hook(hook) is not None for hook in table.values()):
+                names.add("register_full_backward_hook")
+    return names
 
 
 def _functions(kind: type = Function) -> Iterator[type]:

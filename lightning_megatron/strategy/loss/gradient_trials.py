@@ -245,7 +245,8 @@ class BackwardTrials:
             why = f"a backward writes `{name}`, which the backwards of micro-batches would write several times"
             return f"{why}{_STRAY}" if outside and self._mesh.rank != self._mesh.loss_rank else why
         if len(found) == 1:
-            return "code runs in backwards, and only the layers run in micro-batches" if around else ""
+            runs = self._code is not None and self._code.runs
+            return "code runs in backwards, and only the layers run in micro-batches" if around and runs else ""
         one, other, whole = found
         far = _differs(whole, one, other, self._tolerance(trained.values(), narrow=trial.draws.narrow))
         if not far:

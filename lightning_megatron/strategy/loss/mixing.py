@@ -94,7 +94,8 @@ class MixingTrials:
         self._steps += 1
         keeps, self._keeps_whole = self._keeps_whole, False
         found = self._tries(call, batch, parts, first=first) or keeps
-        self._own.samples = batch_size_of(batch) if found or self._found or len(parts) == 1 else None
+        whole = self._own.here and (found or self._found or len(parts) == 1)
+        self._own.samples = batch_size_of(batch) if whole else None
         return found
 
     def begin(self) -> None:

@@ -1,0 +1,64 @@
+"""Batches whose samples do not lie along dimension 0, and such as nobody can cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.data import BATCH, VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+from tests.strategy.writing_scenarios import Net
+
+SEQUENCE = 6
+
+
+class Opaque:
+    """Has tensors, and does not say where."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+
+class Cut(TokenTask):
+    """Takes batches of one kind; adds positions, so that a piece of a sample does not fit."""
+
+    def __init__(self, kind: str, batch: int) -> None:
+        super().__init__(Net())
+        self.kind, self.batch = kind, batch
+        self.positions = torch.nn.Parameter(torch.linspace(-1, 1, SEQUENCE)[:, None])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randint(0, VOCABULARY, (3 * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(3))
+        return DataLoader(list(rows), batch_size=self.batch, collate_fn=self._collate)  # type: ignore[arg-type]
+
+    def _collate(self, rows: list[Tensor]) -> Any:
+        tokens = torch.stack(rows)
+        return {"packed": tokens.flatten(), "sequence_first": tokens.T.contiguous(), "opaque": Opaque(tokens)}[
+            self.kind
+        ]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """As the task does."""
+        if self.kind == "packed":
+            tokens = batch.view(self.batch, -1)
+        else:
+            tokens = batch.tokens if self.kind == "opaque" else batch.T
+        logits = self.net(tokens) * (1 + self.positions)
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Trains; the whole state."""
+    torch.manual_seed(7)
+    module = Cut(kind, BATCH if layout is None else BATCH // layout[1]).double()
+    trainer = trainer_for(info, layout, arguments, max_epochs=1)
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    return {name: value.clone() for name, value in state.items()}

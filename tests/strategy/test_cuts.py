@@ -1,0 +1,43 @@
+"""Batches that cannot be cut along dimension 0: whole where that is asked for, and else a message about cutting."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import run_trainers
+from tests.parity.scenario import differences
+from tests.strategy import cut_scenarios as cuts
+
+WHOLE = {"micro_batch_size": 1024}
+
+
+@pytest.mark.parametrize("kind", ["packed", "sequence_first"])
+def test_a_batch_of_another_shape_stays_whole_where_that_is_said(kind: str) -> None:
+    (plain,) = run_trainers(cuts.train, None, {}, kind, devices=1)
+    outcomes = run_trainers(cuts.train, (2, 1), WHOLE, kind, devices=2)
+    found = list(differences("", outcomes[0].value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
+
+
+def test_one_that_only_the_loss_cannot_cut_runs_whole_by_itself() -> None:
+    (plain,) = run_trainers(cuts.train, None, {}, "sequence_first", devices=1)
+    outcomes = run_trainers(cuts.train, (2, 1), {"micro_batch_size": "auto"}, "sequence_first", devices=2)
+    found = list(differences("", outcomes[0].value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
+    assert "the layers run in 6 micro-batches" in outcomes[0].output
+    assert "each batch runs whole" not in outcomes[0].output
+
+
+def test_else_the_error_says_how_the_batch_was_cut_and_what_to_do() -> None:
+    auto = {"micro_batch_size": "auto"}
+    outcomes = run_trainers(cuts.train, (2, 1), auto, "packed", devices=2, check=False, grace=20.0)
+    texts = [f"{outcome.error}\n{outcome.output}" for outcome in outcomes]
+    assert any("along dimension 0 of its tensors, which are" in text for text in texts), "\n".join(texts)
+    assert not any("killed" in (outcome.error or "killed") for outcome in outcomes)
+
+
+def test_one_that_nobody_can_cut_runs_where_nothing_is_cut() -> None:
+    (plain,) = run_trainers(cuts.train, None, {}, "opaque", devices=1)
+    (outcome,) = run_trainers(cuts.train, (1, 1), {"micro_batch_size": "auto"}, "opaque", devices=1)
+    found = list(differences("", outcome.value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
