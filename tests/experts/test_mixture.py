@@ -10,6 +10,7 @@ import torch
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import ExpertBias
 from lightning_megatron.layers import MoE, router_losses
+from lightning_megatron.layers.mixture.experts import Experts, has_grouped_products
 from lightning_megatron.layers.mixture.moe import places_in_queues
 from tests.experts.expert_scenarios import fit
 from tests.harness import one_process, run_trainers
@@ -110,6 +111,25 @@ def test_tokens_wait_in_queues_by_choice_and_place():
     place, tokens = places_in_queues(index, 3, torch.Size([1, 3]))
     assert place.tolist() == [[0, 1], [1, 0], [0, 2]]
     assert tokens == 3
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_products_of_all_experts_at_once_are_those_of_one_after_the_other(gated):
+    bank = Experts(16, 8, 6, gated=gated)
+    hidden, weights = torch.randn(20, 16), torch.rand(20, 3)
+    index = torch.arange(60).view(20, 3) % 4  # two experts get no rows
+    index[3, 1] = index[5] = 6  # meant for none
+    found = []
+    for dtype in (torch.float32, torch.float64):  # which torch has no grouped products in
+        own = bank.to(dtype)
+        assert has_grouped_products(dtype, hidden.device, list(own.parameters())) is (dtype is torch.float32)
+        given = hidden.to(dtype, copy=True).requires_grad_(), weights.to(dtype, copy=True).requires_grad_()
+        out = own(given[0], index, given[1])
+        (out * torch.arange(16)).sum().backward()
+        found.append([out, *(each.grad for each in (*given, *own.parameters()))])
+        own.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_beyond_the_capacity_are_dropped_in_training_only():
