@@ -98,10 +98,12 @@ class Scope:
         method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
         attended: how often it did, by method.
         shared_out: makes the split whose parts are blocks of another's, over a group (sequence parallelism).
+        attention: what calls of attention are handed to instead, with the rule for them, if anything.
     """
 
     running: bool = False
     cut: bool = False
+    attention: Callable[..., Any] | None = None
 
     def __init__(self, method: str = "gather") -> None:
         self.method = method

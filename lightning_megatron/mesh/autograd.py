@@ -95,3 +95,21 @@ def put_back(tensor: Tensor, numbers: Tensor, version: int) -> None:
         tensor.copy_(numbers)
     if not counts:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+class HandsOn:
+    """Hooks on saved tensors that hand all but their own to the hooks around them; their pack is a method.
+
+    Attributes:
+        around: those hooks, pack and unpack, or ``None``.
+    """
+
+    around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks that autograd hands saved tensors to at present, by way of those that hand them on."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    while top is not None and isinstance(owner := getattr(top[0], "__self__", None), HandsOn):
+        top = owner.around
+    return top  # type: ignore[no-any-return]

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import NARROW
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
-from lightning_megatron.data_parallel.offload import link
 from lightning_megatron.data_parallel.offload.host_memory import GIB, HostMemory, check_folder, free_bytes
 from lightning_megatron.data_parallel.offload.host_plan import HostPlan, measure
 from lightning_megatron.data_parallel.offload.request import Offload
 from lightning_megatron.data_parallel.offload.stride import best_stride
 from lightning_megatron.data_parallel.update.trial import Independence, state_bytes, steps_in_parts
-from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages import host_link, objects
 from lightning_megatron.strategy.processes import Processes
 
 
@@ -64,7 +63,7 @@ def host_plan(
         _raise_first(check_folder(asked.folder), asked)
     need = sum(_bytes(count, dtype, optimizers) for dtype, count in held.items()) * (1 - asked.keep)
     _raise_first(_too_little(asked, need), asked)
-    memory, path = HostMemory(asked.folder, processes.device), link.link_for(processes.device)
+    memory, path = HostMemory(asked.folder, processes.device), host_link.link_for(processes.device)
     stride, told = _stride(asked, optimizers, memory, path, processes.device, apart)
     place = asked.folder or "host memory"
     rank_zero_info(f"{names}: {need / GIB:.3g} GiB of this rank's weights and state lie in {place}; {told}.")
@@ -135,13 +134,13 @@ def _raise_first(wrong: str | None, asked: Offload) -> None:
 
 
 def _stride(
-    asked: Offload, optimizers: Sequence[Optimizer], memory: HostMemory, path: link.HostLink, device: torch.device,
+    asked: Offload, optimizers: Sequence[Optimizer], memory: HostMemory, path: host_link.HostLink, device: torch.device,
     apart: bool,
 ) -> tuple[int | None, str]:  # fmt: skip
     """Every how manieth bucket steps on the device, the same on all ranks; and why, in words."""
     if asked.interleave != "auto":
         return asked.interleave, "all step there" if asked.interleave is None else f"1 in {asked.interleave} steps here"
-    if not apart or type(path) is link.HostLink:  # the device is the processor
+    if not apart or type(path) is host_link.HostLink:  # the device is the processor
         return None, "all step there"
     speeds = measure(optimizers[0], memory, path, device) if optimizers else None
     slowest = [found for found in objects.gather(speeds) if found is not None]

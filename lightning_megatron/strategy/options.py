@@ -26,12 +26,15 @@ from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.activations.host_request import ActivationOffload, host_request
+from lightning_megatron.strategy.activations.install import ActivationOptions
+from lightning_megatron.strategy.activations.mlp_pieces import MlpChunks
 from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.recipes import arguments_of
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
-from lightning_megatron.strategy.together import check_draws
+from lightning_megatron.strategy.together import check_activations, check_draws
 from lightning_megatron.strategy.weight_checks import check_weight_sharding, optimizer_sharding_of
 
 if TYPE_CHECKING:
@@ -82,6 +85,9 @@ class Options:
         activation_recompute: which activations are computed again in backward instead of being kept: ``"full"`` (every
             layer), ``{"every": n}`` (every n-th), ``"selective"`` (the attention core of every layer), or names or
             patterns of layers or modules in them, such as ``["*.mlp"]``.
+        activation_offload: layers whose activations are kept in host memory until the backward: ``"all"``, ``{"every":
+            n}`` or patterns of names; or ``{"tokens": 0.4}``: those of that share of the tokens, the others' computed
+            again, and never attention. See ``docs/long_context.md``.
         compile_layers: compile each layer of the trunk with ``torch.compile``, once for all of them; a dict gives its
             arguments, such as ``{"mode": "max-autotune"}``.
         record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.
@@ -109,6 +115,8 @@ class Options:
             Does nothing where a hook of the module or of a callback may look at weights in between.
         loss_chunks: compute logits in this many pieces of the tokens, in the loss and again in its backward, so that
             they are never whole; ``"auto"`` makes pieces of at most 64 MiB. See ``docs/long_context.md``.
+        mlp_chunks: run modules in layers that treat every token alike, such as MLPs, in this many pieces of the tokens,
+            and again in the backward; or ``{"*.mlp": 8}``: those of these names. See ``docs/long_context.md``.
         gradient_reduce_dtype: dtype in which gradients are summed over replicas, such as ``torch.bfloat16``; by
             default that of the main gradients: float32, or float64 for parameters of that.
         nonfinite: what to do about a loss or gradient that is NaN or infinite: ``"raise"`` an error that names where
@@ -151,6 +159,7 @@ class Options:
     pipeline_split: str | Sequence[int] = "auto"
     pipeline_placement: Mapping[str, str] | None = None
     activation_recompute: Recompute = None
+    activation_offload: ActivationOffload = None
     compile_layers: CompileOptions = False
     micro_batch_loss_weight: LossWeight | None = None
     whole_batch_loss: bool | str = "auto"
@@ -162,6 +171,7 @@ class Options:
     optimizer_offload: OffloadOptions = False
     overlap_parameter_gather: bool = False
     loss_chunks: int | str | None = None
+    mlp_chunks: MlpChunks = None
     gradient_reduce_dtype: torch.dtype | None = None
     nonfinite: NonFinite = None
     log_gradient_norm: bool = False
@@ -208,6 +218,7 @@ class Options:
         check_weight_sharding(self)
         check_offload(self)
         check_draws(self)
+        check_activations(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -268,6 +279,7 @@ class Options:
             tensor_plan=self.tensor_parallel_plan,
             context=check_context_options(self.context_parallel_size, self.context_parallel_options),
             loss_chunks=self.loss_chunks,
+            activations=ActivationOptions(host_request(self.activation_offload), self.mlp_chunks),
             experts=self.expert_parallel_size,
             stage_speeds=stage_speeds,
         )

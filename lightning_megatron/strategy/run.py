@@ -52,7 +52,7 @@ from lightning_megatron.strategy.step.assembly import Assembled, Assembler, sync
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
-from lightning_megatron.strategy.together import check_draws_run
+from lightning_megatron.strategy.together import check_activations_run, check_draws_run
 from lightning_megatron.strategy.weight_checks import check_sharded_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -197,16 +197,6 @@ class Run:
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
 
-    @property
-    def context_report(self) -> str | None:
-        """What was split over context ranks, and what gathered; ``None`` without context ranks."""
-        return None if self.assembled.tokens is None else self.assembled.tokens.report()
-
-    @property
-    def loss_report(self) -> str | None:
-        """Which functions took logits in pieces, and which made them whole; ``None`` without ``loss_chunks``."""
-        return None if self.assembled.heads is None else self.assembled.heads.report()
-
     def _take(self, outcome: Outcome | None) -> None:
         """Log what a step has logged, and stop where it has asked for that."""
         if outcome is not None:
@@ -334,6 +324,11 @@ class Run:
         remove_loop_ends(self._trainer)
 
 
+def report_of(part: str) -> property:
+    """What a part of the assembled module tells of its steps; ``None`` where there is no such part."""
+    return property(lambda self: None if (found := getattr(self.run.assembled, part)) is None else found.report())
+
+
 def start_run(
     trainer: pl.Trainer,
     module: pl.LightningModule,
@@ -364,6 +359,7 @@ def start_run(
     check_expert_run(options.expert_parallel_size, trainer, module)
     check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
+    check_activations_run(options.activation_offload, str(precision.precision), module)
     check_draws_run(options.random_streams, module, processes.mesh.layout)
     checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.balance_of)
     lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))

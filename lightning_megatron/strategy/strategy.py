@@ -41,7 +41,7 @@ from lightning_megatron.strategy.lightning.restoring import restore_now
 from lightning_megatron.strategy.lightning.trainer_access import is_under_way, present, seed_workers, show_device_mesh
 from lightning_megatron.strategy.memory.memory_report import memory_report
 from lightning_megatron.strategy.processes import Processes
-from lightning_megatron.strategy.run import Run, start_run
+from lightning_megatron.strategy.run import Run, report_of, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
 from lightning_megatron.strategy.world import World
 
@@ -66,12 +66,11 @@ class MegatronStrategy(ParallelStrategy):
     Attributes:
         options: the arguments; those that ``layout="auto"`` leaves to the planner are settled when training starts.
         plan: what the planner found; ``None`` before training, and where the layout was given.
-        context_report, loss_report: which functions ran on tokens, or pieces of them, and which did not; or ``None``.
+        context_report, loss_report, activation_report: what ran on tokens, or pieces of them, or lay in host memory.
     """
 
     plan: Plan | None = None
-    context_report = property(lambda self: self.run.context_report)
-    loss_report = property(lambda self: self.run.loss_report)
+    context_report, loss_report, activation_report = map(report_of, ("tokens", "heads", "traffic"))
     records_timeline = property(lambda self: self.options.engine().record_timeline)
     generate, memory_report = continue_prompts, memory_report
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
@@ -95,7 +94,8 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_placement: Mapping[str, str] | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None, compile_layers: given.CompileOptions = False,
         timeout: timedelta | None = timedelta(minutes=30), cluster_environment: ClusterEnvironment | None = None,
-        random_streams: str = "torch", micro_batch_size: int | str = "auto",
+        activation_offload: given.ActivationOffload = None, random_streams: str = "torch", mlp_chunks: Any = None,
+        micro_batch_size: int | str = "auto",
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)

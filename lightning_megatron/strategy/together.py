@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.strategy.activations.host_request import host_request
+from lightning_megatron.strategy.activations.mlp_pieces import check_chunks
 
 
 def check_size(name: str, size: Any) -> None:
@@ -115,3 +117,64 @@ def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Lay
         refuse_with(_GIVEN, "`torch.jit`: what scripted code draws cannot be seen")
     if not module.automatic_optimization and layout.pipeline * layout.data > 1:
         refuse_with(_GIVEN, "`automatic_optimization=False` on several stages or replicas, where no step is tried")
+
+
+_WITH_ACTIVATIONS = {"activation_recompute": None, "compile_layers": False, "layout": None}
+"""Options that do not go together with activations in host memory, and the only values that do."""
+_WITH_TOKENS = {"sequence_parallel": False, "random_streams": "torch"}
+"""Likewise where layers run again on some of their tokens."""
+_WITH_PIECES = {
+    "compile_layers": False,
+    "weight_sharding": False,
+    "sequence_parallel": False,
+    "expert_parallel_size": 1,
+}
+"""Likewise where modules in them run in pieces."""
+_ONE_BACKWARD = ("1f1b", "gpipe", "interleaved")
+"""Schedules whose backward is one piece."""
+
+
+def check_activations(options: Any) -> None:
+    """Refuse values of ``activation_offload`` and ``mlp_chunks`` that are none, and options that do not go with them.
+
+    Raises:
+        ValueError: with both options.
+    """
+    check_chunks(options.mlp_chunks)
+    if options.mlp_chunks is not None:
+        given = f"mlp_chunks={options.mlp_chunks!r}"
+        check_options_with(given, options, _WITH_PIECES, "mlp_chunks=None")
+        if options.pipeline_schedule not in _ONE_BACKWARD:
+            raise ValueError(
+                f"`{given}` computes a module again in one backward, which `pipeline_schedule="
+                f"{options.pipeline_schedule!r}` may split; use '1f1b', 'gpipe' or 'interleaved'."
+            )
+    request = host_request(options.activation_offload)
+    if request is None:
+        return
+    given, schedule = f"activation_offload={options.activation_offload!r}", options.pipeline_schedule
+    check_options_with(given, options, _WITH_ACTIVATIONS, "activation_offload=None")
+    if request.tokens < 1:
+        check_options_with(given, options, _WITH_TOKENS, "activation_offload='all'")
+        if schedule not in _ONE_BACKWARD:
+            raise ValueError(
+                f"`{given}` computes tokens again in one backward, which `pipeline_schedule={schedule!r}` may split; "
+                "use '1f1b', 'gpipe' or 'interleaved', or `activation_offload='all'`."
+            )
+
+
+def check_activations_run(value: Any, precision: str, module: pl.LightningModule) -> None:
+    """Refuse modules and a precision with which activations are not known to be a layer's own.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if value is None:
+        return
+    given = f"activation_offload={value!r}"
+    if splits_itself(module):
+        refuse_with(given, "a module whose own `configure_model` has split it; leave that to the strategy")
+    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        refuse_with(given, "`torch.compile`: compiled code decides by itself what it keeps for the backward")
+    if precision == "fp8-mixed":
+        refuse_with(given, "`precision='fp8-mixed'`, with which it has not been tried")

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.context_parallel.rules import ring_attention
 from lightning_megatron.tools.rehearsal import rehearse
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS = 2, 24, 16, 2, 3
@@ -91,17 +92,29 @@ def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
         rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
 
 
-def kept_per_token(size: int) -> float:
+def kept_per_token(size: int, method: str = "gather") -> float:
     """Bytes that a rank keeps for the backward, per token of the whole sequences."""
     kept = []
     for tokens in (256, 512):
-        strategy = MegatronStrategy(context_parallel_size=size)
+        options = None if size == 1 else {"method": method}
+        strategy = MegatronStrategy(context_parallel_size=size, context_parallel_options=options)
         found = rehearse(strategy, Words, torch.zeros(BATCH, tokens, dtype=torch.long), world_size=size)
         kept.append(found.bytes_by_kind["activations"])
     return (kept[1] - kept[0]) / (256 * BATCH)
 
 
-def test_what_is_kept_for_the_backward_falls_as_context_ranks_are_added():
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_what_is_kept_for_the_backward_falls_as_context_ranks_are_added(method):
     alone = kept_per_token(1)
     for size in (2, 4):
-        assert kept_per_token(size) <= 1.05 / size * alone
+        assert kept_per_token(size, method) <= 1.05 / size * alone, size
+
+
+def test_the_scores_of_a_ring_are_those_of_one_block_at_a_time(monkeypatch):
+    peaks = []
+    monkeypatch.setattr(ring_attention, "BLOCK", 64)
+    for tokens in (512, 1024):
+        strategy = MegatronStrategy(context_parallel_size=2, context_parallel_options={"method": "ring"})
+        found = rehearse(strategy, Words, torch.zeros(1, tokens, dtype=torch.long), world_size=2)
+        peaks.append(found.bytes_by_kind["peak"])
+    assert peaks[1] <= 2.1 * peaks[0]

@@ -6,6 +6,7 @@ Each rank computes the whole result, and the ranks' gradients are averaged, as g
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.context_parallel.rules import ring_attention
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import Scope
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
@@ -276,6 +278,8 @@ def check_exchanged(group, method):
 def test_attention_around_a_ring_and_by_heads_is_that_of_the_whole_tensor(mesh):
     check_exchanged(tensor_group(mesh), "ring")
     check_exchanged(tensor_group(mesh), "ulysses")
+    with mock.patch.object(ring_attention, "BLOCK", 2):
+        check_exchanged(tensor_group(mesh), "ring")
 
 
 @pytest.mark.wide

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_megatron.data_parallel.offload import link
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.data_parallel.offload.steps import _Job
+from lightning_megatron.mesh.messages import host_link as link
 from lightning_megatron.strategy import offload_checks
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, train
 from tests.harness import RankInfo

@@ -7,20 +7,20 @@
 
 The softmax of a row is merged as in arXiv 1805.02867: m is the highest score so far, l the sum of ``exp(s - m)`` and o
 that of ``exp(s - m) v``, all in float32 where queries have 16 bits, and rounded once, as are dk and dv, which travel in
-float32 then. A row that sees no key has m = -inf and l = 0, and gives zeros, as torch's attention does. Of every two
-runs of tokens, those pairs in which no query sees a key are skipped.
+float32 then. A row that sees no key has m = -inf and l = 0, and gives zeros, as torch's attention does. Scores are
+those of one block of queries and one of keys at a time; blocks in which no query sees a key are skipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
+from lightning_megatron.context_parallel.token_split import Run, TokenSplit, after_the_step
 from lightning_megatron.mesh.messages.passed_on import raw_rotate
 
 
@@ -38,7 +38,7 @@ class RingCall(NamedTuple):
     scale: float
 
     def tiles(self, mask: Tensor | None, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Pairs of runs, of this rank's queries and of ``owner``'s keys, in which a query sees a key.
+        """Blocks of this rank's queries and of ``owner``'s keys in which a query sees a key.
 
         Args:
             mask: [.., rows, tokens] of this rank's rows, added to the scores; ``None`` hides nothing.
@@ -47,12 +47,8 @@ class RingCall(NamedTuple):
         Yields:
             Where the queries lie among the rows, the keys among those of ``owner``, and what to add to their scores.
         """
-        device = torch.device("cpu") if mask is None else mask.device
-        first = 0
-        for start, stop in self.split.mine:
-            rows, first, begin = slice(first, first + stop - start), first + stop - start, 0
-            for low, high in self.split.runs[owner]:
-                keys, begin = slice(begin, begin + high - low), begin + high - low
+        for start, stop, rows in _blocks(self.split.mine):
+            for low, high, keys in _blocks(self.split.runs[owner]):
                 if self.is_causal and low >= stop:
                     continue
                 added = None
@@ -62,9 +58,23 @@ class RingCall(NamedTuple):
                     if bool((added == -math.inf).all()):
                         continue
                 elif self.is_causal and high > start + 1:
-                    hidden = torch.arange(low, high, device=device) > torch.arange(start, stop, device=device)[:, None]
+                    hidden = torch.arange(low, high) > torch.arange(start, stop)[:, None]
                     added = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
                 yield rows, keys, added
+
+
+BLOCK = 512
+"""Queries, and keys, whose scores are there at a time."""
+
+
+def _blocks(runs: Sequence[Run]) -> Iterator[tuple[int, int, slice]]:
+    """First token, the one past the last, and the place among the rows, of every block of some runs."""
+    behind = 0
+    for start, stop in runs:
+        for first in range(start, stop, BLOCK):
+            last = min(first + BLOCK, stop)
+            yield first, last, slice(behind + first - start, behind + last - start)
+        behind += stop - start
 
 
 class Ring(torch.autograd.Function):
@@ -91,7 +101,7 @@ class Ring(torch.autograd.Function):
                 found[..., rows, :] = found[..., rows, :] * kept + weights @ pair[1][..., keys, :].to(wide)
             if step < call.split.group.size() - 1:
                 pair = _passed_on(pair, call.split, owner)
-        found = found / total.masked_fill(total == 0.0, 1.0)
+        found = _like_torchs(found.div_(total.masked_fill(total == 0.0, 1.0)))
         ctx.save_for_backward(query, key, value, mask, found, highest + total.log())
         ctx.call, ctx.scope = call, call.split.scope
         return found.to(query.dtype)
@@ -120,6 +130,11 @@ class Ring(torch.autograd.Function):
                 pair = _passed_on(pair, call.split, owner)
             back = _passed_on(back, call.split, owner)
         return into.to(query.dtype), *(part.to(query.dtype) for part in back), None, None
+
+
+def _like_torchs(found: Tensor) -> Tensor:
+    """The same with the heads behind the rows in memory, so that joining the heads makes no copy."""
+    return found.movedim(-2, 1).contiguous().movedim(1, -2) if found.ndim > 3 else found
 
 
 def _owners(split: TokenSplit) -> Iterator[int]:

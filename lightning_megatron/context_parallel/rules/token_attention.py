@@ -93,14 +93,19 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
-    if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2 or dropout_p:
+    if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2:
         raise NeedsWhole
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # the backward attends again, outside of it
+    if torch.is_autocast_enabled(kind) and not dropout_p:  # the backward attends again, outside of it
         dtype = torch.get_autocast_dtype(kind)
         query, key, value, attn_mask = (_as_autocast(x, dtype) for x in (query, key, value, attn_mask))
         with torch.autocast(kind, enabled=False):
             return _attention(func, query, key, value, attn_mask, 0.0, is_causal, **options)
+    if (instead := split_of(query).scope.attention) is not None:
+        options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        return instead(_attention, func, query, key, value, **options)
+    if dropout_p:
+        raise NeedsWhole
     if attn_mask is not None and is_causal:
         raise NeedsWhole  # torch says what is wrong with that
     keys = split_of(key if isinstance(key, WholeTensor) else query)

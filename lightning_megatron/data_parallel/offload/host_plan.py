@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
-from lightning_megatron.data_parallel.offload.link import HostLink
 from lightning_megatron.data_parallel.offload.steps import HostedSteps
 from lightning_megatron.data_parallel.update.trial import seconds_of
+from lightning_megatron.mesh.messages.host_link import HostLink
 
 _ELEMENTS = 1 << 20
 _ROUNDS = 3

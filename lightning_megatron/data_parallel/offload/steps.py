@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
-from lightning_megatron.data_parallel.offload.link import Copy, HostLink
 from lightning_megatron.data_parallel.update.substeps import SubSteps
+from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
 
 class HostedSteps:

@@ -32,7 +32,7 @@ from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeig
 from lightning_megatron.data_parallel.windows.spread import Spread
 from lightning_megatron.data_parallel.windows.window import Window, has_room
 from lightning_megatron.layers.whole.base import WholeTensor
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.autograd import HandsOn, in_backward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 
@@ -286,24 +286,30 @@ class _Weight:
         self.tensor, self.window = tensor, window
 
 
-def _saved(windows: Sequence[Window], owner: StepWindows) -> saved_tensors_hooks:
+class _Saved(HandsOn):
     """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these."""
-    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def pack(tensor: Tensor) -> Any:
+    def __init__(self, windows: Sequence[Window], owner: StepWindows) -> None:
+        self._windows, self._owner = windows, owner
+        self.around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(self, tensor: Tensor) -> Any:
         if not isinstance(tensor, WholeTensor):  # whose parts are saved by themselves
-            for window in windows:
+            for window in self._windows:
                 if window.has_memory_of(tensor):
                     return _Weight(tensor, window)
-        return (tensor, tensor._version) if around is None else around[0](tensor)
+        return (tensor, tensor._version) if self.around is None else self.around[0](tensor)
 
-    def unpack(packed: Any) -> Any:
+    def unpack(self, packed: Any) -> Any:
         if isinstance(packed, _Weight):
-            owner.need(packed.window)
+            self._owner.need(packed.window)
             return packed.tensor
-        return _unchanged(windows[0].name, *packed) if around is None else around[1](packed)
+        return _unchanged(self._windows[0].name, *packed) if self.around is None else self.around[1](packed)
 
-    return saved_tensors_hooks(pack, unpack)
+
+def _saved(windows: Sequence[Window], owner: StepWindows) -> saved_tensors_hooks:
+    hooks = _Saved(windows, owner)
+    return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
 def _unchanged(layer: str, tensor: Tensor, version: int) -> Tensor:

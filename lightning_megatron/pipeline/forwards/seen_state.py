@@ -35,8 +35,10 @@ class SeenState:
         changes: numbers and tensors without a gradient that it assigned anew.
         buffers: those that forwards write into, with copies of their values before it; ``None`` where it was the first
             that did.
+        dtype: of numbers that it makes without saying of which: the precision sets it around a step, not a backward.
     """
 
+    dtype: torch.dtype | None = None
     changes: list[Change] = field(default_factory=list)
     buffers: list[tuple[Place, Tensor | None]] = field(default_factory=list)
 
@@ -48,6 +50,8 @@ class SeenState:
         """
         now = [(change.container, change.key, change.container.read(change.key)) for change in self.changes]
         tensors = [(owner, name, owner._buffers.get(name)) for (owner, name), _ in self.buffers]
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype or default)
         for change in self.changes:
             change.container.put(change.key, change.old)
         for (owner, name), before in self.buffers:
@@ -56,6 +60,7 @@ class SeenState:
         try:
             yield
         finally:
+            torch.set_default_dtype(default)
             for owner, name, tensor in tensors:
                 owner._buffers[name] = tensor
             for container, key, value in now:
@@ -84,9 +89,9 @@ class StatefulForward:
             kwargs: for it.
         """
         if in_backward():
-            with seen.again():
-                return self._run_and_take_back(forward, *args, **kwargs)
+            return self.again(seen, forward, *args, **kwargs)
         before = self._snapshot() if self._leaves is not False else None
+        seen.dtype = torch.get_default_dtype()
         buffers = [(place, buffer, buffer._version) for place, buffer in self._buffers()]
         kept = {_key(place): buffer.clone() for place, buffer, _ in buffers if self._may_write(place)}
         try:
@@ -99,6 +104,11 @@ class StatefulForward:
                 seen.changes = [change for change in changes if not change.is_of_micro_batch]
                 if self._leaves is None:
                     self._leaves = bool(changes)
+
+    def again(self, seen: SeenState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as it ran when ``seen`` was filled, and leave what it writes as it is now."""
+        with seen.again():
+            return self._run_and_take_back(forward, *args, **kwargs)
 
     def _run_and_take_back(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run once more; what it appends to lists, or keeps with a gradient, the step has read already."""

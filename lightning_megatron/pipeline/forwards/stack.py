@@ -1,11 +1,11 @@
 """Stacks the wrappers around a module's ``forward`` in a fixed order, whatever the order of their installation.
 
-Cutting, profiling, logits in pieces, recomputation, gathering of weights, compilation, split backwards and 8-bit
-products each run code around, or instead of, a module's own ``forward``. Each is installed and removed independently: a
-split backward per micro-batch, the profile after a few steps, the others from run to run. Each has a slot, and slots
-nest in the order of their declaration::
+Cutting, profiling, pieces of tokens, recomputation, activations in host memory, gathering of weights, compilation,
+split backwards and 8-bit products each run code around, or instead of, a module's own ``forward``. Each is installed
+and removed independently: a split backward per micro-batch, the profile after a few steps, the others from run to run.
+Each has a slot, and slots nest in the order of their declaration::
 
-    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ PIECES ─▶ RECOMPUTE ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ own forward
+    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ PIECES ─▶ RECOMPUTE ─▶ HOST ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ own
 
 ``module.forward`` is the outermost wrapper and each wrapper's ``forward`` is the next one, so a call costs one Python
 call per wrapper. Only the stack assigns to ``module.forward``. The innermost forward is the one that the module had
@@ -33,10 +33,11 @@ class ForwardSlot(enum.IntEnum):
     PROFILE = 1
     PIECES = 2
     RECOMPUTE = 3
-    WEIGHTS = 4
-    COMPILE = 5
-    SPLIT = 6
-    PRODUCTS = 7
+    HOST = 4
+    WEIGHTS = 5
+    COMPILE = 6
+    SPLIT = 7
+    PRODUCTS = 8
 
 
 _SLOTS = len(ForwardSlot)

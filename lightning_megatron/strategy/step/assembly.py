@@ -40,6 +40,9 @@ from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.activations.host_copies import Traffic
+from lightning_megatron.strategy.activations.install import ActivationOptions, arrange
+from lightning_megatron.strategy.activations.mlp_pieces import MlpPieces
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
@@ -69,6 +72,7 @@ class ModuleOptions:
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
     context: Mapping[str, str]
+    activations: ActivationOptions
     loss_chunks: int | str | None = None
     experts: int = 1
     stage_speeds: tuple[float, ...] | None = None
@@ -111,6 +115,8 @@ class Assembled:
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
         tokens: where tokens are split over context ranks; ``None`` without them.
         heads: whose logits are computed in pieces; ``None`` where they are whole.
+        traffic: counts what layers keep in host memory; ``None`` where they keep nothing there.
+        pieces: modules that run in pieces of the tokens; ``None`` where all run whole.
     """
 
     module: pl.LightningModule
@@ -121,22 +127,24 @@ class Assembled:
     groups: dict[Holders, Any]
     tokens: TokenRegion | None = None
     heads: LazyHeads | None = None
+    traffic: Traffic | None = None
+    pieces: MlpPieces | None = None
 
     def open(self) -> None:
         """Let layers and heads of the module take part in what steps do."""
-        for part in (self.tokens, self.heads):
+        for part in (self.tokens, self.heads, self.pieces):
             if part is not None:
                 part.open()
 
     def close(self) -> None:
         """Leave them as they were."""
-        for part in (self.tokens, self.heads):
+        for part in (self.tokens, self.heads, self.pieces):
             if part is not None:
                 part.close()
 
     def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A step of the user's with split tokens, and with logits in pieces, where there are such."""
-        for part in (self.heads, self.tokens):
+        for part in (self.heads, self.tokens, self.pieces):
             if part is not None:
                 step = functools.partial(part.run, step)
         return step
@@ -224,7 +232,8 @@ class Assembler:
             agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
-        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads)
+        traffic, pieces = arrange(module, stage, self._options.pipeline_layers, self._options.activations, self._device)
+        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads, traffic, pieces)
 
     def _draws(self) -> LayoutDraws | None:
         """What answers draws, where they are to be those of one process."""

@@ -178,12 +178,16 @@ def rehearse(
     sizes = strategy.options.sizes
     if strategy.options.optimizer_offload:
         raise ValueError("a rehearsal counts a device's memory, not its host's; leave `optimizer_offload` out of it.")
+    if strategy.options.activation_offload is not None:
+        raise ValueError("a rehearsal counts a device's memory, not its host's; leave `activation_offload` out of it.")
     if sizes["context"] > 1 and sizes["pipeline"] > 1:
         raise ValueError(
             f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "
             f"`context_parallel_size={sizes['context']}`; rehearse with `pipeline_parallel_size=1`, or with "
             "`context_parallel_size=1`."
         )
+    if strategy.options.mlp_chunks is not None:
+        raise ValueError("a rehearsal counts modules as whole; leave `mlp_chunks` out of it, which saves memory.")
     if strategy.options.loss_chunks is not None:
         raise ValueError(
             f"a rehearsal counts logits as whole, while `loss_chunks={strategy.options.loss_chunks!r}` computes them "

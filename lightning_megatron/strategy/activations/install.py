@@ -1,0 +1,93 @@
+"""Lets the layers of a module keep their activations elsewhere, or in pieces, for the length of a run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_megatron.mesh.messages.host_link import HostLink, link_for
+from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.activations.host_copies import Traffic
+from lightning_megatron.strategy.activations.host_request import HostRequest
+from lightning_megatron.strategy.activations.layer_calls import HostCall, chosen_layers
+from lightning_megatron.strategy.activations.mlp_pieces import MlpChunks, MlpPieces
+from lightning_megatron.strategy.activations.token_calls import TokenCall
+
+
+class ActivationOptions(NamedTuple):
+    """What is asked for: kept in host memory, and run in pieces of the tokens."""
+
+    host: HostRequest | None = None
+    chunks: MlpChunks = None
+
+
+def arrange(
+    module: nn.Module, stage: Stage | None, pipeline_layers: str, options: ActivationOptions, device: torch.device
+) -> tuple[Traffic | None, MlpPieces | None]:
+    """Call `keep_on_host` and `run_in_pieces` for the layers of a module on ``device``."""
+    traffic = keep_on_host(module, stage, pipeline_layers, options.host, link_for(device))
+    return traffic, run_in_pieces(module, stage, pipeline_layers, options.chunks)
+
+
+def keep_on_host(
+    module: nn.Module, stage: Stage | None, pipeline_layers: str, request: HostRequest | None, link: HostLink
+) -> Traffic | None:
+    """Let layers keep their activations in host memory; call it once the module is cut.
+
+    Args:
+        module: the module.
+        stage: this rank's, where it is cut.
+        pipeline_layers: name of the list of layers where it is not, or ``"auto"``.
+        request: which of them, and of how many tokens; ``None`` removes the wrappers of an earlier run.
+        link: what copies between device and host.
+
+    Returns:
+        What counts the copies; ``None`` where nothing was asked for.
+
+    Raises:
+        ValueError: there are no layers, or a pattern matches none.
+    """
+    try:
+        trunk = find_trunk(module, pipeline_layers) if stage is None else stage.partition.trunk
+    except ValueError as error:
+        if request is None:
+            return None
+        raise ValueError(f"`activation_offload` is for what repeated layers keep: {error}") from error
+    for layer in trunk.layers(module):
+        ForwardStack.of(layer).remove(ForwardSlot.HOST)
+    if request is None:
+        return None
+    traffic = Traffic(link)
+    for name in chosen_layers(trunk, request, trunk.layer_names if stage is None else stage.presence.layers_here()):
+        layer = module.get_submodule(name)
+        whole = request.tokens == 1
+        call = HostCall(layer, name, traffic) if whole else TokenCall(layer, name, traffic, request.tokens)
+        call.install()
+    return traffic
+
+
+def run_in_pieces(module: nn.Module, stage: Stage | None, pipeline_layers: str, chunks: MlpChunks) -> MlpPieces | None:
+    """Find the modules in layers that are to run in pieces of the tokens.
+
+    Args:
+        module: the module.
+        stage: this rank's, where it is cut.
+        pipeline_layers: name of the list of layers where it is not, or ``"auto"``.
+        chunks: how many pieces of which modules; ``None``: none.
+
+    Raises:
+        ValueError: there are no layers, or a pattern matches no module in them.
+    """
+    if chunks is None:
+        return None
+    if stage is not None:
+        return MlpPieces(module, stage.presence.layers_here(), chunks)
+    try:
+        trunk = find_trunk(module, pipeline_layers)
+    except ValueError as error:
+        raise ValueError(f"`mlp_chunks` is for modules in repeated layers: {error}") from error
+    return MlpPieces(module, trunk.layer_names, chunks)

@@ -1,0 +1,97 @@
+"""Layers whose activations lie in host memory between forward and backward, with modules that know nothing of it.
+
+What autograd saves in the forward of a layer is copied to the host, and its place on the device is given free. The
+numbers of the backward are those of a run without, bit for bit. Parameters, buffers and what a layer is given beside
+its input (masks, tables) stay where they are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.pipeline.cut.trunk import Trunk
+from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
+from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, memory_of
+from lightning_megatron.strategy.activations.host_request import HostRequest
+
+
+def chosen_layers(trunk: Trunk, request: HostRequest, owned: Sequence[str]) -> list[str]:
+    """Names of the layers, among those on this rank, whose activations are kept in host memory.
+
+    Raises:
+        ValueError: a pattern matches no layer.
+    """
+    names = list(trunk.layer_names[:: request.every])
+    for pattern in request.patterns or ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"`activation_offload` names {pattern!r}, which matches none of the layers {', '.join(names[:6])}, ..."
+            )
+    if request.patterns is not None:
+        names = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in request.patterns)]
+    here = Parts(list(owned))
+    return [name for name in names if name in here]
+
+
+class HostCall(Wrapper):
+    """Runs a layer's forward; all that autograd saves in it is kept in host memory.
+
+    Args:
+        module: the layer.
+        name: its name.
+        traffic: counts, and copies.
+    """
+
+    slot = ForwardSlot.HOST
+
+    def __init__(self, module: nn.Module, name: str, traffic: Traffic) -> None:
+        super().__init__(module)
+        self._name, self._traffic = name, traffic
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or in_backward():
+            return self.forward(*args, **kwargs)
+        inputs = [x.local() if isinstance(x, WholeTensor) else x for x in tensors_in(args, kwargs)]
+        call = KeptCall(self._name, self._traffic, self._staying(inputs))
+        given = {memory_of(x) for x in inputs}
+
+        def pack(tensor: Tensor) -> Tensor | View:
+            if call.stays(tensor):
+                return tensor
+            view = call.whole(tensor, "input" if memory_of(tensor) in given else "other")
+            view.copy.uses += 1
+            return view
+
+        def unpack(kept: Tensor | View) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            call.fetch()
+            return kept.get()
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.forward(*args, **kwargs)
+
+    def _staying(self, inputs: Sequence[Tensor]) -> set[int]:
+        """Memories of what the layer uses and does not make."""
+        module: nn.Module = self.module
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor) in _PLAIN]
+        return {memory_of(x) for x in (*own, *(x for x in inputs if not x.requires_grad and x is not inputs[0]))}
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors of numbers, then all others, that a layer is given."""
+    found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided]
+    return [x for x in found if x.is_floating_point()] + [x for x in found if not x.is_floating_point()]
+
+
+_PLAIN = (Tensor, nn.Parameter)

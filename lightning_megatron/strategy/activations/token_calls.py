@@ -1,0 +1,357 @@
+"""Layers that keep the activations of some of their tokens in host memory, and compute the other tokens' again.
+
+MEMO (arXiv 2407.12117): of what a layer saves, its input and the outputs of attention are kept for all tokens, in host
+memory. Of the rest a share of the *tokens* is kept there, and the backward computes the other tokens' again, attention
+answering from the outputs kept. So attention, whose work grows with the square of the length, runs once::
+
+    tokens      0 ... k-1                k ... n-1
+    forward     run                      run
+    kept        input, attention's o, everything else    input, attention's o
+    backward    fetched                  run again by themselves: norms, linears, activations; o is given
+
+The layer's own forward is what runs again, on a tensor of all tokens' shape that stores some rows (`.token_rows`). The
+first call of each kind runs it so and compares each saved tensor's numbers: a layer that does not treat its tokens
+alike is refused there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.context_parallel.rules.token_views import split_of
+from lightning_megatron.context_parallel.token_shards import TokenShards
+from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
+from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
+from lightning_megatron.strategy.activations.generator_states import differs, random_state, set_random_state
+from lightning_megatron.strategy.activations.host_copies import HostCopy, KeptCall, Traffic, View, form_of, memory_of
+from lightning_megatron.strategy.activations.layer_calls import HostCall, tensors_in
+from lightning_megatron.strategy.activations.token_places import Place, place_in
+from lightning_megatron.strategy.activations.token_rows import LayerScope, RowShards, later_runs, rows_of_input
+
+
+class TokenCall(HostCall):
+    """Runs a layer's forward, and again on some of its tokens.
+
+    Args:
+        module: the layer.
+        name: its name.
+        traffic: counts, and copies.
+        share: of the tokens that are kept; below 1.
+    """
+
+    def __init__(self, module: nn.Module, name: str, traffic: Traffic, share: float) -> None:
+        super().__init__(module, name, traffic)
+        self.name, self.share, self.traffic = name, share, traffic
+        self.state = StatefulForward(module)
+        self.learned: dict[Any, list[Place | None]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or in_backward():
+            return self.forward(*args, **kwargs)
+        x = next(iter(tensors_in(args, kwargs)), None)
+        scope = LayerScope(self.name, f"activation_offload={{'tokens': {self.share}}}")
+        if x is None or not x.is_floating_point() or x.ndim != 3 or type(x) not in (Tensor, TokenShards):
+            shape = None if x is None else f"{type(x).__name__} {tuple(x.shape)}"
+            scope.refuse(f"the first of what it is given is {shape}, not [batch, tokens, features]")
+        run = _Run(self, args, kwargs, x, scope)
+        return super().__call__(*args, **kwargs) if run.first >= run.rows else run.forward()
+
+    def staying(self, inputs: Sequence[Tensor]) -> set[int]:
+        """Memories of what the layer uses and does not make."""
+        return self._staying(inputs)
+
+
+@dataclass
+class _Part:
+    """A saved tensor of which the first tokens are on the host."""
+
+    copy: HostCopy | None
+    form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    place: Place
+    source: Any
+
+
+@dataclass
+class _Core:
+    """One call of attention: its output, which of its three operands have tokens, and the random state behind it."""
+
+    output: View
+    memory: int
+    split: tuple[bool, ...]
+    after: Any
+
+
+class _Run:
+    """One call of a layer."""
+
+    def __init__(self, owner: TokenCall, args: Any, kwargs: Any, x: Any, scope: LayerScope) -> None:
+        self.owner, self.given, self.x, self.own_scope = owner, (args, kwargs), x, scope
+        self.scope: Any = scope
+        inner = [part.batch_first for part in owner.module.modules() if isinstance(part, nn.MultiheadAttention)]
+        self.dim, local = int(not inner or inner[0]), x
+        if isinstance(x, TokenShards):
+            self.dim, local, self.scope = x._dim, x.local(), split_of(x).scope
+        self.length, self.rows = x.shape[self.dim], local.shape[self.dim]
+        self.runs = split_of(x).mine if isinstance(x, TokenShards) else ((0, self.rows),)
+        self.first = math.ceil(owner.share * self.rows - 1e-9) if self.rows > 1 else self.rows
+        self.cores: list[_Core] = []
+        self.inside: tuple[int, tuple[Any, ...]] | None = None
+        self.count = self.waiting = 0  # tensors saved outside of attention; those with tokens not asked for yet
+        self.parts: dict[Any, _Part] = {}
+        self.saved: dict[Any, Tensor] = {}
+        self.again: dict[Any, Tensor] | None = None
+        self.seen, self.drew = SeenState(), False
+        kind = local.device.type
+        self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.local, self.device, self.needs_gradient = local, local.device, local.requires_grad
+
+    def forward(self) -> Any:
+        owner, (args, kwargs) = self.owner, self.given
+        inputs = [x.local() if isinstance(x, WholeTensor) else x for x in tensors_in(args, kwargs)]
+        self.call = KeptCall(owner.name, owner.traffic, owner.staying(inputs))
+        self.input, self.memory = self.call.whole(self.local, "input"), memory_of(self.local)
+        key, shown, before = self._kind(), self.x, self.scope.attention
+        self.places = owner.learned.get(key)
+        self.input.copy.uses += self.places is not None
+        if not isinstance(shown, WholeTensor):
+            shown = rows_of_input(shown, self.dim, self.length, self.runs, self.scope)
+        args, kwargs = tree_map(lambda value: shown if value is self.x else value, self.given)
+        self.given = tree_map(lambda value: _INPUT if value is self.x else value, self.given)
+        self.start, self.scope.attention = random_state(self.device), self._attend
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                found = owner.state.run(self.seen, owner.forward, *args, **kwargs)
+        finally:
+            self.scope.attention = before
+        self.drew = differs(self.start, random_state(self.device))
+        if self.places is None:
+            owner.learned[key] = self._learn()
+        del self.x, self.local, self.saved
+        return tree_map(lambda value: value.local() if isinstance(value, RowShards) else value, found)
+
+    def _kind(self) -> Any:
+        """What calls that save tensors alike have in common."""
+        leaves = tree_leaves(self.given)
+        told = [_told(leaf) for leaf in leaves]
+        return (*told, self.owner.module.training, self.autocast._enabled, isinstance(self.x, TokenShards))
+
+    # -- forward
+
+    def _attend(self, rule: Callable[..., Any], func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        """Attention of all tokens, whose output is kept."""
+        operands = query, key, value
+        split = tuple(isinstance(x, WholeTensor) and x._dim == x.ndim - 2 for x in operands)
+        if any(isinstance(x, WholeTensor) and not tokens for x, tokens in zip(operands, split, strict=True)):
+            self.own_scope.refuse("attention is given keys or values whose tokens are not their last dim but one")
+        local = tuple(x.local() if isinstance(x, WholeTensor) else x for x in operands)
+        self.inside, self.scope.attention = (len(self.cores), local), None
+        try:
+            found = self._around(rule, func, operands, local, options)
+        finally:
+            self.inside, self.scope.attention = None, self._attend
+        view = self.call.whole(found.local(), "attention")
+        view.copy.uses += self.places is not None
+        self.cores.append(
+            _Core(view, memory_of(found.local()), split, random_state(self.device) if options["dropout_p"] else None)
+        )
+        return found
+
+    def _around(self, rule: Callable[..., Any], func: Any, operands: Any, local: Any, options: Any) -> Any:
+        if isinstance(options["attn_mask"], WholeTensor):
+            self.own_scope.refuse("the mask of attention is computed from the tokens")
+        if isinstance(operands[0], RowShards):
+            return operands[0].like(func(*local, **options))
+        try:
+            return rule(func, *operands, **options)
+        except NeedsWhole:
+            self.own_scope.refuse("attention gathers all tokens, as it does with dropout")
+
+    def _pack(self, tensor: Tensor) -> Any:
+        index = self.count
+        self.count += self.inside is None
+        if self.call.stays(tensor):
+            return tensor
+        if self.inside is not None:
+            source, place, kind = self._of_core(tensor, *self.inside)
+        else:
+            memory = memory_of(tensor)
+            kind = "attention" if any(memory == core.memory for core in self.cores) else "other"
+            kind = "input" if memory == self.memory else kind
+            source, place = index, None
+            if kind == "other" and self.places is not None and index < len(self.places):
+                place = self.places[index]
+        if self.places is None and source is not None:
+            self.saved[source] = tensor.detach()
+        if place is None or self.places is None:
+            view = self.call.whole(tensor, kind)
+            view.copy.uses += 1
+            return view
+        return self._part(tensor, place, source)
+
+    def _of_core(self, tensor: Tensor, index: int, local: tuple[Any, ...]) -> tuple[Any, Place | None, str]:
+        """Which operand of attention a saved tensor is."""
+        for which, operand in enumerate(local):
+            if memory_of(tensor) == memory_of(operand) and form_of(tensor) == form_of(operand):
+                tokens = operand.shape[-2] == self.rows
+                return (index, which), Place(tensor.ndim - 2) if tokens else None, "other"
+        return None, None, "attention"
+
+    def _part(self, tensor: Tensor, place: Place, source: Any) -> _Part:
+        key = (memory_of(tensor), tensor._version, *form_of(tensor))
+        if key not in self.parts:
+            copy = None
+            if self.first:
+                rows = place.rows(tensor.detach(), self.rows, 0, self.first).clone()
+                copy = self.call.copied(rows, "other")
+            self.call.remember(tensor)
+            self.parts[key] = _Part(copy, (tensor.dtype, tensor.shape, tensor.stride()), place, source)
+        part = self.parts[key]
+        self.waiting += 1
+        if part.copy is not None:
+            part.copy.uses += 1
+        return part
+
+    # -- backward
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self.call.fetch()
+        if isinstance(kept, View):
+            return kept.get()
+        return self._joined(kept)
+
+    def _joined(self, part: _Part) -> Tensor:
+        if self.again is None:
+            self.again = self._run_again(self.first)
+            self.owner.traffic.replayed[self.owner.name] = self.rows - self.first, self.rows
+        later = self.again[part.source]
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self.again = None
+        dtype, size, stride = part.form
+        if part.copy is None:
+            return later
+        found = _empty_like(dtype, size, stride, self.device)
+        host = part.copy.get()
+        part.place.rows(found, self.rows, 0, self.first).copy_(host)
+        part.place.fill(found, self.rows, self.first, later)
+        return found
+
+    def _run_again(self, first: int) -> dict[Any, Tensor]:
+        """Run the layer on the rows from ``first`` on; returns what it saves."""
+        owner, found, met = self.owner, dict[Any, Tensor](), [0, 0]
+        wanted = None if self.places is None else {part.source for part in self.parts.values()}
+        whole = self.input.get().detach()
+        runs = later_runs(self.runs, first)
+
+        def pack(tensor: Tensor) -> Tensor:
+            if wanted is None or met[0] in wanted:
+                found[met[0]] = tensor.detach()
+            met[0] += 1
+            return tensor
+
+        def answer(rule: Any, func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+            core, index = self.cores[met[1]], met[1]
+            for which, operand in enumerate((query, key, value)):
+                if core.split[which]:
+                    found[index, which] = operand.local().detach()
+            met[1] += 1
+            output = core.output.get().detach()
+            if core.after is not None:
+                set_random_state(core.after, self.device)
+            return query.like(_dense(output.narrow(-2, first, self.rows - first).requires_grad_()))
+
+        scope, hooks = LayerScope(owner.name, self.own_scope.given, answer), (pack, _unchanged)
+        scope.hooks = hooks
+        with torch.enable_grad(), self.autocast, self._random_as_then(), saved_tensors_hooks(*hooks):
+            args, kwargs = tree_map(lambda value: self._later(value, whole, first, runs, scope), self.given)
+            owner.state.again(self.seen, owner.forward, *args, **kwargs)
+        if met != [self.count, len(self.cores)]:
+            self.own_scope.refuse(
+                f"{met[0]} tensors are saved and {met[1]} calls of attention made, where there were {self.count} and "
+                f"{len(self.cores)} with all tokens"
+            )
+        return found
+
+    def _later(self, value: Any, whole: Tensor, first: int, runs: Any, scope: LayerScope) -> Any:
+        """An argument of the layer for a run on the rows from ``first`` on."""
+        if value is _INPUT:
+            rows = _dense(whole.narrow(self.dim, first, self.rows - first).requires_grad_(self.needs_gradient))
+            return rows_of_input(rows, self.dim, self.length, runs, scope)
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(value, WholeTensor):
+            return value.detach().requires_grad_(value.requires_grad)
+        if value._dim != self.dim or value.local().shape[self.dim] != self.rows:
+            self.own_scope.refuse("it is given another tensor of tokens than its input, of another length")
+        rows = value.local().detach().narrow(self.dim, first, self.rows - first).requires_grad_(value.requires_grad)
+        return rows_of_input(_dense(rows), self.dim, self.length, runs, scope)
+
+    def _learn(self) -> list[Place | None]:
+        """Where the tokens are in what the layer saves; it has run on all of them."""
+        tokens, count = self.rows, min(self.rows // 3 + 1, self.rows - 1)
+        self.input.copy.uses += 1
+        for core in self.cores:
+            core.output.copy.uses += 1
+        part = self._run_again(tokens - count)
+        self.call.let_go()
+        places: list[Place | None] = [None] * self.count
+        for source, saved in self.saved.items():
+            if source not in part:
+                continue
+            try:
+                place = place_in(saved, part[source], tokens, count, inner=self.dim == 0)
+            except ValueError as error:
+                self.own_scope.refuse(str(error))
+            if isinstance(source, int):
+                places[source] = place
+        return places
+
+    @contextmanager
+    def _random_as_then(self) -> Iterator[None]:
+        """Random numbers are those of the forward, and afterwards as they are now."""
+        if not self.drew:
+            yield
+            return
+        now = random_state(self.device)
+        set_random_state(self.start, self.device)
+        try:
+            yield
+        finally:
+            set_random_state(now, self.device)
+
+
+def _told(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.ndim, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _empty_like(dtype: torch.dtype, size: Any, stride: Any, device: torch.device) -> Tensor:
+    """A tensor whose dims lie in memory in the order of those strides."""
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
+    return torch.empty_permuted(size, order, dtype=dtype, device=device)
+
+
+def _unchanged(kept: Tensor) -> Tensor:
+    return kept
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """A copy without gaps, so that functions take the ways that they take with all tokens; it may be written into."""
+    return _empty_like(rows.dtype, rows.shape, rows.stride(), rows.device).copy_(rows)
+
+
+_INPUT = object()
+"""Stands for a layer's input among its arguments."""

@@ -1,0 +1,48 @@
+"""A module whose layers keep their activations in host memory, as each layout has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron import MegatronStrategy
+from tests.activations.layers import WIDTH, Block, ByHand, Modules, RotatedWindow
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+
+KINDS = {"block": Block, "rotary": RotatedWindow, "by hand": ByHand, "modules": Modules}
+
+
+class Decoder(nn.Module):
+    """A decoder."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(KINDS[kind]() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def train(info: RankInfo, kind: str, arguments: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Metrics and weights of a run; a plain one without arguments."""
+    torch.manual_seed(7)
+    module = TokenTask(Decoder(kind))
+    strategy: Any = "auto" if arguments is None else MegatronStrategy(**arguments)
+    trainer = make_trainer(info, strategy, max_epochs=1, limit_val_batches=2, **options)
+    trainer.fit(module)
+    found: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if arguments is None:
+        return found | {"weights": {name: value.detach() for name, value in module.state_dict().items()}}
+    told = strategy.activation_report
+    assert ("activation_offload" in arguments) == ("bytes in host memory" in (told or ""))
+    return found | {"weights": strategy.full_state_dict()}

@@ -1,0 +1,78 @@
+"""Activations in host memory in every layout: the numbers of one process without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron import MegatronStrategy
+from tests.activations.host_scenarios import train
+from tests.harness import one_process, run_trainers
+
+PP, DP, TP, CP = (f"{axis}_parallel_size" for axis in ("pipeline", "data", "tensor", "context"))
+TOKENS, ALL = {"activation_offload": {"tokens": 0.4}}, {"activation_offload": "all"}
+RING, HEADS = ({"context_parallel_options": {"method": method}} for method in ("ring", "ulysses"))
+wide = pytest.mark.wide
+LAYOUTS = [
+    ("block", {PP: 2, **TOKENS}, {}),
+    ("rotary", {CP: 2, **RING, **TOKENS}, {}),
+    ("by hand", {DP: 2, "weight_sharding": True, **ALL}, {}),
+    *(
+        pytest.param(*row, marks=wide)
+        for row in (
+            ("block", {**TOKENS}, {}),
+            ("block", {TP: 2, **TOKENS}, {}),
+            ("block", {TP: 2, **ALL}, {}),
+            ("block", {DP: 2, "weight_sharding": True, **TOKENS}, {}),
+            ("block", {CP: 3, **TOKENS}, {}),
+            ("block", {CP: 2, **HEADS, **TOKENS}, {}),
+            ("block", {CP: 2, TP: 2, **TOKENS}, {}),
+            ("rotary", {CP: 2, PP: 2, **TOKENS, "micro_batch_size": 2}, {}),
+            ("rotary", {PP: 2, "pipeline_schedule": "interleaved", **TOKENS}, {}),
+            ("block", {PP: 2, "pipeline_schedule": "zb-h1", **ALL}, {}),
+            ("block", {PP: 2, "loss_chunks": 3, **TOKENS}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+            ("by hand", {CP: 2, PP: 2, **ALL}, {}),
+            ("rotary", {"activation_recompute": "full"}, {}),
+            ("rotary", {"micro_batch_size": 1, "optimizer_offload": True, **TOKENS}, {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "options"), LAYOUTS, ids=str)
+def test_a_layout_with_activations_in_host_memory_gives_what_one_process_gives(kind, arguments, options):
+    wanted = one_process(train, kind, None, options)
+    devices = 1
+    for name in (PP, DP, TP, CP):
+        devices *= arguments.get(name, 1)
+    outcomes = run_trainers(train, kind, arguments, options, devices=devices)
+    for outcome in outcomes:
+        found = outcome.value
+        for name in set(wanted) - {"weights"}:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-9), name
+    weights = outcomes[0].value["weights"]
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_layer_that_is_not_token_by_token_is_refused_on_every_rank():
+    for outcome in run_trainers(train, "by hand", {PP: 2, **TOKENS}, {}, devices=2, check=False, grace=20.0):
+        assert "there `matmul` reads other tokens" in f"{outcome.error}\n{outcome.output}", outcome
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({**ALL, "activation_recompute": "full"}, "`activation_recompute='full'`; use `activation_recompute=None`"),
+        ({**ALL, "compile_layers": True}, "`compile_layers=True`"),
+        ({**ALL, "layout": "auto"}, "`layout='auto'`"),
+        ({**TOKENS, TP: 2, "sequence_parallel": True}, "`sequence_parallel=True`.*`activation_offload='all'`"),
+        ({**TOKENS, "random_streams": "layout"}, "`random_streams='layout'`"),
+        ({**TOKENS, PP: 2, "pipeline_schedule": "zb-h1"}, "`pipeline_schedule='zb-h1'` may split"),
+        ({"activation_offload": "some"}, "must be None, 'all'"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        MegatronStrategy(**arguments)
