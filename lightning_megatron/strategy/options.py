@@ -26,9 +26,7 @@ from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
 from lightning_megatron.strategy import checks
-from lightning_megatron.strategy.activations.host_request import ActivationOffload, host_request
-from lightning_megatron.strategy.activations.install import ActivationOptions
-from lightning_megatron.strategy.activations.mlp_pieces import MlpChunks
+from lightning_megatron.strategy.activations.install import ActivationOffload, ActivationOptions, MlpChunks
 from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.recipes import arguments_of
@@ -279,7 +277,7 @@ class Options:
             tensor_plan=self.tensor_parallel_plan,
             context=check_context_options(self.context_parallel_size, self.context_parallel_options),
             loss_chunks=self.loss_chunks,
-            activations=ActivationOptions(host_request(self.activation_offload), self.mlp_chunks),
+            activations=ActivationOptions.of(self.activation_offload, self.mlp_chunks),
             experts=self.expert_parallel_size,
             stage_speeds=stage_speeds,
         )

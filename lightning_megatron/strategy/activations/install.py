@@ -12,7 +12,7 @@ from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.activations.host_copies import Traffic
-from lightning_megatron.strategy.activations.host_request import HostRequest
+from lightning_megatron.strategy.activations.host_request import ActivationOffload, HostRequest, host_request
 from lightning_megatron.strategy.activations.layer_calls import HostCall, chosen_layers
 from lightning_megatron.strategy.activations.mlp_pieces import MlpChunks, MlpPieces
 from lightning_megatron.strategy.activations.token_calls import TokenCall
@@ -23,6 +23,11 @@ class ActivationOptions(NamedTuple):
 
     host: HostRequest | None = None
     chunks: MlpChunks = None
+
+    @classmethod
+    def of(cls, offload: ActivationOffload, chunks: MlpChunks) -> ActivationOptions:
+        """What the strategy's options ask for."""
+        return cls(host_request(offload), chunks)
 
 
 def arrange(
@@ -91,3 +96,6 @@ def run_in_pieces(module: nn.Module, stage: Stage | None, pipeline_layers: str, 
     except ValueError as error:
         raise ValueError(f"`mlp_chunks` is for modules in repeated layers: {error}") from error
     return MlpPieces(module, trunk.layer_names, chunks)
+
+
+__all__ = ["ActivationOffload", "ActivationOptions", "MlpChunks", "arrange", "keep_on_host", "run_in_pieces"]
