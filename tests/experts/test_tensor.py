@@ -26,7 +26,7 @@ ROWS: list[Any] = [
         pytest.param(*row, marks=WIDE)
         for row in (
             *((f"attending_{name}", 2, T2E2, {}) for name in KINDS),
-            *((f"attending_{name}", 2, SHARDS, {}) for name in ("selected", "pushed", "loop", "masked", "drop_in")),
+            *((f"attending_{name}", 2, SHARDS, {}) for name in ("selected", "pushed", "loop", "masked")),
             *((family, 2, T2E2, {}) for family in (*FAMILIES, *FURTHER)),
             *((family, 2, SHARDS, {}) for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss")),
             ("words", 2, T2E2, {}),
@@ -109,6 +109,9 @@ REFUSED: list[Any] = [
         {**T2E2, "tensor_parallel_plan": {"layers.*.mixture.experts.*.0": "colwise"}},
         "`tensor_parallel_plan` names 'layers.0.mixture.experts.0.0'",
         marks=WIDE,
+    ),
+    pytest.param(
+        "attending_drop_in", SHARDS, "`mixture.mean_scores`, beside the hidden state, is computed", marks=WIDE
     ),
     pytest.param("attending_dropped", T2E2, "depends on the others of the batch", marks=WIDE),
     pytest.param("attending_chained", T2E2, "depends on what another one has answered", marks=WIDE),
