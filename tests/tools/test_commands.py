@@ -26,6 +26,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "noise").write_bytes(bytes(range(128, 256)))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("a.ckpt", "b.ckpt"):
+        (tmp_path / "saves" / name).mkdir(parents=True)
+        (tmp_path / "saves" / name / "COMPLETE").touch()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
     (tmp_path / "train.py").write_text("x = 3\n")
     (tmp_path / "broken.py").write_text("def build(:\n")
@@ -79,6 +84,8 @@ REFUSED = [
     (["rehearse", "train.py:build", "--layout", "t0"], "`--layout` has 't0'"),
     (["rehearse", "train.py:build", "--strategy", "x"], "`--strategy x` must be name=value"),
     (["checkpoint", "inspect", "absent"], "there is no checkpoint at absent"),
+    (["checkpoint", "inspect", "empty"], "there is no checkpoint in empty: the folder is empty"),
+    (["checkpoint", "verify", "saves"], "saves is a folder of checkpoints; name one: saves/a.ckpt, saves/b.ckpt"),
     (["checkpoint", "verify", "absent"], "there is no checkpoint at absent"),
     (["checkpoint", "export", "folder", "out", "--format", "zip"], "`--format zip` must be"),
     (["checkpoint", "export", "folder", "out.ckpt", "--prefix", "m."], "`--prefix` is for folders"),

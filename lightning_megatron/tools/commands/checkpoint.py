@@ -56,7 +56,7 @@ def inspect(
 
 def _print_tables(path: str, source: Any, kinds: Any, tied: dict[str, str]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     facts = Table(title=path, show_header=False)
@@ -65,7 +65,7 @@ def _print_tables(path: str, source: Any, kinds: Any, tied: dict[str, str]) -> N
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
             facts.add_row(key, text)
     console.print(facts)
-    table = Table("tensor", "shape", "type", "MB", "files")
+    table = Table(Column("tensor", overflow="fold"), Column("shape", overflow="fold"), "type", "MB", "files")
     total = 0
     for name, (shape, dtype) in kinds.items():
         size = shape.numel() * dtype.itemsize
@@ -207,8 +207,16 @@ def _open(path: str, trust: bool) -> Any:
 
 def _check_exists(path: str) -> None:
     """Refuse a path that leads nowhere before torch is imported, which takes seconds."""
-    if "://" not in path and not Path(path).exists():
+    if "://" in path:
+        return
+    here = Path(path)
+    if not here.exists():
         raise typer.BadParameter(f"there is no checkpoint at {path}.")
+    if here.is_dir() and not any(here.iterdir()):
+        raise typer.BadParameter(f"there is no checkpoint in {path}: the folder is empty.")
+    within = sorted(str(inner.parent) for inner in here.glob("*/COMPLETE"))
+    if within and not (here / "COMPLETE").exists():
+        raise typer.BadParameter(f"{path} is a folder of checkpoints; name one: {', '.join(within)}.")
 
 
 @contextmanager
