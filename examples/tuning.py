@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.callbacks import RunReport
 
 TINY = "tiny"
 
@@ -66,7 +67,8 @@ def make_trainer(args: argparse.Namespace, strategy: dict[str, Any] | None = Non
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[TQDMProgressBar(refresh_rate=5)],
+        enable_model_summary=False,  # RunReport begins with one
+        callbacks=[TQDMProgressBar(refresh_rate=5), RunReport(args.output)],
         **options,
     )
 
