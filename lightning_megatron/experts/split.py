@@ -85,7 +85,7 @@ class ExpertSplit:
                 raise ValueError(_indivisible(mixture.name, mixture.count, size))
             self.report.split[mixture.name] = mixture.count
         if not self._found:
-            raise ValueError(_none_found(self.report, size))
+            raise ValueError(_none_found(module, self.report, size))
 
     def cut(self, groups: ExpertGroups, *, on_shards: Collection[str] = ()) -> ExpertReport:
         """Leave each rank its own, in place. Collective over the ranks of a stage.
@@ -274,8 +274,12 @@ def _indivisible(name: str, count: int, size: int) -> str:
     )
 
 
-def _none_found(report: ExpertReport, size: int) -> str:
+def _none_found(module: nn.Module, report: ExpertReport, size: int) -> str:
     seen = "".join(f" `{name}` looks like experts, but {why}." for name, why in report.whole.items())
+    if not seen:
+        named = ((name, type(child).__name__) for name, child in module.named_modules())
+        called = next((each for each in named if "expert" in each[1].lower()), None)
+        seen = f" `{called[0]}` is called {called[1]}, but is none of those that can be." if called else ""
     return (
         f"`expert_parallel_size={size}` shares out experts, but none were found that can be.{seen} Experts are modules "
         "with parameters `[experts, ...]` and a `forward(hidden, index, weights)`, or a list of modules that are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,15 @@ class DecoderConfig:
         tied: whether the output head is the embedding.
         parallel_block: attention and feed-forward in parallel on the output of one norm, as in PaLM (arXiv 2204.02311).
         dropout: probability of dropout on the embedding, on each branch's output, and on attention probabilities.
+        experts: experts of each mixture that takes the place of a feed-forward block; or how many each of them has,
+            first to last, as in PR-MoE (DeepSpeed-MoE, arXiv 2201.05596); 0 for no mixtures.
+        expert_every: of so many layers the last has a mixture.
+        top_k: experts that a token goes to.
+        residual_expert: whether all tokens go through a feed-forward block too, to which experts add (PR-MoE).
+        expert_intermediate: inner features of an expert; ``None`` for those of a feed-forward block.
+        router: ``"softmax"`` or ``"sigmoid"``; see :class:`~lightning_megatron.layers.MoE`, as for the following.
+        capacity_factor: tokens that an expert takes at most, over the mean; ``None`` for all.
+        router_bias: whether experts are chosen with biases that ``expert_balance="bias"`` moves.
         initial_deviation: standard deviation of the normal distribution of initial weights; for projections that write
             to the residual stream it is divided by ``sqrt(2 * layers)``.
 
@@ -56,6 +66,14 @@ class DecoderConfig:
     tied: bool = False
     parallel_block: bool = False
     dropout: float = 0.0
+    experts: int | tuple[int, ...] = 0
+    expert_every: int = 2
+    top_k: int = 1
+    residual_expert: bool = False
+    expert_intermediate: int | None = None
+    router: str = "softmax"
+    capacity_factor: float | None = None
+    router_bias: bool = False
     initial_deviation: float = 0.02
 
     def __post_init__(self) -> None:
@@ -68,6 +86,28 @@ class DecoderConfig:
             raise ValueError(f"`heads={self.heads}` is not a multiple of `key_value_heads={self.kv_heads}`.")
         if self.positions == "rotary" and self.per_head % 2:
             raise ValueError(f"rotary positions turn pairs of features: the head size {self.per_head} must be even.")
+        if self.experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        places = self.layers // self.expert_every if self.expert_every > 0 else 0
+        if not places:
+            raise ValueError(
+                f"`expert_every={self.expert_every}` leaves none of `layers={self.layers}` for a mixture; use 1 to "
+                f"{self.layers}, or `experts=0`."
+            )
+        if isinstance(self.experts, tuple) and len(self.experts) != places:
+            raise ValueError(
+                f"`experts={self.experts}` has {len(self.experts)} entries, but `layers={self.layers}` with "
+                f"`expert_every={self.expert_every}` have {places} mixtures; give one number for each of them."
+            )
+        if (least := min(self._mixtures)) < max(2, self.top_k):
+            raise ValueError(f"`experts` must be at least 2 and `top_k={self.top_k}` in each layer, not {least}.")
+        if (self.gated, self.activation) not in ((True, "silu"), (False, "gelu")):
+            raise ValueError(
+                f"experts have `gated=True` with `activation='silu'`, or `gated=False` with 'gelu', not "
+                f"`gated={self.gated}` with {self.activation!r}."
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -85,11 +125,58 @@ class DecoderConfig:
         return self.intermediate or 4 * self.hidden
 
     @property
+    def _mixtures(self) -> tuple[int, ...]:
+        places = self.layers // self.expert_every
+        return self.experts if isinstance(self.experts, tuple) else (self.experts,) * places
+
+    @property
+    def experts_of_layers(self) -> tuple[int, ...]:
+        """How many experts each layer has, 0 for those with a feed-forward block.
+
+        Example:
+            4 layers with ``experts=(4, 8)`` and ``expert_every=2``: (0, 4, 0, 8).
+        """
+        if not self.experts:
+            return (0,) * self.layers
+        found = [0] * self.layers
+        found[self.expert_every - 1 :: self.expert_every] = self._mixtures
+        return tuple(found)
+
+    @property
+    def inner_of_expert(self) -> int:
+        """Inner features of an expert."""
+        return self.expert_intermediate or self.inner
+
+    @property
     def matrix_parameters(self) -> int:
-        """Number of weights used in matrix products per token: linears and the output head, without embeddings."""
-        attention = self.hidden * self.per_head * (2 * self.heads + 2 * self.kv_heads)
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.inner
-        return self.layers * (attention + feed_forward) + self.vocabulary * self.hidden
+        """Number of weights used in matrix products per token: linears, routers, the experts that a token goes to, and
+        the output head, without embeddings.
+        """
+        return self._matrices(lambda _: self.top_k) + self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Number of all weights: those of all experts, embeddings, norms and biases too."""
+        norms = self.layers * (1 if self.parallel_block else 2) + 1
+        vectors = norms * self.hidden * (1 if self.norm == "rms" else 2)
+        if self.bias:
+            dense = self.experts_of_layers.count(0)
+            attention = self.per_head * (self.heads + 2 * self.kv_heads) + self.hidden
+            vectors += self.layers * attention + dense * ((2 if self.gated else 1) * self.inner + self.hidden)
+        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        positions = self.sequence * self.hidden if self.positions == "learned" else 0
+        return self._matrices(lambda experts: experts) + tables + positions + vectors
+
+    def _matrices(self, counted: Callable[[int], int]) -> int:
+        """Weights of the layers' matrices, of which ``counted(experts)`` experts count."""
+        matrices = 3 if self.gated else 2
+        total = self.layers * self.hidden * self.per_head * (2 * self.heads + 2 * self.kv_heads)
+        for experts in self.experts_of_layers:
+            if not experts or self.residual_expert:
+                total += matrices * self.hidden * self.inner
+            if experts:
+                total += self.hidden * (experts + matrices * counted(experts) * self.inner_of_expert)
+        return total
 
     def flops_per_token(self, sequence: int) -> float:
         """Model FLOPs of forward and backward per token, for sequences of ``sequence`` tokens.
@@ -141,6 +228,28 @@ class DecoderConfig:
             "tied": True,
         }
         return cls(**{**own, **changes})
+
+    @classmethod
+    def deepspeed_moe(cls, size: str = "pr-4b", **changes: Any) -> DecoderConfig:
+        """Configuration of DeepSpeed-MoE's language models (arXiv 2201.05596, table 1).
+
+        Args:
+            size: ``"13b"`` and ``"52b"``, which have 128 experts in every second layer; ``"pr-4b"`` and ``"pr-31b"``,
+                which have fewer in the first ten mixtures than in the last two, and a residual block.
+            changes: attributes to change.
+
+        Raises:
+            ValueError: an unknown size.
+        """
+        sizes: dict[str, dict[str, Any]] = {
+            "13b": {"hidden": 1024, "experts": 128},
+            "52b": {"hidden": 2048, "experts": 128},
+            "pr-4b": {"hidden": 1024, "experts": (32,) * 10 + (64,) * 2, "residual_expert": True},
+            "pr-31b": {"hidden": 2048, "experts": (64,) * 10 + (128,) * 2, "residual_expert": True},
+        }
+        _check_choice("size", size, tuple(sizes))
+        own = {"layers": 24, "heads": 16, "vocabulary": 51_200, "activation": "gelu"}
+        return cls.gpt2(**{"sequence": 2048, **own, **sizes[size], **changes})
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers import (
     ColumnParallelLinear,
+    Experts,
     LayerNorm,
+    MoE,
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
@@ -97,16 +99,19 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One transformer layer. x: [batch, seq, hidden] -> same."""
+    """One transformer layer. x: [batch, seq, hidden] -> same.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: the configuration.
+        experts: how many, of a mixture in the place of the feed-forward block; 0 for the latter.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: int = 0) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = None if config.parallel_block else _norm(config)
-        self.mlp = ParallelMLP(
-            config.hidden, config.inner, _ACTIVATIONS[config.activation], config.gated, bias=config.bias
-        )
+        self.mlp = _mixture(config, experts) if experts else _feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, tables: Tables | None = None) -> Tensor:
@@ -132,7 +137,7 @@ class Decoder(nn.Module):
         self.embed = VocabParallelEmbedding(config.vocabulary, config.hidden)
         self.positions = nn.Embedding(config.sequence, config.hidden) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([DecoderLayer(config, experts) for experts in config.experts_of_layers])
         self.norm = _norm(config)
         self.head = ColumnParallelLinear(config.hidden, config.vocabulary, bias=False, gather_output=True)
         if config.tied:
@@ -145,6 +150,10 @@ class Decoder(nn.Module):
             nn.init.normal_(module.weight, std=deviation)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            for weight in module.parameters():
+                nn.init.normal_(weight, std=deviation)
+            nn.init.normal_(module.down, std=deviation / math.sqrt(2 * self.config.layers))
         residual = {Attention: "o_proj", ParallelMLP: "down_proj"}.get(type(module))
         if residual is not None:
             weight = module.get_submodule(residual).get_parameter("weight")
@@ -171,6 +180,24 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, tables)
         return self.head(self.norm(x))
+
+
+def _feed_forward(config: DecoderConfig) -> nn.Module:
+    return ParallelMLP(config.hidden, config.inner, _ACTIVATIONS[config.activation], config.gated, bias=config.bias)
+
+
+def _mixture(config: DecoderConfig, experts: int) -> nn.Module:
+    return MoE(
+        config.hidden,
+        config.inner_of_expert,
+        experts,
+        config.top_k,
+        gated=config.gated,
+        shared=config.inner if config.residual_expert else 0,
+        router=config.router,
+        capacity_factor=config.capacity_factor,
+        biased=config.router_bias,
+    )
 
 
 def _norm(config: DecoderConfig) -> nn.Module:

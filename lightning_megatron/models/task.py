@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.layers import router_losses
 from lightning_megatron.models.config import DecoderConfig
 from lightning_megatron.models.decoder import Decoder
 
@@ -24,6 +25,9 @@ class CausalLanguageModel(pl.LightningModule):
         weight_decay: of matrices; vectors (norms, biases) have none.
         betas: of AdamW.
         warm_up: optimizer steps over which the learning rate rises linearly to ``lr``; 0 for none.
+        balance: factor of the balancing loss of mixtures; it is not part of what is logged.
+        z: factor of their z-loss.
+        balance_scope: of which tokens that loss is; see :func:`~lightning_megatron.layers.router_losses`.
     """
 
     def __init__(
@@ -33,9 +37,13 @@ class CausalLanguageModel(pl.LightningModule):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         warm_up: int = 0,
+        balance: float = 0.0,
+        z: float = 0.0,
+        balance_scope: str = "sequence",
     ) -> None:
         super().__init__()
         self.config, self.lr, self.weight_decay, self.betas, self.warm_up = config, lr, weight_decay, betas, warm_up
+        self.balance, self.z, self.balance_scope = balance, z, balance_scope
         self.decoder: Any = None
 
     def configure_model(self) -> None:
@@ -53,6 +61,8 @@ class CausalLanguageModel(pl.LightningModule):
         """Loss of one (micro-)batch, logged as ``train_loss``."""
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
+        if self.config.experts and (self.balance or self.z):
+            loss = loss + router_losses(self.decoder, balance=self.balance, z=self.z, scope=self.balance_scope)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
 from tests.experts import strangers
-from tests.experts.families import FAMILIES, FURTHER, WIDTH
+from tests.experts.families import FAMILIES, FURTHER, UNSPLIT, WIDTH
 from tests.experts.strangers import Stacked
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -147,6 +147,29 @@ class Biased(Words):
         super().__init__([strangers.Block(kind) for kind in strangers.BIASED])
 
 
+class Moving(Words):
+    """Moves biases in a hook, by what layers have kept.
+
+    Args:
+        name: of the kind of layer.
+        gathers: whether it adds up the counts of all replicas.
+    """
+
+    def __init__(self, name: str, gathers: bool) -> None:
+        super().__init__([strangers.Block(strangers.BIASES[name]) for _ in range(4)])
+        self.gathers = gathers
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for layer in self.layers:
+            counts = getattr(layer.mixture, "counts", None)
+            if counts is not None:
+                with torch.no_grad():
+                    if self.gathers:
+                        counts.copy_(self.trainer.strategy.reduce(counts.clone(), reduce_op="sum"))
+                    layer.mixture.move(counts)  # type: ignore[union-attr, operator]
+                    counts.zero_()
+
+
 class Flat(Words):
     """Gives a mixture with a capacity tokens in one dim, of which the first is not that of samples."""
 
@@ -222,7 +245,7 @@ class Pretrained(LightningModule):
         super().__init__()
         import transformers
 
-        name, own = {**FAMILIES, **FURTHER}[family]
+        name, own = {**FAMILIES, **FURTHER, **UNSPLIT}[family]
         sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
         config = getattr(transformers, f"{family}Config")(**{**sizes, **own, **more}, pad_token_id=0, use_cache=False)
         kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -379,9 +402,13 @@ def built(name: str) -> LightningModule:
         return Strange(name.removeprefix("strange_"))
     if name.startswith("attending_"):
         return Strange(name.removeprefix("attending_"), strangers.Attending)
+    if name.startswith("moving_"):
+        return Moving(name.removeprefix("moving_"), gathers=False)
+    if name.startswith("gathering_"):
+        return Moving(name.removeprefix("gathering_"), gathers=True)
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
-    if name in FAMILIES or name in FURTHER:
+    if name in (*FAMILIES, *FURTHER, *UNSPLIT):
         return Pretrained(name)
     return MODULES.get(name, Words)()
 

@@ -87,5 +87,23 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 """Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration.
 
 The first are trained in more ways than the others."""
+UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "Dbrx": (
+        "DbrxForCausalLM",
+        {
+            "d_model": WIDTH,
+            "n_heads": 2,
+            "n_layers": 2,
+            "max_seq_len": 16,
+            "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": WIDTH},
+        },
+    ),
+    "JetMoe": (
+        "JetMoeForCausalLM",
+        {**_CHOOSES_LOCAL, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 16},
+    ),
+}
+"""Those whose experts stay on every replica."""
 IN_FLOAT32 = ("DeepseekV2", "DeepseekV3", "Ernie4_5_Moe", "Glm4Moe", "Dots1", "NemotronH", "Llama4Text")
 """Those whose routers compute in 32 bits, whatever the others do."""

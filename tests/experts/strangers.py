@@ -301,6 +301,46 @@ class Choosing(Loop):
         return out.view_as(x)
 
 
+class OwnBias(Loop):
+    """Chooses with a bias, which its own code moves by what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("balance_bias", torch.zeros(EXPERTS))
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(rows).sigmoid()
+        index = (scores + self.balance_bias).topk(2).indices
+        if self.training:
+            with torch.no_grad():
+                self.note(index.flatten().bincount(minlength=EXPERTS).to(scores.dtype))
+        return scores.gather(-1, index), index
+
+    def note(self, counts: Tensor) -> None:
+        self.move(counts)
+
+    def move(self, counts: Tensor) -> None:
+        self.balance_bias += 0.05 * (counts.mean() - counts).sign()
+
+
+class BiasByAttribute(OwnBias):
+    """Keeps the counts for a hook."""
+
+    def note(self, counts: Tensor) -> None:
+        self.counts = counts
+
+
+class BiasByBuffer(OwnBias):
+    """Adds counts up for a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(EXPERTS), persistent=False)
+
+    def note(self, counts: Tensor) -> None:
+        self.counts += counts
+
+
 class Block(nn.Module):
     """A residual layer."""
 
@@ -395,6 +435,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "drop_in": lambda: MoE(WIDTH, 8, EXPERTS, shared=16),
 }
 
+BIASES = {kind.__name__.lower(): kind for kind in (OwnBias, BiasByAttribute, BiasByBuffer)}
+"""What moves a bias by its own code, the last two in a hook."""
 TIGHT: list[Callable[[], nn.Module]] = [
     lambda: MoE(WIDTH, 8, EXPERTS, capacity_factor=0.6),
     lambda: MoE(WIDTH, 8, EXPERTS, 1, gated=False, shared=8, capacity_factor=0.5, least_capacity=1),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import MoE, router_losses
 from tests.experts.expert_scenarios import fit
-from tests.experts.families import FAMILIES, FURTHER, IN_FLOAT32
+from tests.experts.families import FAMILIES, FURTHER, IN_FLOAT32, UNSPLIT
 from tests.experts.strangers import EXACT, PER_BATCH
 from tests.harness import one_process, run_trainers
 
@@ -43,6 +43,8 @@ ROWS: list[Any] = [
             ("strange_sorted", 4, {"expert_parallel_size": 4, "optimizer_sharding": False}, {}),
             ("strange_masked", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
             *((family, 2, TWO, {}) for family in (*FAMILIES, *FURTHER)),
+            *((family, 2, {}, {}) for family in UNSPLIT),
+            *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
             ("DeepseekV3", 4, PIPE, {}),
             ("Llama4Text", 4, {**PIPE, "activation_recompute": "full"}, {}),
             *((family, 2, {"micro_batch_size": 2}, {}) for family in FAMILIES),
@@ -270,6 +272,7 @@ REFUSED: list[Any] = [
             ("strange_returned", 2, TWO, {}, "a batch is no combination of its gradients"),
             ("strange_logits", 2, TWO, {}, "a batch is no combination of its gradients"),
             ("strange_choosing", 2, TWO, {}, "depends on the others of the batch"),
+            *((family, 2, TWO, {}, "but is none of those that can be") for family in UNSPLIT),
             ("dense", 2, TWO, {}, "none were found that can be"),
             ("by_hand", 2, TWO, {"gradient_clip_val": None}, "`automatic_optimization=False`"),
             ("words", 2, {"expert_parallel_size": 4}, {}, "does not divide the 2 ranks of a stage"),

@@ -13,6 +13,7 @@ from lightning_megatron.layers import MoE, router_losses
 from lightning_megatron.layers.mixture.experts import Experts, has_grouped_products
 from lightning_megatron.layers.mixture.moe import places_in_queues
 from tests.experts.expert_scenarios import fit
+from tests.experts.strangers import BIASES
 from tests.harness import one_process, run_trainers
 
 WIDE = pytest.mark.wide
@@ -60,6 +61,12 @@ ROWS: list[Any] = [
             ("biased", 4, ZB, BIAS),
             ("DeepseekV3", 2, TWO, BIAS),
             ("Ernie4_5_Moe", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 2}, BIAS),
+            ("moving_ownbias", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("moving_biasbyattribute", 1, {"micro_batch_size": 4}, {}),
+            ("moving_biasbyattribute", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("moving_biasbybuffer", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("gathering_biasbyattribute", 2, {}, {}),
+            ("gathering_biasbybuffer", 2, TWO, {}),
             ("by_sequence", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("by_sequence", 4, ZB, {}),
             ("by_sequence", 4, {"context_parallel_size": 2}, {}),
@@ -198,6 +205,8 @@ REFUSED: list[Any] = [
         pytest.param(*row, marks=WIDE)
         for row in (
             ("biased", 2, {"expert_balance": "bias", "context_parallel_size": 2}, "`context_parallel_size=1`"),
+            *((f"moving_{name}", 2, {}, "balance_bias` differs between replicas") for name in BIASES),
+            ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, "balance_bias` differs between"),
             ("flat", 2, {}, "must be that of the samples"),
             ("tight", 1, {"micro_batch_size": 4, "whole_batch_loss": False}, "leave `whole_batch_loss` at 'auto'"),
         )

@@ -18,6 +18,10 @@ CONFIGS = {
     "llama": DecoderConfig(vocabulary=53, hidden=32, layers=4, heads=4, key_value_heads=2, intermediate=48),
     "deep": DecoderConfig(vocabulary=53, hidden=32, layers=8, heads=4, key_value_heads=2, intermediate=48),
     "gpt": DecoderConfig.gpt2(vocabulary=53, hidden=32, layers=4, heads=4, sequence=12),
+    "prmoe": DecoderConfig(
+        **{"vocabulary": 53, "hidden": 32, "layers": 4, "heads": 4, "intermediate": 48},
+        **{"experts": (2, 4), "residual_expert": True},
+    ),
     "palm": DecoderConfig(
         vocabulary=53, hidden=32, layers=4, heads=4, key_value_heads=1, parallel_block=True, tied=True, norm="layer"
     ),
@@ -42,5 +46,5 @@ def train(info: RankInfo, config: str, sizes: dict[str, Any]) -> tuple[list[floa
     trainer = make_trainer(info, strategy, max_steps=4, limit_val_batches=1, callbacks=[losses])
     rows = torch.randint(0, 53, (4, 4, 13), generator=torch.Generator().manual_seed(2))
     batches: Any = DataLoader(list(rows), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(CausalLanguageModel(CONFIGS[config], lr=1e-2, warm_up=2), batches, batches)
+    trainer.fit(CausalLanguageModel(CONFIGS[config], lr=1e-2, warm_up=2, balance=0.1, z=0.01), batches, batches)
     return losses.seen, strategy.full_state_dict()

@@ -124,3 +124,50 @@ def test_sequences_beyond_learned_positions_are_refused() -> None:
     model = Decoder(DecoderConfig(**SMALL, positions="learned"))
     with pytest.raises(ValueError, match=r"17 tokens.*16 learned"):
         model(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("size", "published"), [("13b", 13), ("52b", 52), ("pr-4b", 4), ("pr-31b", 31)])
+def test_mixtures_have_the_published_numbers_of_parameters(size: str, published: int) -> None:
+    config = DecoderConfig.deepspeed_moe(size)
+    with torch.device("meta"):
+        whole = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert whole == config.parameters
+    assert round(whole / 1e9) == published
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecoderConfig.gpt2(),
+        DecoderConfig.llama("1b"),
+        DecoderConfig(**SMALL, experts=(4,), top_k=2, residual_expert=True),
+        DecoderConfig(**SMALL, experts=4, expert_every=1, expert_intermediate=8, bias=True, parallel_block=True),
+    ],
+)
+def test_all_parameters_are_counted(config: DecoderConfig) -> None:
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in Decoder(config).parameters()) == config.parameters
+
+
+def test_a_mixture_costs_what_a_dense_model_of_its_width_costs() -> None:
+    sizes = {**SMALL, "layers": 4, "gated": False, "activation": "gelu"}
+    mixture = DecoderConfig(**sizes, experts=(4, 8), residual_expert=True)
+    dense = DecoderConfig(**sizes, intermediate=6 * 32)
+    assert mixture.matrix_parameters - dense.matrix_parameters == 32 * (4 + 8), "routers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"experts": 4, "expert_every": 4}, "`expert_every=4` leaves none of `layers=3`"),
+        ({"experts": 4, "expert_every": 0}, "`expert_every=0` leaves none"),
+        ({"experts": (4, 8)}, "has 2 entries, but `layers=3` with `expert_every=2` have 1 mixtures"),
+        ({"experts": 1}, "`experts` must be at least 2"),
+        ({"experts": 2, "top_k": 3}, "`top_k=3` in each layer, not 2"),
+        ({"experts": 4, "activation": "relu"}, "`gated=True` with 'relu'"),
+    ],
+)
+def test_mixtures_that_do_not_fit_are_refused(changes: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ValueError, match="experts") as error:
+        DecoderConfig(**{**SMALL, **changes})
+    assert wanted in str(error.value)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, balances, collect_once
+from lightning_megatron.experts.bias import OwnBiases
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.experts.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
@@ -76,6 +77,7 @@ class MixingTrials:
                 "micro-batches: leave `whole_batch_loss` at 'auto' and `micro_batch_loss_weight` out, or use "
                 "`capacity_factor=None`."
             )
+        self._biases, self._keep_counts = OwnBiases(module), False
         self._steps, self._next = 0, 1.0
         self._found = False
 
@@ -92,6 +94,8 @@ class MixingTrials:
             ValueError: experts are shared out over replicas, each of which would have a loss of its own.
         """
         self._steps += 1
+        if self._replicas > 1 and self._balance is None and (self._steps <= _AGAIN or _is_power(self._steps)):
+            self._biases.check(self._mesh.group("world"))
         keeps, self._keeps_whole = self._keeps_whole, False
         found = self._tries(call, batch, parts, first=first) or keeps
         whole = self._own.here and (found or self._found or len(parts) == 1)
@@ -161,9 +165,20 @@ class MixingTrials:
             return _NARROW
         return max((_tolerance_of(parameter.dtype) for parameter in self._routers.values()), default=0.0)
 
+    def _looking(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The user's step, after which what layers have kept is looked at."""
+
+        def look(piece: Any) -> Any:
+            try:
+                return call(piece)
+            finally:  # a stage ends its run by raising
+                self._keep_counts |= self._biases.keep_counts()
+
+        return look
+
     def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> tuple[str, bool, bool] | None:
         """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
-        whether there are balancing losses beside, that are known.
+        whether there are balancing losses beside, that are known, or counts for a bias.
         """
         group = self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None
         sees = _Sees(group, self._routers.values())
@@ -171,7 +186,7 @@ class MixingTrials:
         for known in self._known:
             known.called, known.left_out = False, True
         trial = GradientTrial(self._context, self._routers, around=sees, may_fail=alone)
-        found = trial.run(call, pieces, [1.0, 1.0, 1.0])
+        found = trial.run(self._looking(call), pieces, [1.0, 1.0, 1.0])
         for known in self._known:
             known.left_out = False
         if trial.failed:
@@ -180,7 +195,8 @@ class MixingTrials:
             _tolerance_of(torch.float32) if trial.draws.narrow else 0.0
         )  # norms may compute in it whatever their input
         within = max(self._tolerance(), narrow, *(_tolerance_of(dtype) for dtype in sees.dtypes))
-        return mixed(found[2], found[0], found[1], within), sees.gathers, any(known.called for known in self._known)
+        whole = self._keep_counts or any(known.called for known in self._known)
+        return mixed(found[2], found[0], found[1], within), sees.gathers, whole
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:
@@ -230,6 +246,10 @@ def _joined(one: Any, other: Any) -> Any:
 
     both = map_tensors(one, join)
     return both if fits else None
+
+
+def _is_power(step: int) -> bool:
+    return bool(_AGAIN ** round(math.log(step, _AGAIN)) == step)
 
 
 def _tolerance_of(dtype: torch.dtype) -> float:

@@ -1,0 +1,115 @@
+"""Trains a mixture of experts (PR-MoE) beside a dense model of equal FLOPs per token, and draws both losses.
+
+    python examples/moe.py                     # one process, a few minutes
+    python examples/moe.py --replicas 2        # experts shared out over two processes
+
+In every second layer of the mixture a token goes through the feed-forward block and one of 4, 4, 8 and 8 experts;
+the dense model's blocks are half as wide again, so that a token costs both the same. Same text, same order, same seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from corpus import STANDARD_LIBRARY, CorpusDataModule, Recipe
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models import CausalLanguageModel, DecoderConfig
+
+
+class LanguageModel(CausalLanguageModel):
+    """The reference decoder on blocks of the corpus."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch["input_ids"])
+
+
+class Curve(Callback):
+    """Keeps the losses of training, which are means over all replicas."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def configurations(args: argparse.Namespace) -> dict[str, DecoderConfig]:
+    """The two models, by name."""
+    common = {"vocabulary": args.vocabulary, "hidden": args.hidden, "layers": 8, "heads": 4, "sequence": args.sequence}
+    own = {**common, "gated": False, "activation": "gelu"}
+    return {
+        "dense": DecoderConfig(**own, intermediate=6 * args.hidden),
+        "PR-MoE": DecoderConfig(**own, experts=(4, 4, 8, 8), residual_expert=True),
+    }
+
+
+def train(name: str, config: DecoderConfig, args: argparse.Namespace) -> tuple[list[float], float]:
+    """Losses of the steps, and that of held-out text afterwards."""
+    L.seed_everything(args.seed, verbose=False)
+    recipe = Recipe(source=args.data, sequence=args.sequence, vocabulary=args.vocabulary, seed=args.seed)
+    data = CorpusDataModule(recipe, args.cache, args.batch, args.replicas, args.validation_blocks)
+    curve, shares = Curve(), args.replicas if config.experts else 1
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(data_parallel_size=args.replicas, expert_parallel_size=shares),
+        **{"accelerator": "cpu", "devices": args.replicas, "max_steps": args.steps, "callbacks": [curve]},
+        **{"limit_val_batches": 0, "logger": False, "enable_checkpointing": False, "enable_model_summary": False},
+    )
+    module = LanguageModel(config, lr=args.lr, warm_up=max(1, args.steps // 20), balance=args.balance)
+    trainer.fit(module, data)
+    trainer.limit_val_batches = 1.0
+    return curve.losses, trainer.validate(module, data, verbose=False)[0]["val_loss"]
+
+
+def smoothed(losses: list[float], steps: int) -> list[float]:
+    """Means over the latest steps."""
+    return [sum(losses[max(0, at - steps + 1) : at + 1]) / min(at + 1, steps) for at in range(len(losses))]
+
+
+def draw(found: dict[str, list[float]], path: Path) -> None:
+    """The losses over the steps, as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats per token (mean of 20 steps)")
+    for name, losses in found.items():
+        axes.plot(range(1, len(losses) + 1), smoothed(losses, 20), label=name)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train PR-MoE beside a dense model of equal FLOPs per token.")
+    parser.add_argument("--data", default=STANDARD_LIBRARY, help="folder or file of texts [Python's own source]")
+    parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
+    parser.add_argument("--output", type=Path, default=Path("runs/moe/losses.svg"), help="the picture")
+    for name, default in (("vocabulary", 2048), ("sequence", 64), ("hidden", 64), ("batch", 32), ("steps", 600)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"[{default}]")
+    for name, default in (("replicas", 1), ("seed", 1), ("validation-blocks", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"[{default}]")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate [3e-3]")
+    parser.add_argument("--balance", type=float, default=0.01, help="factor of the balancing loss [0.01]")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, curves = parse_arguments(), dict[str, list[float]]()
+    lines = [f"{'':10}{'weights':>12}{'FLOPs/token':>14}{'training':>10}{'held out':>10}"]
+    for name, config in configurations(args).items():
+        curves[name], held_out = train(name, config, args)
+        flops, last = config.flops_per_token(args.sequence), smoothed(curves[name], 20)[-1]
+        lines.append(f"{name:10}{config.parameters:12,}{flops:14,.0f}{last:10.3f}{held_out:10.3f}")
+    if L.pytorch.utilities.rank_zero_only.rank == 0:
+        draw(curves, args.output)
+        print("\n".join(["", *lines, f"Picture    {args.output}"]))
+
+
+if __name__ == "__main__":
+    main()
