@@ -8,6 +8,7 @@ raises the same error as the real launch.
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,7 @@ class _Witness:
 
     def _start(self) -> None:
         self._ledger.phase = "step"
+        gc.collect()  # what trials have left behind would be freed in the step, and count against its activations
         self._meter.start()
 
     def _update(self) -> None:
