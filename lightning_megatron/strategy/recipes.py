@@ -15,13 +15,11 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     """
     sharded = recipe.sharding == "fsdp"
     known = recipe.sharding in ("none", "zero1", "fsdp") and recipe.recompute != "auto"
-    cases = (recipe.free, recipe.gradient_sum) == ("auto", "auto")
     pieces = recipe.mlp_chunks == 1 and recipe.activation_offload is None and not recipe.weight_offload
-    if not known or not cases or not pieces:
+    if not known or not pieces:
         raise ValueError(
-            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `sharding='none'`, 'zero1' or 'fsdp' "
-            "with nothing said of `free` and `gradient_sum`, `recompute` 'none', 'selective' or 'full', "
-            "`mlp_chunks=1`, and `activation_offload=None`."
+            f"`{recipe.describe()}` cannot be run by MegatronStrategy: it has `sharding='none'`, 'zero1' or 'fsdp', "
+            "`recompute` 'none', 'selective' or 'full', `mlp_chunks=1`, and `activation_offload=None`."
         )
     arguments: dict[str, Any] = {
         "pipeline_parallel_size": recipe.pipeline,
@@ -33,6 +31,9 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
         "optimizer_sharding": recipe.sharding != "none",
         "weight_sharding": sharded,
     }
+    said = {"free": recipe.free, "sum": recipe.gradient_sum}
+    if sharded and set(said.values()) != {"auto"}:
+        arguments["weight_sharding"] = {name: value for name, value in said.items() if value != "auto"}
     if recipe.context > 1:
         arguments["context_parallel_size"] = recipe.context
         arguments["context_parallel_options"] = {"method": recipe.context_method}

@@ -39,11 +39,19 @@ class ZeroTask(Task):
 class ShardedTask(Task):
     """The task under FSDP2: every block a unit, weights kept between forward and backward."""
 
+    frees = False
+
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
         for block in self.net.layers:
-            fully_shard(block, mesh=mesh, reshard_after_forward=False)
-        fully_shard(self.net, mesh=mesh, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.frees)
+        fully_shard(self.net, mesh=mesh, reshard_after_forward=self.frees)
+
+
+class FreedTask(ShardedTask):
+    """The same with weights freed behind every block, and gathered anew for its backward."""
+
+    frees = True
 
 
 def _ours(replicas: int, **options: Any) -> Callable[[], Any]:
@@ -55,15 +63,22 @@ def contestants(replicas: int) -> dict[str, tuple[Callable[[], Any], type[Task]]
     return {
         "ours": (_ours(replicas), Task),
         "ours, not shared": (_ours(replicas, optimizer_sharding=False), Task),
+        "ours, weights": (_ours(replicas, weight_sharding=True), Task),
+        "ours, to the end": (_ours(replicas, weight_sharding={"free": "step"}), Task),
         "DDP": (lambda: DDPStrategy(process_group_backend="gloo"), Task),
         "DDP + Zero": (lambda: DDPStrategy(process_group_backend="gloo"), ZeroTask),
-        "FSDP2": (
-            lambda: ModelParallelStrategy(
-                data_parallel_size=replicas, tensor_parallel_size=1, process_group_backend="gloo"
-            ),
-            ShardedTask,
-        ),
+        "FSDP2": (_fsdp(replicas), ShardedTask),
+        "FSDP2, freed": (_fsdp(replicas), FreedTask),
     }
+
+
+def _fsdp(replicas: int) -> Callable[[], Any]:
+    sizes = {"data_parallel_size": replicas, "tensor_parallel_size": 1}
+    return lambda: ModelParallelStrategy(**sizes, process_group_backend="gloo")
+
+
+RIVALS = {"ours, weights": "FSDP2, freed", "ours, to the end": "FSDP2"}
+"""Contestants that hold the same weights at the same times; the others are compared with "ours"."""
 
 
 class CountBytes(Callback):
@@ -89,10 +104,12 @@ class CountBytes(Callback):
         self.most = max(self.most, sum(storages.values()))
 
 
-def compete(info: RankInfo, size: Size, steps: int, rounds: int) -> dict[str, list[Round]]:
+def compete(
+    info: RankInfo, size: Size, steps: int, rounds: int, only: list[str] | None = None
+) -> dict[str, list[Round]]:
     """All contestants in turn, the first one of a round changing."""
     results: dict[str, list[Round]] = {}
-    entries = list(contestants(info.world_size).items())
+    entries = [(name, given) for name, given in contestants(info.world_size).items() if not only or name in only]
     for index in range(rounds):
         for name, (strategy, task) in entries[index % len(entries) :] + entries[: index % len(entries)]:
             results.setdefault(name, []).append(
@@ -116,27 +133,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--only", help="names, separated by semicolons; all by default")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     size, replicas = Size(hidden=arguments.hidden), arguments.replicas
-    ranks = [o.value for o in run_job(compete, replicas, size, arguments.steps, arguments.rounds, deadline=900.0)]
+    only = arguments.only.split(";") if arguments.only else list(contestants(replicas))
+    ranks = [o.value for o in run_job(compete, replicas, size, arguments.steps, arguments.rounds, only, deadline=900.0)]
     task = Task(size)
     parameters = sum(parameter.numel() for parameter in task.parameters() if isinstance(parameter, nn.Parameter))
     report: dict[str, Any] = {"replicas": replicas, "parameters": parameters, "contestants": {}}
-    for name in contestants(replicas):
+    for name in only:
+        rival = {theirs: ours for ours, theirs in RIVALS.items()}.get(name, "ours")
+        rival = rival if rival in only else only[0]
         held = max(o.value for o in run_job(memory, replicas, size, name, deadline=300.0))
         held += 4 * parameters if name.startswith("DDP") else 0
-        line: dict[str, Any] = {"bytes": held, "bytes_per_parameter": held / parameters}
+        line: dict[str, Any] = {"ours": rival, "bytes": held, "bytes_per_parameter": held / parameters}
         for measure, combine in (("seconds", max), ("cpu", sum)):
             own, theirs = (
                 [combine(getattr(rank[who][i], measure) for rank in ranks) for i in range(arguments.rounds)]
-                for who in ("ours", name)
+                for who in (rival, name)
             )
             line[measure] = statistics.median(theirs)
             line[f"{measure}_ratio"] = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
         report["contestants"][name] = line
         print(
-            f"{name:18s} {line['seconds'] * 1e3:8.1f} ms (ours / theirs {line['seconds_ratio']:.3f})  "
+            f"{name:18s} {line['seconds'] * 1e3:8.1f} ms ({rival} / this {line['seconds_ratio']:.3f})  "
             f"cpu {line['cpu'] * 1e3:8.1f} ms ({line['cpu_ratio']:.3f})  {line['bytes_per_parameter']:.1f} B/parameter"
         )
     if arguments.json:

@@ -97,7 +97,7 @@ def test_a_layout_that_contradicts_another_option_is_refused() -> None:
     with pytest.raises(ValueError, match="splits the backward"):
         compiled.with_recipe(dataclasses.replace(RECIPE, schedule="zb-h1", chunks=1))
     with pytest.raises(ValueError, match="cannot be run by MegatronStrategy"):
-        Options().with_recipe(Recipe(context=2))
+        Options().with_recipe(Recipe(sharding="zero2"))
 
 
 def test_nothing_is_gathered_late_where_the_planner_shares_nothing_out() -> None:

@@ -121,7 +121,6 @@ PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False,
 LIGHTNING = Software(
     frees_gradients=True,
     tied_state_once=True,
-    prefetches_weights=False,
     sums_shards=False,
     frees_under_pipeline=True,
     keeps_16_bit_shard=True,
