@@ -164,31 +164,6 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
         )
 
 
-def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
-    """Add to an error in a step on micro-batches how its batch was cut: that may be the cause.
-
-    Args:
-        error: raised by the step.
-        batch: the user's batch.
-        parts: how many micro-batches it was cut into.
-    """
-    lengths = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim]
-    size = batch_size_of(batch)
-    if parts > 1 and any(length != size for length in lengths):
-        error.add_note(
-            f"The batch was cut into {parts} micro-batches along dimension 0 of the tensors as long as its first one, "
-            f"{size}; its tensors are {', '.join(map(str, lengths))} long, and those of another length went whole to "
-            "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
-            f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
-        )
-    elif parts > 1:
-        error.add_note(
-            f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
-            "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
-            f"other), set `micro_batch_size={size}` or more, so that it stays whole, or put the batch dimension first."
-        )
-
-
 def _add_lengths(batch: Any, found: list[int]) -> None:
     """Append the size of dimension 0 of every tensor, including those in ragged lists; enough for most batches."""
     if isinstance(batch, Tensor):

@@ -91,7 +91,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
     def _behind(self, x: Tensor) -> Tensor:
-        if self.kind in ("hook", "negatives") or (self.kind == "later" and self.steps > 2):
+        if self.kind in ("hook", "negatives", "twice") or (self.kind == "later" and self.steps > 2):
             x.register_hook(by_norm)
         elif self.kind == "centred":
             x.register_hook(lambda gradient: gradient - gradient.mean(0, keepdim=True))
@@ -128,6 +128,9 @@ class Backwards(TokenTask):
         if self.kind == "negatives":
             rows = functional.normalize(self.net(batch[0]).mean(1), dim=-1)
             return functional.cross_entropy(3 * rows @ rows.T, torch.arange(len(rows)))
+        if self.kind == "twice":
+            once, again = self.net(batch[0]), self.net(batch[0])
+            return functional.cross_entropy((once + 1.1 * again).flatten(0, 1), batch[1].flatten())
         loss = super().training_step(batch, batch_idx)
         return loss / (1 + self.net.seen + sum(self.net.norms)) if self.kind == "watches" else loss
 
@@ -144,6 +147,7 @@ KINDS = (
     "reversal",
     "clamp",
     "between",
+    "twice",
 )
 
 

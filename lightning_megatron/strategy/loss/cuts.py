@@ -106,7 +106,8 @@ class Cuts:
         if self.mixing.mixes(call, batch, split, first=first) and len(parts) > 1:
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
-        if first:
+        repeats = self._stages.repeats
+        if first and not (repeats is not None and repeats.includes("training_step")):  # whose batches are whole
             total = 1.0 if cut.sums else sum(cut.weights[:2])
             scales = [weight / total for weight in cut.weights[:2]]
             if self.backwards.mixes(call, batch, parts, scales, around=bool(cut.layers)):

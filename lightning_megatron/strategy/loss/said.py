@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Iterable
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
 
@@ -84,6 +88,39 @@ def warn_of_earlier_steps(steps: int) -> None:
         f"up to step {steps} the micro-batches' losses could not be told from those of a mean over their samples; "
         "those steps may differ from the steps of one process. Pass `whole_batch_loss=True`."
     )
+
+
+def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
+    """Add to an error in a step on micro-batches how its batch was cut: that may be the cause.
+
+    Args:
+        error: raised by the step.
+        batch: the user's batch.
+        parts: how many micro-batches it was cut into.
+    """
+    lengths = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim]
+    size = batch_size_of(batch)
+    if parts > 1 and any(length != size for length in lengths):
+        error.add_note(
+            f"The batch was cut into {parts} micro-batches along dimension 0 of the tensors as long as its first one, "
+            f"{size}; its tensors are {', '.join(map(str, lengths))} long, and those of another length went whole to "
+            "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
+            f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
+        )
+    elif parts > 1 and not _is_refusal(error):
+        error.add_note(
+            f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
+            "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
+            f"other), set `micro_batch_size={size}` or more, so that it stays whole, or put the batch dimension first."
+        )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether this package has raised an error, and knows its cause."""
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    if not str(frame.f_globals.get("__name__")).startswith("lightning_megatron"):
+        return False
+    return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 
 
 def _why_whole(found: Finding, now: Reading) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.mesh.batches import batch_size_of, merge_outputs, say_how_cut, weighted_mean
+from lightning_megatron.mesh.batches import batch_size_of, merge_outputs, weighted_mean
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
@@ -21,6 +21,7 @@ from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.recorded_step import Recorded, RecordedAround
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.cuts import Cut, Cuts
+from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.skips import Asks
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.drawn_steps import Drawing
