@@ -13,6 +13,7 @@ the bytes that a rank keeps for the backward at 1, 2, 4 and 8 context ranks, wor
 
 import argparse
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,7 @@ class Haystacks(Dataset[Tensor]):
 
 
 def doubling(longest: int, first: int, steps: int) -> Iterator[int]:
-    """Lengths of the batches: ``first`` of the shortest, then some of each doubled one, and ``steps`` of the longest."""
+    """Lengths of the batches: ``first`` of the shortest, some of each doubled one, and ``steps`` of the longest."""
     length = min(SHORTEST, longest)
     yield from [length] * first
     while (length := 2 * length) < longest:
@@ -140,6 +141,12 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
+    if "LOCAL_RANK" not in os.environ:  # the process that starts the others, before it does
+        args.folder.mkdir(parents=True, exist_ok=True)
+        kept = {ranks: kept_by_a_rank(args.tokens, ranks, args.method) for ranks in IN_ALL}
+        draw(kept, args.tokens, args.folder / "memory.png")
+        for ranks, count in kept.items():
+            print(f"{ranks} ranks keep {count / 2**20:8.1f} MiB each, {count / kept[1]:.3f} of one process's")
     L.seed_everything(1, verbose=False)
     options = {"method": args.method} if args.ranks > 1 else None
     strategy = MegatronStrategy(context_parallel_size=args.ranks, context_parallel_options=options)
@@ -152,12 +159,7 @@ def main() -> None:
     held_out = Haystacks([args.tokens] * 8, args.tokens, seed=2)
     trainer.fit(Finder(), DataLoader(training, batch_size=None), DataLoader(held_out, batch_size=None))
     if trainer.is_global_zero:
-        args.folder.mkdir(parents=True, exist_ok=True)
         found = float(trainer.callback_metrics["found"])
-        kept = {ranks: kept_by_a_rank(args.tokens, ranks, args.method) for ranks in IN_ALL}
-        draw(kept, args.tokens, args.folder / "memory.png")
-        for ranks, count in kept.items():
-            print(f"{ranks} ranks keep {count / 2**20:8.1f} MiB each, {count / kept[1]:.3f} of one process's")
         print(f"tokens {args.tokens}\nneedles found {found:.3f}")
 
 
