@@ -7,7 +7,7 @@ from 512 on, as an attention that has found its needle among 500 tokens finds it
     python examples/long_context.py                                    # 32,768 tokens over 2 ranks
     python examples/long_context.py --tokens 4096 --ranks 4 --method ring
 
-It ends with the share of needles that the last token names, in sequences that were not trained on, and ``memory.png``:
+It prints the share of needles that the last token names, in sequences that were not trained on. ``memory.png`` shows
 the bytes that a rank keeps for the backward at 1, 2, 4 and 8 context ranks, worked out by a rehearsal of each.
 """
 
@@ -124,6 +124,7 @@ def draw(kept: dict[int, int], tokens: int, path: Path) -> None:
     axes = figure.subplots()
     bars = axes.bar([str(ranks) for ranks in kept], [count / 2**20 for count in kept.values()], color="#4c72b0")
     axes.bar_label(bars, [f"{count / 2**20:.1f}" for count in kept.values()])
+    axes.margins(y=0.1)
     axes.set(xlabel="context ranks", ylabel="MiB kept by a rank", title=f"Activations of {tokens:,} tokens")
     figure.savefig(path, dpi=150)
 
@@ -136,12 +137,12 @@ def main() -> None:
     parser.add_argument("--method", choices=["gather", "ring"], default="gather")
     parser.add_argument("--first", type=int, default=70, help="steps at the shortest length")
     parser.add_argument("--steps", type=int, default=4, help="steps at the full length")
-    parser.add_argument("--folder", type=Path, default=Path("long_context"))
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "long_context")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
-    if "LOCAL_RANK" not in os.environ:  # the process that starts the others, before it does
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # before processes are connected
         args.folder.mkdir(parents=True, exist_ok=True)
         kept = {ranks: kept_by_a_rank(args.tokens, ranks, args.method) for ranks in IN_ALL}
         draw(kept, args.tokens, args.folder / "memory.png")
