@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 from corpus import STANDARD_LIBRARY, CorpusDataModule, Recipe
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
@@ -57,8 +58,14 @@ def train(name: str, config: DecoderConfig, args: argparse.Namespace) -> tuple[l
     curve, shares = Curve(), args.replicas if config.experts else 1
     trainer = L.Trainer(
         strategy=MegatronStrategy(data_parallel_size=args.replicas, expert_parallel_size=shares),
-        **{"accelerator": "cpu", "devices": args.replicas, "max_steps": args.steps, "callbacks": [curve]},
-        **{"limit_val_batches": 0, "logger": False, "enable_checkpointing": False, "enable_model_summary": False},
+        accelerator="cpu",
+        devices=args.replicas,
+        max_steps=args.steps,
+        callbacks=[curve],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
     )
     module = LanguageModel(config, lr=args.lr, warm_up=max(1, args.steps // 20), balance=args.balance)
     trainer.fit(module, data)
@@ -106,7 +113,7 @@ def main() -> None:
         curves[name], held_out = train(name, config, args)
         flops, last = config.flops_per_token(args.sequence), smoothed(curves[name], 20)[-1]
         lines.append(f"{name:10}{config.parameters:12,}{flops:14,.0f}{last:10.3f}{held_out:10.3f}")
-    if L.pytorch.utilities.rank_zero_only.rank == 0:
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
         draw(curves, args.output)
         print("\n".join(["", *lines, f"Picture    {args.output}"]))
 
