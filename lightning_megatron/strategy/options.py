@@ -29,11 +29,21 @@ from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.activations.install import ActivationOffload, ActivationOptions, MlpChunks
 from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.expert_checks import check_experts
+from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.recipes import arguments_of
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
+<<<<<<< HEAD
 from lightning_megatron.strategy.together import check_activations, check_draws
 from lightning_megatron.strategy.weight_checks import check_weight_sharding, optimizer_sharding_of
+=======
+from lightning_megatron.strategy.together import check_draws
+from lightning_megatron.strategy.weight_checks import (
+    check_weight_sharding,
+    check_weight_streaming,
+    optimizer_sharding_of,
+)
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
@@ -107,6 +117,8 @@ class Options:
         weight_sharding: share weights out over the replicas, too: a rank keeps its part of each layer, embedding and
             head, trained or frozen, and they are whole while they run; or ``{"shard": n, "free": "auto" | "layer" |
             "step", "sum": "micro_batch" | "step"}``. See ``docs/memory.md``.
+        weight_streaming: in evaluation and prediction, ``"cpu"`` keeps weights in host memory, and ``"disk"`` in files,
+            until their layer runs; ``{"from": "disk", "ahead": 2}`` reads two ahead. See ``docs/generation.md``.
         optimizer_offload: step the optimizer in host memory, which holds its weights and state; or ``{"to": FOLDER,
             "keep": 0.5, "interleave": k}``: in files, half of it on the device. See ``docs/memory.md``.
         overlap_parameter_gather: let updated weights travel while the next step begins; each layer waits for its own.
@@ -166,6 +178,7 @@ class Options:
     record_timeline: bool = False
     optimizer_sharding: OptimizerSharding = True
     weight_sharding: WeightSharding = False
+    weight_streaming: Streams = None
     optimizer_offload: OffloadOptions = False
     overlap_parameter_gather: bool = False
     loss_chunks: int | str | None = None
@@ -214,6 +227,7 @@ class Options:
         check_context(self)
         check_experts(self)
         check_weight_sharding(self)
+        check_weight_streaming(self)
         check_offload(self)
         check_draws(self)
         check_activations(self)
@@ -280,6 +294,7 @@ class Options:
             activations=ActivationOptions.of(self.activation_offload, self.mlp_chunks),
             experts=self.expert_parallel_size,
             stage_speeds=stage_speeds,
+            streaming=streaming_of(self.weight_streaming),
         )
 
     def engine(self, layer_dtype: torch.dtype | None = None) -> EngineOptions:

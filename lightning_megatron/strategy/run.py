@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoints.state.pretrained import start_from
+from lightning_megatron.checkpoints.state.pretrained import has_start, start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
@@ -52,8 +52,13 @@ from lightning_megatron.strategy.step.assembly import Assembled, Assembler, sync
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
+<<<<<<< HEAD
 from lightning_megatron.strategy.together import check_activations_run, check_draws_run
 from lightning_megatron.strategy.weight_checks import check_sharded_weights
+=======
+from lightning_megatron.strategy.together import check_draws_run
+from lightning_megatron.strategy.weight_checks import check_sharded_weights, check_streamed_weights
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -358,6 +363,7 @@ def start_run(
     check_expert_ranks(options.expert_parallel_size, processes.mesh.layout)
     check_expert_run(options.expert_parallel_size, trainer, module)
     check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
+    check_streamed_weights(options.weight_streaming, trainer, module)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     check_activations_run(options.activation_offload, str(precision.precision), module)
     check_draws_run(options.random_streams, module, processes.mesh.layout)
@@ -380,9 +386,8 @@ def start_run(
     engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
     assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
-    assembled = assembler.assemble(module, syncs_batch_norm=syncs)
-    path = start_from(module, options.initial_weights)
-    if path is not None:
+    assembled = assembler.assemble(module, syncs, has_start(module, options.initial_weights))
+    if (path := start_from(module, options.initial_weights)) is not None:
         ModelState(assembled, processes.mesh).fill_from(path)
     return Run(trainer, assembled, processes, precision, options, io)
 

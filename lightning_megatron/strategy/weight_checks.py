@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from lightning_megatron.data_parallel.windows.sharded_weights import WeightShard
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, watches_weights
 from lightning_megatron.strategy.together import check_module_with, check_options_with, refuse_with
 
@@ -100,6 +102,46 @@ def check_sharded_weights(
         refuse_with(given, "`create_graph=True`: gradients of gradients need weights that have been freed")
     if Stage.of(module) is None and (said := _without_layers(module)) is not None:
         refuse_with(given, f"a module without a list of layers, whose weights it would share out: {said}")
+
+
+_NOT_STREAMED = {
+    "weight_sharding": False,
+    "context_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "compile_layers": False,
+    "loss_chunks": None,
+    "layout": None,
+    "topology": None,
+}
+"""Options that do not go together with streamed weights, and the only values that do."""
+
+
+def check_weight_streaming(options: Any) -> None:
+    """Refuse a value that is none, and options that do not go together with streamed weights.
+
+    Raises:
+        ValueError: with both options.
+    """
+    streaming = streaming_of(options.weight_streaming)
+    if streaming is not None:
+        check_options_with(str(streaming), options, _NOT_STREAMED, "weight_streaming=None")
+
+
+def check_streamed_weights(given: Streams, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse runs and modules that need weights while their layer does not run.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    streaming = str(streaming_of(given))
+    if given is None:
+        return
+    if trainer.state.fn == TrainerFn.FITTING:
+        refuse_with(streaming, "`fit`, which updates weights; `optimizer_offload` and `weight_sharding` are for that")
+    if str(trainer.precision) == "fp8-mixed":
+        refuse_with(streaming, "8-bit products, which keep weights of their own")
+    hand = "its steps may update weights, which are lost behind their layer"
+    check_module_with(streaming, module, by_hand=hand, compiled="compiled code does not wait for weights")
 
 
 def _without_layers(module: pl.LightningModule) -> str | None:

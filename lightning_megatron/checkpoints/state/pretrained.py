@@ -80,6 +80,13 @@ def _is_divided_later(module: nn.Module) -> bool:
     return hasattr(getattr(trainer, "strategy", None), "load_initial_weights")
 
 
+def has_start(module: nn.Module, given: Any) -> bool:
+    """Whether :func:`start_from` will give a place."""
+    marks, asked = Marks.of(module), Marks.of(module).get(_Later)
+    path = given if asked is None else asked.path
+    return path is not None and marks.get(_Loaded) != _Loaded(str(path))
+
+
 def start_from(module: nn.Module, given: Any) -> Any:
     """Where a divided module's weights come from: what :func:`load_hf_weights` was asked for in ``configure_model``, or
     what the strategy was ``given``; ``None`` if neither, or if they were loaded already.

@@ -6,7 +6,7 @@ logical tensors, of which this rank holds pieces. Tied parameters are stored und
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,9 @@ def aliases(module: nn.Module) -> dict[str, str]:
     return further
 
 
-def stored_module(module: nn.Module, tensor: TensorState) -> dict[str, Any]:
+def stored_module(module: nn.Module, tensor: TensorState, without: Collection[str] = ()) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``: tensors that are split over tensor ranks as pieces."""
-    return {name: tensor.pieces(name, value) for name, value in module.state_dict().items()}
+    return {name: tensor.pieces(name, value) for name, value in module.state_dict().items() if name not in without}
 
 
 def state_places(optimizer: Optimizer, module: nn.Module, tensor: TensorState) -> list[StatePlace]:

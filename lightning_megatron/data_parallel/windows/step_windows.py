@@ -30,7 +30,7 @@ from lightning_megatron.data_parallel.update.late_gather import UseWatch
 from lightning_megatron.data_parallel.windows.ahead import Ahead
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 from lightning_megatron.data_parallel.windows.spread import Spread
-from lightning_megatron.data_parallel.windows.window import Window, has_room
+from lightning_megatron.data_parallel.windows.window import Window, WindowOwner, has_room
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import HandsOn, in_backward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -240,10 +240,10 @@ class LayerWindow(Wrapper):
 
     slot = ForwardSlot.WEIGHTS
 
-    def __init__(self, module: nn.Module, windows: Sequence[Window], owner: StepWindows) -> None:
+    def __init__(self, module: nn.Module, windows: Sequence[Window], owner: WindowOwner) -> None:
         super().__init__(module)
         self._windows = list(windows)
-        self._owner: StepWindows | None = owner
+        self._owner: WindowOwner | None = owner
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the layer has weights of its own."""
@@ -266,7 +266,7 @@ class LayerWindow(Wrapper):
                 owner.leave(window)
 
     @staticmethod
-    def _follow(output: Any, windows: Sequence[Window], owner: StepWindows) -> None:
+    def _follow(output: Any, windows: Sequence[Window], owner: WindowOwner) -> None:
         for leaf in pytree.tree_leaves(output):
             if not isinstance(leaf, Tensor):
                 continue
@@ -283,13 +283,13 @@ class _Weight:
     """A weight, or a view of one, that autograd has saved."""
 
     def __init__(self, tensor: Tensor, window: Window) -> None:
-        self.tensor, self.window = tensor, window
+        self.again, self.window = window.found_again(tensor), window
 
 
 class _Saved(HandsOn):
     """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these."""
 
-    def __init__(self, windows: Sequence[Window], owner: StepWindows) -> None:
+    def __init__(self, windows: Sequence[Window], owner: WindowOwner) -> None:
         self._windows, self._owner = windows, owner
         self.around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -303,7 +303,7 @@ class _Saved(HandsOn):
     def unpack(self, packed: Any) -> Any:
         if isinstance(packed, _Weight):
             self._owner.need(packed.window)
-            return packed.tensor
+            return packed.again()
         return _unchanged(self._windows[0].name, *packed) if self.around is None else self.around[1](packed)
 
 

@@ -11,7 +11,8 @@ weight again once the window is open again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +130,10 @@ class Window:
             for bucket in self._buckets
         )
 
+    def found_again(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives one of the weights, or a view of one, once the window is open again."""
+        return lambda: tensor
+
     def agree(self) -> None:
         """Refuse that replicas come to different layers; collective over them.
 
@@ -152,3 +157,23 @@ def has_room(windows: Sequence[Window]) -> bool:
     needs = sum(parameter.numel() * parameter.element_size() for window in windows for parameter in window.parameters)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes(None) // bucket.sharing.shards
     return bool(raw_all_gather(torch.tensor([int(free >= 2 * needs)], device=device), 0, group).all())
+
+
+class WindowOwner(Protocol):
+    """Decides when the windows of layers close."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a call of a layer opens its windows."""
+
+    def open(self, window: Window) -> None:
+        """A layer is about to run."""
+
+    def gather_ahead(self) -> None:
+        """Its windows are open."""
+
+    def leave(self, window: Window) -> None:
+        """The layer's forward is through."""
+
+    def need(self, window: Window) -> None:
+        """A backward needs the weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ def continue_prompts(
     requests = Requests(asked, ids, batch_size, seed, options, layout.pipeline, tokenizer)
     found: dict[int, list[int]] = {}
     run.engine.model_gradients.finish_gather()
-    with evaluated(asked), _forked(device), torch.no_grad(), strategy.precision_plugin.predict_step_context():
+    streamed = run.assembled.streamed.windows.step() if run.assembled.streamed is not None else nullcontext()
+    with evaluated(asked), _forked(device), torch.no_grad(), strategy.precision_plugin.predict_step_context(), streamed:
         for batch in range(layout.coordinates(mesh.rank).data, len(requests), layout.data):
             tokens = asked.generate(**requests.begin(batch, device))
             found |= requests.found(batch, tokens)

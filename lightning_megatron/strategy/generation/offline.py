@@ -47,6 +47,7 @@ class Job:
         out: file to write; ``None`` to print.
         asked: what this is about, in values of JSON.
         as_json: print JSON rather than text.
+        stream: where weights wait until their layer runs, ``"cpu"`` or ``"disk"``; ``None`` for memory.
     """
 
     weights: str
@@ -63,6 +64,7 @@ class Job:
     out: Path | None
     asked: Mapping[str, Any] = field(default_factory=dict)
     as_json: bool = False
+    stream: str | None = None
 
     def build(self) -> Any:
         """The model without memory."""
@@ -215,7 +217,7 @@ def complete(job: Job, **trainer: Any) -> None:
     settings: dict[str, Any] = {
         "accelerator": "gpu" if torch.cuda.device_count() >= devices else "cpu",
         "devices": devices,
-        "strategy": MegatronStrategy(**sizes),
+        "strategy": MegatronStrategy(**sizes, weight_streaming=job.stream),
         "callbacks": [_Writer(job)],
         "logger": False,
         "enable_checkpointing": False,
@@ -227,6 +229,9 @@ def complete(job: Job, **trainer: Any) -> None:
         made = pl.Trainer(**{**settings, **trainer})
         made.predict(Completer(job), return_predictions=False)
     made.strategy.barrier()
+    strategy: Any = made.strategy
+    if job.stream is not None and made.is_global_zero:
+        print(strategy.run.assembled.streamed.report(), file=sys.stderr)
     if job.out is not None and made.is_global_zero:
         files.put_together(job.out)
     made.strategy.barrier()

@@ -102,9 +102,10 @@ def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> No
 @contextmanager
 def leaving_meta_tensors(module: nn.Module | None) -> Iterator[None]:
     """Around Lightning's teardown, which moves the module: one that was refused before its weights came has no numbers
-    to move, and the error of that would hide the refusal.
+    to move, and the error of that would hide the refusal. Nor are there any of streamed weights.
     """
-    if module is None or not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    tensors = () if module is None else (*module.parameters(), *module.buffers())
+    if module is None or not any(tensor.is_meta or (tensor.ndim and not any(tensor.stride())) for tensor in tensors):
         yield
         return
     vars(module)["cpu"] = lambda: module

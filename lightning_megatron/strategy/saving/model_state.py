@@ -6,12 +6,13 @@ optimizer has float32 ones. Lightning asks for and gives whole states; between t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.state.pretrained import match_weights
@@ -45,17 +46,22 @@ class ModelState:
         self._engine = assembled.engine
         self._tensors = assembled.tensor_state
         self._mesh = mesh
+        self._streamed = assembled.streamed
 
     def logical_view(self, *, slices: bool = True) -> AbstractContextManager[None]:
         """Show the module as it is in one process, to code that names and counts; without ``slices``, those stay."""
         return shown_whole(self.module, self._engine.model_gradients.presence, slices=slices)
 
-    def stored(self) -> PartOfState:
-        """This rank's part as checkpoints keep it: split tensors in pieces, and float32 weights where there are any."""
+    def stored(self, without: Collection[str] = ()) -> PartOfState:
+        """This rank's part as checkpoints keep it: split tensors in pieces, and float32 weights where there are any.
+
+        Args:
+            without: names of tensors to leave out.
+        """
         gradients = self._engine.model_gradients
         gradients.finish_gather()
         masters = gradients.masters()
-        stored = stored_module(self.module, self._tensors) | masters
+        stored = stored_module(self.module, self._tensors, without) | masters
         return PartOfState({n: value for n, value in stored.items() if value is not None or n not in masters})
 
     def stored_once(self) -> dict[str, Any]:
@@ -89,10 +95,19 @@ class ModelState:
         source = open_weights(path)
         source.verify(self._mesh.rank, self._mesh.layout.world_size)
         found = match_weights(source, *self._whole_shapes(), path)
-        state = {n: v for n, v in self.stored().items() if isinstance(v, (Tensor, PiecedTensor))}
-        wanted = {n: (found.stored[n], as_pieces(v).empty_like()) for n, v in state.items() if n in found.stored}
+        streamed = self._streamed.names if self._streamed is not None else ()
+        state = self.stored(_with_tied(self.module, streamed))
+        wanted = {
+            n: (found.stored[n], as_pieces(v).empty_like())
+            for n, v in state.items()
+            if isinstance(v, (Tensor, PiecedTensor)) and n in found.stored
+        }
         source.fill(wanted)
         self.load({name: pieces for name, (_, pieces) in wanted.items()})
+        if self._streamed is not None:
+            own = {name: parameter for name, parameter in self.module.named_parameters() if name in streamed}
+            places = {name: (found.stored[name], self._tensors.spec_of(name, p.shape)) for name, p in own.items()}
+            self._streamed.connect(source, places)
 
     def room(self) -> dict[str, PiecedTensor]:
         """Empty memory for this rank's part, by name."""
@@ -120,6 +135,11 @@ class ModelState:
             {name: shape for stage in stages for name, shape in stage[0].items()},
             {name: first for stage in stages for name, first in stage[1].items()},
         )
+
+
+def _with_tied(module: Module, names: Collection[str]) -> set[str]:
+    """Names of parameters, and further names of the same."""
+    return {*names, *(name for name, first in aliases(module).items() if first in names)}
 
 
 def does_not_fit(module: Any, found: Match) -> str:

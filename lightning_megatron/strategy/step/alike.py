@@ -102,7 +102,11 @@ def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str,
 
 
 def materialize(
-    module: nn.Module, device: torch.device, base_seed: int, table: Mapping[str, ParameterSharding]
+    module: nn.Module,
+    device: torch.device,
+    base_seed: int,
+    table: Mapping[str, ParameterSharding],
+    settle: Callable[[Iterable[str]], None] | None = None,
 ) -> None:
     """Allocate and initialise what was built on the meta device; what is already real stays.
 
@@ -119,6 +123,7 @@ def materialize(
         device: where to allocate.
         base_seed: equal on all ranks.
         table: how each parameter is split over tensor-parallel ranks.
+        settle: called with the names of submodules that were initialised together, before others get memory.
 
     Raises:
         RuntimeError: a submodule with tensors on the meta device has no code to initialise them.
@@ -126,13 +131,11 @@ def materialize(
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
     memo: dict[int, nn.Parameter] = {}
-    units = _units(module)
-    for members in units:
-        for _, child, _ in members:
-            _allocate(child, device, memo)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for members in units:
+        for members in _units(module):
+            for _, child, _ in members:
+                _allocate(child, device, memo)
             whole = {name: _show_whole(name, child, device, table) for name, child, pending in members if pending}
             for name, child, pending in members:
                 torch.manual_seed(mix(base_seed, *name.encode()))
@@ -140,6 +143,8 @@ def materialize(
             for name, child, pending in members:
                 if pending:
                     _cut(child, whole[name])
+            if settle is not None:
+                settle(name for name, *_ in members)
 
 
 Member = tuple[str, nn.Module, bool]
@@ -150,11 +155,15 @@ def _units(module: nn.Module) -> list[list[Member]]:
     """What is initialised together: a numbered layer with all its parts, children first, or a part outside them."""
     units: dict[str, list[Member]] = {}
     for name, child in _children_first(module, "", set()):
-        numbered = [above for above in outwards(name) if above.rpartition(".")[2].isdigit()]
-        pending = _holds_meta(child)
-        if pending or numbered:
-            units.setdefault((numbered or [name])[-1], []).append((name, child, pending))
+        pending, unit = _holds_meta(child), unit_of(name)
+        if pending or unit != name or name.rpartition(".")[2].isdigit():
+            units.setdefault(unit, []).append((name, child, pending))
     return [members for members in units.values() if any(pending for *_, pending in members)]
+
+
+def unit_of(name: str) -> str:
+    """The numbered layer that a submodule lies in, or the submodule itself."""
+    return [name, *(above for above in outwards(name) if above.rpartition(".")[2].isdigit())][-1]
 
 
 def _children_first(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -40,9 +40,13 @@ from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
+<<<<<<< HEAD
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.install import ActivationOptions, arrange
 from lightning_megatron.strategy.activations.mlp_pieces import MlpPieces
+=======
+from lightning_megatron.strategy.generation.streaming import StreamedWeights, Streaming, stream_weights
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
@@ -76,6 +80,7 @@ class ModuleOptions:
     loss_chunks: int | str | None = None
     experts: int = 1
     stage_speeds: tuple[float, ...] | None = None
+    streaming: Streaming | None = None
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,12 @@ class Assembled:
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
         tokens: where tokens are split over context ranks; ``None`` without them.
         heads: whose logits are computed in pieces; ``None`` where they are whole.
+<<<<<<< HEAD
         traffic: counts what layers keep in host memory; ``None`` where they keep nothing there.
         pieces: modules that run in pieces of the tokens; ``None`` where all run whole.
+=======
+        streamed: weights that are read when a layer needs them; ``None`` where all are in memory.
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
     """
 
     module: pl.LightningModule
@@ -127,6 +136,7 @@ class Assembled:
     groups: dict[Holders, Any]
     tokens: TokenRegion | None = None
     heads: LazyHeads | None = None
+<<<<<<< HEAD
     traffic: Traffic | None = None
     pieces: MlpPieces | None = None
 
@@ -147,6 +157,24 @@ class Assembled:
         for part in (self.heads, self.tokens, self.pieces):
             if part is not None:
                 step = functools.partial(part.run, step)
+=======
+    streamed: StreamedWeights | None = None
+
+    def open(self) -> None:
+        """Let layers and heads of the module take part in what steps do."""
+        for part in (each for each in (self.tokens, self.heads, self.streamed) if each is not None):
+            part.open()
+
+    def close(self) -> None:
+        """Leave them as they were."""
+        for part in (each for each in (self.tokens, self.heads, self.streamed) if each is not None):
+            part.close()
+
+    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step of the user's with split tokens, logits in pieces and streamed weights, where there are such."""
+        for part in (each for each in (self.heads, self.tokens, self.streamed) if each is not None):
+            step = functools.partial(part.run, step)
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
         return step
 
     @property
@@ -183,12 +211,15 @@ class Assembler:
         self._options = options
         self._engine_options = engine_options
 
-    def assemble(self, module: pl.LightningModule, *, syncs_batch_norm: bool = False) -> Assembled:
+    def assemble(
+        self, module: pl.LightningModule, syncs_batch_norm: bool = False, from_files: bool = False
+    ) -> Assembled:
         """Divide ``module``, in place.
 
         Args:
             module: whole, or divided by an earlier run of the same layout.
             syncs_batch_norm: whether batch norms are over the samples of all replicas.
+            from_files: whether its weights will be read from files.
 
         Raises:
             ValueError: the module cannot be divided so; the message says what to change.
@@ -213,8 +244,12 @@ class Assembler:
         else:
             divided_here = not splits_itself(module)  # else its DTensors say what is whole
             presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor if divided_here else 0)
-        self._world.materialize(module, self._device, seed, tensor_state.table)
+        about = layers_of(module, stage, self._options.pipeline_layers), self._options.streaming, self._device
+        streamed = stream_weights(module, *about, from_files, mesh.group("data_parallel"))
+        self._world.materialize(module, self._device, seed, tensor_state.table, streamed.settle if streamed else None)
         module.to(self._device)
+        if streamed is not None:
+            streamed.install()
         compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
         if done := multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers):
             rank_zero_info(done)
@@ -229,11 +264,16 @@ class Assembler:
         else:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
-            agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
+            if streamed is None:  # else replicas read the same values
+                agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
+<<<<<<< HEAD
         traffic, pieces = arrange(module, stage, self._options.pipeline_layers, self._options.activations, self._device)
         return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads, traffic, pieces)
+=======
+        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads, streamed)
+>>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 
     def _draws(self) -> LayoutDraws | None:
         """What answers draws, where they are to be those of one process."""

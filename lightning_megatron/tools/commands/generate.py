@@ -40,6 +40,7 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="Type of the weights, e.g. bfloat16; by default the model's.")
     ] = None,
+    stream: Annotated[str | None, typer.Option(help="cpu or disk: weights stay there until their layer runs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Continue prompts with a Hugging Face model or a checkpoint of one, on tensor x pipeline x data processes.
@@ -53,6 +54,8 @@ def generate(
         _check_arguments(hf, checkpoint, tokenizer, out, data, as_json)
         texts = _texts(prompt, prompts)
         _check_sampling(sample, options)
+        if stream not in (None, "cpu", "disk"):
+            raise ValueError(f"`--stream {stream}` must be cpu or disk; leave it out to keep weights in memory.")
     source = str(checkpoint or hf)
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
     asked = {"weights": source, "prompts": digest, "batch": batch, "seed": seed, "dtype": dtype, "options": options}
@@ -65,7 +68,7 @@ def generate(
         words = _tokenizer(tokenizer or hf)
         ids = [words(text)["input_ids"] for text in texts]
         kind, about = _dtype(dtype, config), (asked, as_json)
-        job = Job(source, config, kind, generation, words, texts, ids, batch, seed, options, sizes, out, *about)
+        job = Job(source, config, kind, generation, words, texts, ids, batch, seed, options, sizes, out, *about, stream)
         model = job.build()
         job.requests(model)
         job.check_weights(model)
