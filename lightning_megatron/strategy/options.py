@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import nn
 
 from lightning_megatron.context_parallel.region import check_options as check_context_options
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
@@ -31,22 +30,17 @@ from lightning_megatron.strategy.context import check_context
 from lightning_megatron.strategy.expert_checks import check_experts
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.recipes import arguments_of
+from lightning_megatron.strategy.recipes import explain_plan as explain_plan
 from lightning_megatron.strategy.step.assembly import ModuleOptions
 from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
-<<<<<<< HEAD
 from lightning_megatron.strategy.together import check_activations, check_draws
-from lightning_megatron.strategy.weight_checks import check_weight_sharding, optimizer_sharding_of
-=======
-from lightning_megatron.strategy.together import check_draws
 from lightning_megatron.strategy.weight_checks import (
     check_weight_sharding,
     check_weight_streaming,
     optimizer_sharding_of,
 )
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 
 if TYPE_CHECKING:
-    from lightning_megatron.parallelize import ParallelReport
     from lightning_megatron.planner import Recipe
 
 Strategy = TypeVar("Strategy")
@@ -371,31 +365,6 @@ _DEFAULTS = {
     )
 }
 """Options that ``layout="auto"`` chooses, which therefore must not be given beside it."""
-
-
-def explain_plan(options: Options, module: nn.Module | None, report: ParallelReport | None) -> str:
-    """The tensor-parallel plan as a table.
-
-    Args:
-        options: how to split.
-        module: whole, to see the plan that it would get.
-        report: the plan of the module in training, shown where no module is given.
-
-    Raises:
-        RuntimeError: no module was given, and none has been split yet.
-        ValueError: there is no plan for ``module``.
-    """
-    if module is not None:
-        from lightning_megatron.parallelize import explain
-
-        size, plan = options.tensor_parallel_size, options.tensor_parallel_plan
-        return explain(module, size, plan, options.sequence_parallel).explain()
-    if report is None:
-        raise RuntimeError(
-            "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1. Give a "
-            "module, `strategy.explain(module)`, to see its plan now."
-        )
-    return report.explain()
 
 
 _LIGHTNINGS = """

@@ -1,10 +1,15 @@
-"""Arguments of the strategy that run a recipe of the planner."""
+"""Arguments of the strategy that run a recipe of the planner, and its tensor-parallel plan in words."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from lightning_megatron.planner.model.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lightning_megatron.parallelize import ParallelReport
 
 
 def arguments_of(recipe: Recipe) -> dict[str, Any]:
@@ -48,3 +53,28 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     if recipe.pipeline > 1 and recipe.schedule == "interleaved":
         arguments["virtual_pipeline_parallel_size"] = recipe.chunks
     return arguments
+
+
+def explain_plan(options: Any, module: nn.Module | None, report: ParallelReport | None) -> str:
+    """The tensor-parallel plan as a table.
+
+    Args:
+        options: how to split.
+        module: whole, to see the plan that it would get.
+        report: the plan of the module in training, shown where no module is given.
+
+    Raises:
+        RuntimeError: no module was given, and none has been split yet.
+        ValueError: there is no plan for ``module``.
+    """
+    if module is not None:
+        from lightning_megatron.parallelize import explain
+
+        size, plan = options.tensor_parallel_size, options.tensor_parallel_plan
+        return explain(module, size, plan, options.sequence_parallel).explain()
+    if report is None:
+        raise RuntimeError(
+            "there is no plan yet: it is made when a Trainer starts with `tensor_parallel_size` above 1. Give a "
+            "module, `strategy.explain(module)`, to see its plan now."
+        )
+    return report.explain()

@@ -48,17 +48,13 @@ from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.assembly import Assembled, Assembler, synchronize, whole_view
+from lightning_megatron.strategy.step.alike import synchronize
+from lightning_megatron.strategy.step.assembly import Assembled, Assembler, whole_view
 from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
-<<<<<<< HEAD
 from lightning_megatron.strategy.together import check_activations_run, check_draws_run
-from lightning_megatron.strategy.weight_checks import check_sharded_weights
-=======
-from lightning_megatron.strategy.together import check_draws_run
 from lightning_megatron.strategy.weight_checks import check_sharded_weights, check_streamed_weights
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -94,12 +94,8 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_placement: Mapping[str, str] | None = None,
         topology: given.Topology | given.TopologyPlacement | None = None, compile_layers: given.CompileOptions = False,
         timeout: timedelta | None = timedelta(minutes=30), cluster_environment: ClusterEnvironment | None = None,
-<<<<<<< HEAD
         activation_offload: given.ActivationOffload = None, random_streams: str = "torch", mlp_chunks: Any = None,
-        micro_batch_size: int | str = "auto",
-=======
-        random_streams: str = "torch", micro_batch_size: int | str = "auto", weight_streaming: given.Streams = None,
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
+        micro_batch_size: int | str = "auto", weight_streaming: given.Streams = None,
     ) -> None:  # fmt: skip
         self.options = given.Options.among(locals())
         self.num_nodes, self._processes = 1, Processes(process_group_backend, timeout, hang_timeout)

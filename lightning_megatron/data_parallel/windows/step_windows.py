@@ -307,7 +307,7 @@ class _Saved(HandsOn):
         return _unchanged(self._windows[0].name, *packed) if self.around is None else self.around[1](packed)
 
 
-def _saved(windows: Sequence[Window], owner: StepWindows) -> saved_tensors_hooks:
+def _saved(windows: Sequence[Window], owner: WindowOwner) -> saved_tensors_hooks:
     hooks = _Saved(windows, owner)
     return saved_tensors_hooks(hooks.pack, hooks.unpack)
 

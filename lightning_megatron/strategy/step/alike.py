@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
@@ -245,3 +247,14 @@ def _takes_one_argument(function: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def synchronize(module: nn.Module, mesh: ParallelMesh, *, wanted: bool) -> None:
+    """Let batch norms take their statistics over the replicas of this stage, or alone, as in an earlier run."""
+    several = wanted and mesh.layout.data > 1
+    left = sync_batch_norms(module, mesh.group("data_parallel") if several else None)
+    if left:
+        rank_zero_warn(
+            f"`Trainer(sync_batchnorm=True)` leaves {', '.join(f'`{name}`' for name in left)} as they are: these batch "
+            "norms compute by a forward of their own."
+        )

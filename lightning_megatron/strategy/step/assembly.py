@@ -18,11 +18,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.context_parallel.region import TokenRegion
-from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
 from lightning_megatron.mesh.draws.mode import LayoutDraws
@@ -40,21 +39,14 @@ from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
-<<<<<<< HEAD
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.install import ActivationOptions, arrange
 from lightning_megatron.strategy.activations.mlp_pieces import MlpPieces
-=======
 from lightning_megatron.strategy.generation.streaming import StreamedWeights, Streaming, stream_weights
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
-from lightning_megatron.strategy.step.alike import (
-    agree_on_base_seed,
-    agree_on_random_state,
-    agree_on_weights,
-)
+from lightning_megatron.strategy.step import alike
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine, layers_of
 from lightning_megatron.strategy.step.refusals import already_cut, already_split, check_own_split
@@ -120,12 +112,9 @@ class Assembled:
         groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
         tokens: where tokens are split over context ranks; ``None`` without them.
         heads: whose logits are computed in pieces; ``None`` where they are whole.
-<<<<<<< HEAD
         traffic: counts what layers keep in host memory; ``None`` where they keep nothing there.
         pieces: modules that run in pieces of the tokens; ``None`` where all run whole.
-=======
         streamed: weights that are read when a layer needs them; ``None`` where all are in memory.
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
     """
 
     module: pl.LightningModule
@@ -136,45 +125,28 @@ class Assembled:
     groups: dict[Holders, Any]
     tokens: TokenRegion | None = None
     heads: LazyHeads | None = None
-<<<<<<< HEAD
     traffic: Traffic | None = None
     pieces: MlpPieces | None = None
+    streamed: StreamedWeights | None = None
 
     def open(self) -> None:
         """Let layers and heads of the module take part in what steps do."""
-        for part in (self.tokens, self.heads, self.pieces):
+        for part in (self.tokens, self.heads, self.pieces, self.streamed):
             if part is not None:
                 part.open()
 
     def close(self) -> None:
         """Leave them as they were."""
-        for part in (self.tokens, self.heads, self.pieces):
+        for part in (self.tokens, self.heads, self.pieces, self.streamed):
             if part is not None:
                 part.close()
 
     def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A step of the user's with split tokens, and with logits in pieces, where there are such."""
-        for part in (self.heads, self.tokens, self.pieces):
+        """A step of the user's with split tokens, logits in pieces and streamed weights, where there are such."""
+        for part in (self.heads, self.tokens, self.pieces, self.streamed):
             if part is not None:
                 step = functools.partial(part.run, step)
-=======
-    streamed: StreamedWeights | None = None
 
-    def open(self) -> None:
-        """Let layers and heads of the module take part in what steps do."""
-        for part in (each for each in (self.tokens, self.heads, self.streamed) if each is not None):
-            part.open()
-
-    def close(self) -> None:
-        """Leave them as they were."""
-        for part in (each for each in (self.tokens, self.heads, self.streamed) if each is not None):
-            part.close()
-
-    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A step of the user's with split tokens, logits in pieces and streamed weights, where there are such."""
-        for part in (each for each in (self.heads, self.tokens, self.streamed) if each is not None):
-            step = functools.partial(part.run, step)
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
         return step
 
     @property
@@ -230,14 +202,14 @@ class Assembler:
             check_float8(self._device, self._options.compile_layers)
         if splits_itself(module):
             self._check_own_split()
-        agree_on_random_state(mesh, self._device)
-        seed = agree_on_base_seed(self._device)
+        alike.agree_on_random_state(mesh, self._device)
+        seed = alike.agree_on_base_seed(self._device)
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws())
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
         tensor_state, report = self._split_layers(module)
-        synchronize(module, mesh, wanted=syncs_batch_norm)
+        alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
         if stage is not None:
             presence = stage.presence
@@ -265,15 +237,14 @@ class Assembler:
             holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
             groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
             if streamed is None:  # else replicas read the same values
-                agree_on_weights(module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups})
+                alike.agree_on_weights(
+                    module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups}
+                )
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
-<<<<<<< HEAD
         traffic, pieces = arrange(module, stage, self._options.pipeline_layers, self._options.activations, self._device)
-        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads, traffic, pieces)
-=======
-        return Assembled(module, engine, tensor_state, report, streams, groups, tokens, heads, streamed)
->>>>>>> bf2deb3 (Stream weights from files or host memory while the layer before computes)
+        parts = tokens, heads, traffic, pieces, streamed
+        return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
 
     def _draws(self) -> LayoutDraws | None:
         """What answers draws, where they are to be those of one process."""
@@ -427,14 +398,3 @@ class Assembler:
             singles = [(index,) for index in range(self._mesh.layout.pipeline)]
             holders += [Holders(stages, True) for stages in (*sets, *singles)]
         return holders
-
-
-def synchronize(module: pl.LightningModule, mesh: ParallelMesh, *, wanted: bool) -> None:
-    """Let batch norms take their statistics over the replicas of this stage, or alone, as in an earlier run."""
-    several = wanted and mesh.layout.data > 1
-    left = sync_batch_norms(module, mesh.group("data_parallel") if several else None)
-    if left:
-        rank_zero_warn(
-            f"`Trainer(sync_batchnorm=True)` leaves {', '.join(f'`{name}`' for name in left)} as they are: these batch "
-            "norms compute by a forward of their own."
-        )
