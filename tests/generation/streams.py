@@ -228,8 +228,8 @@ def _refused(info: RankInfo, what: str, folder: str) -> None:
     elif what == "checkpoint":
         trainer.predict(module, loader(), ckpt_path=f"{folder}/plain.ckpt", weights_only=False)
     elif what == "differ":
-        torch.manual_seed(info.rank)
         module = Odd("plain")
+        torch.manual_seed(info.rank)
         nn.init.normal_(module.head.weight)
         trainer.predict(module, loader())
     else:
