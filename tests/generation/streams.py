@@ -241,7 +241,7 @@ def _refused(info: RankInfo, what: str, folder: str) -> None:
     elif what == "pretrained":
         module.model.save_pretrained(f"{folder}/saved")
     elif what == "again":
-        make_trainer(info, MegatronStrategy(info.world_size), max_steps=1).fit(module, loader())
+        make_trainer(info, MegatronStrategy(info.world_size), max_steps=1).fit(module, loader(), loader())
 
 
 def _without_weights(module: Any) -> None:
