@@ -62,11 +62,15 @@ class OwnBiases:
 
     Args:
         module: the user's, divided.
+
+    Attributes:
+        some: whether there are any.
     """
 
     def __init__(self, module: nn.Module) -> None:
         found = [each for each in mixtures_of(module) if not isinstance(each.block, MoE)]
         self._mixtures = [mixture for mixture in found if _biases(mixture)]
+        self.some = bool(self._mixtures)
 
     def keep_counts(self) -> bool:
         """Whether a forward has kept something with a number for each expert beside a bias, in an attribute."""

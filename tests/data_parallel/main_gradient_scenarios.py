@@ -120,7 +120,7 @@ def products(
     from lightning_megatron import MegatronStrategy
 
     split: dict[str, Any] = {"tensor_parallel_plan": PLAN} if sizes[2] > 1 else {}
-    strategy = MegatronStrategy(*sizes, micro_batch_size=2, **split, **options)
+    strategy = MegatronStrategy(*sizes, micro_batch_size=2, whole_batch_loss=False, **split, **options)
     module = Tapped(looks=precision == "bf16-true")
     steps = {"max_steps": 1, "accumulate_grad_batches": accumulate, "limit_val_batches": 0}
     make_trainer(info, strategy, precision=precision, **steps).fit(module)

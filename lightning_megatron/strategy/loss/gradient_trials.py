@@ -210,10 +210,16 @@ class BackwardTrials:
                 stacklevel=2,
             )
 
-    def rest(self) -> None:
-        """Called when a step is over: what runs between steps may register what it likes."""
+    def rest(self, *, failed: bool = False) -> None:
+        """Called when a step is over: what runs between steps may register what it likes.
+
+        Args:
+            failed: whether the step did not come to its end.
+        """
         if self._code is not None:
             self._code.refuses = ""
+            if failed:
+                self._code.take()
 
     def _guard(self) -> None:
         if self._code is not None and self._judges and not self._mentioned:

@@ -78,6 +78,9 @@ class MixingTrials:
                 "`capacity_factor=None`."
             )
         self._biases, self._keep_counts = OwnBiases(module), False
+        self._checks = self._replicas > 1 and self._balance is None
+        if self._checks:
+            self._checks = any(objects.gather(self._biases.some, mesh.group("world")))
         self._steps, self._next = 0, 1.0
         self._found = False
 
@@ -94,7 +97,7 @@ class MixingTrials:
             ValueError: experts are shared out over replicas, each of which would have a loss of its own.
         """
         self._steps += 1
-        if self._replicas > 1 and self._balance is None and (self._steps <= _AGAIN or _is_power(self._steps)):
+        if self._checks and (self._steps <= _AGAIN or _is_power(self._steps)):
             self._biases.check(self._mesh.group("world"))
         keeps, self._keeps_whole = self._keeps_whole, False
         found = self._tries(call, batch, parts, first=first) or keeps

@@ -107,7 +107,7 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
             "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
             f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
         )
-    elif parts > 1 and not _is_refusal(error):
+    elif parts > 1 and isinstance(error, (RuntimeError, ValueError, IndexError)) and not _is_refusal(error):
         error.add_note(
             f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
             "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "

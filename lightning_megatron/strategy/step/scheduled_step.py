@@ -69,9 +69,9 @@ class ScheduledStep:
             self._outcome = self._run(call, batch, parts, scales, cut, "training_step", self.cuts.asks(parts))
         except Exception as error:
             say_how_cut(error, batch, len(split))
+            self.cuts.backwards.rest(failed=True)
             raise
-        finally:
-            self.cuts.backwards.rest()
+        self.cuts.backwards.rest()
         self.cuts.trials.note_logged([key.name for key in self._outcome.logs.keys])
         if self._outcome.loss is None:
             sink.finish()  # no backward of Lightning's follows
