@@ -16,9 +16,9 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.offload.host_memory import GIB, HostMemory, check_folder, free_bytes
 from lightning_megatron.data_parallel.offload.host_plan import HostPlan, measure
 from lightning_megatron.data_parallel.offload.request import Offload
-from lightning_megatron.data_parallel.offload.stride import best_stride
 from lightning_megatron.data_parallel.update.trial import Independence, state_bytes, steps_in_parts
 from lightning_megatron.mesh.messages import host_link, objects
+from lightning_megatron.planner.cost.host_update import best_stride
 from lightning_megatron.strategy.processes import Processes
 
 

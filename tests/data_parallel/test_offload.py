@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.data_parallel.offload.stride import best_stride, seconds
 from tests.data_parallel.offload_scenarios import USUAL, Around, offloaded
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask
 from tests.harness import JobFailed, run_trainers
@@ -174,12 +173,3 @@ def test_a_disk_that_is_full_says_so(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match=r"finds no room for .* GiB in .*: No space left on device"):
         run(setup, around=Around(full=True))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("steps", "rate", "best"), [(4e9, 55e9, 2), (4e9, 6e9, None), (2e9, 12e9, 4), (8e9, 450e9, 1), (0.5e9, 450e9, 1)]
-)
-def test_the_stride_is_the_best_of_all(steps: float, rate: float, best: int | None) -> None:
-    assert best_stride(steps, rate, 12, 2) == best
-    if best is not None:
-        assert seconds(best, steps, rate, 12, 2) == min(seconds(k, steps, rate, 12, 2) for k in range(1, 17))

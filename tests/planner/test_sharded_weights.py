@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.data_parallel.offload import stride
 from lightning_megatron.planner import Cluster, Limits, ModelShape, Recipe, plan, predict
 from lightning_megatron.planner.cost.host_activations import settled
 from lightning_megatron.planner.cost.host_update import best_stride, host_bytes, interleaved_seconds, update_seconds
@@ -91,11 +90,17 @@ def test_published_runs_with_sharded_weights_and_state_on_the_host_are_predicted
 @pytest.mark.parametrize("update", [0.5e9, 1.7e9, 4e9, 8e9])
 def test_the_stride_is_the_best_of_all(bandwidth: float, update: float) -> None:
     found = best_stride(update, bandwidth, 12.0, 2.0)
-    assert found == stride.best_stride(update, bandwidth, 12.0, 2.0)
     all_of_them = {k: interleaved_seconds(k, update, bandwidth, 12.0, 2.0) for k in range(1, 17)}
     if found is not None:
         assert all_of_them[found] == min(all_of_them.values())
-    assert best_stride(4e9, 55e9, 12.0, 2.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("update", "bandwidth", "best"),
+    [(4e9, 55e9, 2), (4e9, 6e9, None), (2e9, 12e9, 4), (8e9, 450e9, 1), (0.5e9, 450e9, 1)],
+)
+def test_the_stride_of_known_speeds(update: float, bandwidth: float, best: int | None) -> None:
+    assert best_stride(update, bandwidth, 12.0, 2.0) == best
 
 
 def test_state_in_host_memory_leaves_the_gpu_and_costs_time() -> None:
