@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_megatron.data_parallel.option_dicts import option_dict
+
 OffloadOptions = bool | Mapping[str, Any]
 """``optimizer_offload``: whether, or where to, how much stays, and how often a bucket comes to the device."""
 
@@ -36,13 +38,10 @@ def offload_of(value: Any) -> Offload | None:
     Raises:
         ValueError: it cannot be meant so; the message says what can.
     """
-    if isinstance(value, bool):
-        return Offload() if value else None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`optimizer_offload={value!r}` must be True, False or a dict with {_named(_KEYS)}.")
-    if unknown := sorted(set(map(str, value)) - set(_KEYS)):
-        raise ValueError(f"`optimizer_offload` has {_named(unknown)}; it knows {_named(_KEYS)}.")
-    to, keep, interleave = value.get("to", "cpu"), value.get("keep", 0.0), value.get("interleave", "auto")
+    said = option_dict("optimizer_offload", value, _KEYS)
+    if said is None:
+        return None
+    to, keep, interleave = said.get("to", "cpu"), said.get("keep", 0.0), said.get("interleave", "auto")
     if not isinstance(to, (str, os.PathLike)) or str(to) in ("", "cuda", "gpu", "nvme", "disk"):
         raise ValueError(f"`optimizer_offload={{'to': {to!r}}}` must be 'cpu', or a folder on a local disk.")
     if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
@@ -72,7 +71,3 @@ def check_offload(options: Any) -> None:
                 f"`optimizer_offload` does not go together with `{name}={getattr(options, name)!r}`: the planner does "
                 f"not know it; leave `{name}` out, or `optimizer_offload`."
             )
-
-
-def _named(keys: Any) -> str:
-    return ", ".join(repr(key) for key in keys)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_megatron.data_parallel.option_dicts import option_dict, quoted
+
 WeightSharding = bool | Mapping[str, Any]
 """``weight_sharding``: whether, or over how many replicas, when weights are freed, and when gradients are summed."""
 
@@ -35,13 +37,10 @@ def sharded_weights_of(value: Any) -> ShardedWeights | None:
     Raises:
         ValueError: it cannot be meant so; the message says what can.
     """
-    if isinstance(value, bool):
-        return ShardedWeights() if value else None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`weight_sharding={value!r}` must be True, False or a dict with {_named(_KEYS)}.")
-    if unknown := sorted(set(map(str, value)) - set(_KEYS)):
-        raise ValueError(f"`weight_sharding` has {_named(unknown)}; it knows {_named(_KEYS)}.")
-    shard, free, sums = value.get("shard"), value.get("free", "layer"), value.get("sum", "step")
+    said = option_dict("weight_sharding", value, _KEYS)
+    if said is None:
+        return None
+    shard, free, sums = said.get("shard"), said.get("free", "layer"), said.get("sum", "step")
     if shard is not None and (isinstance(shard, bool) or not isinstance(shard, int) or shard < 2):
         raise ValueError(
             f"`weight_sharding={{'shard': {shard!r}}}` must be a whole number of replicas above 1; without 'shard', "
@@ -49,9 +48,5 @@ def sharded_weights_of(value: Any) -> ShardedWeights | None:
         )
     for name, given, known in (("free", free, _FREES), ("sum", sums, _SUMS)):
         if given not in known:
-            raise ValueError(f"`weight_sharding={{{name!r}: {given!r}}}` must be one of {_named(known)}.")
+            raise ValueError(f"`weight_sharding={{{name!r}: {given!r}}}` must be one of {quoted(known)}.")
     return ShardedWeights(shard, free, sums)
-
-
-def _named(keys: Any) -> str:
-    return ", ".join(repr(key) for key in keys)
