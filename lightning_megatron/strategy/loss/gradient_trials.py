@@ -11,7 +11,7 @@ its own. So where there is such code, two micro-batches are run with their backw
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import Started, raw_all_reduce, start_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
@@ -39,8 +39,19 @@ from lightning_megatron.strategy.step.step_context import StepContext
 _AGAIN = 8  # factor between the steps in which it is tried
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
 _NARROW = 1e-2
-_STRAY = ", and on a stage whose numbers the others do not get"
 _SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
+
+
+def tolerance(device: torch.device, dtypes: Iterable[torch.dtype]) -> float:
+    """By how much gradients may differ by rounding, relative to their size.
+
+    Args:
+        device: on which they were computed; under autocast, they are narrow whatever their dtypes.
+        dtypes: in which they were computed.
+    """
+    if torch.is_autocast_enabled(device.type):
+        return _NARROW
+    return max((_TOLERANCE.get(dtype, _NARROW) for dtype in dtypes), default=0.0)
 
 
 class GradientTrial:
@@ -53,7 +64,7 @@ class GradientTrial:
         may_fail: whether a step that fails on a piece tells nothing, rather than ending the run.
 
     Attributes:
-        draws: of random numbers; tells whether anything was computed in a narrow type.
+        draws: of random numbers.
         failed: whether a step has failed.
         wrote: names of what backwards have written on the module or beside it.
     """
@@ -71,6 +82,11 @@ class GradientTrial:
         self._traces = Traces(context.module, beside=True)
         self.draws, self.failed = SameDraws({2: (0, 1)}), False
         self.wrote: list[Name] = []
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those that norms may compute in, whatever their input."""
+        return {torch.float32} if self.draws.narrow else set()
 
     def run(
         self, call: Callable[[Any], Any], pieces: Sequence[Any], scales: Sequence[float]
@@ -139,8 +155,9 @@ class BackwardTrials:
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
         self._judges = options.whole_batch_loss is not False and options.loss_weight is None
         self._code = BackwardCode(context.module) if cuts and context.module.automatic_optimization else None
-        self._mentioned = self._code is not None and bool(self._all(self._code.mentioned))
+        self._mentioned = self._code is not None and self._any(self._code.mentioned)
         self._steps, self._next, self._found = 0, 1, False
+        self._told: tuple[torch.Tensor, Started | None] | None = None
 
     def mixes(
         self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], scales: Sequence[float], *, around: bool
@@ -162,26 +179,26 @@ class BackwardTrials:
             return False
         self._steps += 1
         due = self._mentioned and self._steps >= self._next
-        if self._mentioned or self._steps == 1:
-            due |= self._all(bool(code.fresh))
-        if not due:
+        if self._steps == 1:
+            due |= self._any(bool(code.fresh))
+        if not (self._take_told() or due):
             self._guard()
             return False
         self._next, fresh = self._steps * _AGAIN, code.take()
-        if self._mesh.layout.pipeline > 1 and self._all(bool(code.keeps)):
+        if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
             line = next(line for line in objects.gather(code.keeps, self._mesh.group("world")) if line)
             raise RuntimeError(
                 f"{line}: only the stage that computes the activation has its gradient, and code between steps reads "
                 "it on every stage. Take what is needed of it in a hook, `h.register_hook(lambda g: ...)`, or use "
                 "`pipeline_parallel_size=1`."
             )
-        why = self._try(call, batch, parts, scales, around=around)
-        whys = objects.gather(why, self._mesh.group("world"))
-        if stray := next((why for why in whys if why.endswith(_STRAY)), ""):
+        whys = objects.gather(self._try(call, batch, parts, scales, around=around), self._mesh.group("world"))
+        if stray := next((why for why, is_stray in whys if is_stray), ""):
             raise RuntimeError(
-                f"{stray}. Write it where the last stage is (behind the layers), or use `pipeline_parallel_size=1`."
+                f"{stray}, and on a stage whose numbers the others do not get. Write it where the last stage is "
+                "(behind the layers), or use `pipeline_parallel_size=1`."
             )
-        why = next((why for why in whys if why), "")
+        why = next((why for why, _ in whys if why), "")
         if not (why and self._judges and (around or len(parts) > 1)):
             self._guard()
             return False
@@ -216,16 +233,30 @@ class BackwardTrials:
         Args:
             failed: whether the step did not come to its end.
         """
-        if self._code is not None:
-            self._code.refuses = ""
-            if failed:
-                self._code.take()
+        if self._code is None:
+            return
+        self._code.refuses = ""
+        if failed:
+            self._code.take()
+        elif self._mentioned and not self._found:
+            self._take_told()
+            here = torch.tensor(int(bool(self._code.fresh)), device=self._context.device)
+            self._told = start_all_reduce(here, self._mesh.group("world"), keep=False, maximum=True)
 
     def _guard(self) -> None:
         if self._code is not None and self._judges and not self._mentioned:
             self._code.refuses = "a batch runs in micro-batches"
 
-    def _all(self, here: bool) -> bool:
+    def _take_told(self) -> bool:
+        """Whether the step before has run something new on any rank, which was asked when it ended."""
+        if self._told is None:
+            return False
+        (flag, work), self._told = self._told, None
+        if work is not None:
+            work.wait()
+        return bool(int(flag))
+
+    def _any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
         flag = torch.tensor(int(here), device=self._context.device)
         said = raw_all_reduce(flag, self._mesh.group("world"), maximum=True)
@@ -233,13 +264,13 @@ class BackwardTrials:
 
     def _try(
         self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], scales: Sequence[float], *, around: bool
-    ) -> str:
-        """Why batches have to stay whole; "" if they need not."""
+    ) -> tuple[str, bool]:
+        """Why batches have to stay whole, "" if they need not; and whether that is on a stage that cannot tell."""
         module, pieces = self._context.module, list(parts[:2])
         if self._code is not None and self._code.keeps:
-            return "the gradient of an activation is kept, and that of a micro-batch is another one"
-        if self._all(has_gradient_hooks(module)):
-            return "code runs in backwards, beside gradient hooks of parameters"
+            return "the gradient of an activation is kept, and that of a micro-batch is another one", False
+        if self._any(has_gradient_hooks(module)):
+            return "code runs in backwards, beside gradient hooks of parameters", False
         if len(pieces) > 1:
             pieces.append(samples_of(batch, 0, sum(map(batch_size_of, pieces))))
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -249,22 +280,18 @@ class BackwardTrials:
         if trial.wrote:
             name = ".".join(str(part) for part in (outside or trial.wrote)[0] if part not in ("", None))
             why = f"a backward writes `{name}`, which the backwards of micro-batches would write several times"
-            return f"{why}{_STRAY}" if outside and self._mesh.rank != self._mesh.loss_rank else why
+            return why, bool(outside) and self._mesh.rank != self._mesh.loss_rank
         if len(found) == 1:
             runs = self._code is not None and self._code.runs
-            return "code runs in backwards, and only the layers run in micro-batches" if around and runs else ""
+            why = "code runs in backwards, and only the layers run in micro-batches"
+            return why if around and runs else "", False
         one, other, whole = found
-        far = _differs(whole, one, other, self._tolerance(trained.values(), narrow=trial.draws.narrow))
+        dtypes = {parameter.dtype for parameter in trained.values()} | trial.dtypes
+        far = _differs(whole, one, other, tolerance(self._context.device, dtypes))
         if not far:
-            return ""
-        return f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
-
-    def _tolerance(self, parameters: Any, *, narrow: bool) -> float:
-        """By how much gradients may differ, relative to their size, by rounding."""
-        if torch.is_autocast_enabled(self._context.device.type):
-            return _NARROW
-        dtypes = {parameter.dtype for parameter in parameters} | ({torch.float32} if narrow else set())
-        return max((_TOLERANCE.get(dtype, _NARROW) for dtype in dtypes), default=0.0)
+            return "", False
+        why = f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
+        return why, False
 
 
 def _differs(

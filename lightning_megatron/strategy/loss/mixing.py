@@ -33,13 +33,11 @@ from lightning_megatron.experts.whole_batch import WholeBatchMixtures, drops_tok
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
-from lightning_megatron.strategy.loss.gradient_trials import GradientTrial
+from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
 _MOST = 8  # samples in each part
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
-_NARROW = 1e-2
 _SMALL = 1e-3  # times the largest router's gradient: below it there is nothing but rounding
 
 
@@ -162,12 +160,6 @@ class MixingTrials:
         over = f"over `data_parallel_size={self._replicas}` replicas that is not what one process computes"
         raise ValueError(f"{what}; {over}. {ways}.")
 
-    def _tolerance(self) -> float:
-        """By how much gradients may differ, relative to their size, by rounding."""
-        if torch.is_autocast_enabled(self._device.type):
-            return _NARROW
-        return max((_tolerance_of(parameter.dtype) for parameter in self._routers.values()), default=0.0)
-
     def _looking(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The user's step, after which what layers have kept is looked at."""
 
@@ -194,10 +186,8 @@ class MixingTrials:
             known.left_out = False
         if trial.failed:
             return None
-        narrow = (
-            _tolerance_of(torch.float32) if trial.draws.narrow else 0.0
-        )  # norms may compute in it whatever their input
-        within = max(self._tolerance(), narrow, *(_tolerance_of(dtype) for dtype in sees.dtypes))
+        dtypes = {parameter.dtype for parameter in self._routers.values()} | sees.dtypes | trial.dtypes
+        within = tolerance(self._device, dtypes)
         whole = self._keep_counts or any(known.called for known in self._known)
         return mixed(found[2], found[0], found[1], within), sees.gathers, whole
 
@@ -253,10 +243,6 @@ def _joined(one: Any, other: Any) -> Any:
 
 def _is_power(step: int) -> bool:
     return bool(_AGAIN ** round(math.log(step, _AGAIN)) == step)
-
-
-def _tolerance_of(dtype: torch.dtype) -> float:
-    return _TOLERANCE.get(dtype, _NARROW)
 
 
 class _Sees(TorchDispatchMode):
