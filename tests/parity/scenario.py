@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from tests.harness import RankInfo, run_trainers
@@ -33,6 +33,24 @@ def trainer_for(info: RankInfo, layout: Layout | None, arguments: Mapping[str, A
     settings = {"micro_batch_size": 2, **arguments}
     strategy = MegatronStrategy(pipeline_parallel_size=layout[0], data_parallel_size=layout[1], **settings)
     return make_trainer(info, strategy, **options)
+
+
+def trained_state(
+    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], module: LightningModule, **options: Any
+) -> dict[str, Tensor]:
+    """The whole state of a module after its training; on rank 0, nothing on the others.
+
+    Args:
+        info: this process.
+        layout: see :func:`trainer_for`.
+        arguments: likewise.
+        module: trained.
+        options: arguments of the Trainer.
+    """
+    trainer = trainer_for(info, layout, arguments, **options)
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    return {name: value.clone() for name, value in state.items()}
 
 
 @remembered

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from tests.harness import RankInfo
-from tests.parity.scenario import Layout, trainer_for
+from tests.parity.scenario import Layout, trained_state
 from tests.parity.zoo.data import BATCH, VOCABULARY
 from tests.parity.zoo.tasks import TokenTask
 from tests.strategy.writing_scenarios import Net
@@ -58,7 +58,4 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], k
     """Trains; the whole state."""
     torch.manual_seed(7)
     module = Cut(kind, BATCH if layout is None else BATCH // layout[1]).double()
-    trainer = trainer_for(info, layout, arguments, max_epochs=1)
-    trainer.fit(module)
-    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
-    return {name: value.clone() for name, value in state.items()}
+    return trained_state(info, layout, arguments, module, max_epochs=1)

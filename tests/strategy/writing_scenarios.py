@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.harness import RankInfo
-from tests.parity.scenario import Layout, trainer_for
+from tests.parity.scenario import Layout, trained_state
 from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.data import VOCABULARY
 from tests.parity.zoo.tasks import TokenTask
@@ -170,10 +170,7 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], k
     """Trains; the whole state, and the Python state that hooks see."""
     torch.manual_seed(7)
     module = Writes(kind).double()
-    trainer = trainer_for(info, layout, arguments, max_epochs=2)
-    trainer.fit(module)
-    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
-    found = {name: value.clone() for name, value in state.items()}
+    found = trained_state(info, layout, arguments, module, max_epochs=2)
     return found | {f"python.{name}": torch.tensor(value) for name, value in _python(module).items()}
 
 
