@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_megatron.experts.blocks import BlockedExperts, blocked_experts
-from lightning_megatron.experts.listed import ListedExperts, listed_experts, routes
-from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
-from lightning_megatron.experts.twin import Led
+from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts
+from lightning_megatron.experts.kinds.listed import ListedExperts, listed_experts, routes
+from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
+from lightning_megatron.experts.kinds.twin import Led
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import parent
 

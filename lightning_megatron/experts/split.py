@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron.experts.blocks import BlockedExperts, blocked_experts, try_blocks
-from lightning_megatron.experts.folding import Folding
-from lightning_megatron.experts.listed import ListedExperts, lead_list, listed_experts, routes
-from lightning_megatron.experts.probe import draws, mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.exchange.folding import Folding
+from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.taking_part import Calls
+from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts, try_blocks
+from lightning_megatron.experts.kinds.listed import ListedExperts, lead_list, listed_experts, routes
+from lightning_megatron.experts.kinds.probe import draws, mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
+from lightning_megatron.experts.kinds.twin import lead
 from lightning_megatron.experts.routers import ABOVE
-from lightning_megatron.experts.sending import Owners
-from lightning_megatron.experts.stacked import StackedExperts, stacked_experts
-from lightning_megatron.experts.taking_part import Calls
-from lightning_megatron.experts.twin import lead
 from lightning_megatron.layers import MoE
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.mesh.marks import Marks

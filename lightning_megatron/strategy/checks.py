@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
-from lightning_megatron.experts.balancing import is_known
+from lightning_megatron.experts.balance.balancing import is_known
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.partition import PLACES
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatron.experts.bias import bias_of, move_bias
-from lightning_megatron.experts.load import ExpertCounts
+from lightning_megatron.experts.balance.bias import bias_of, move_bias
+from lightning_megatron.experts.balance.load import ExpertCounts
 from lightning_megatron.experts.routers import mixtures_of
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.callbacks.expert_load import LOAD, ExpertLoad, check_counts, load_of_all

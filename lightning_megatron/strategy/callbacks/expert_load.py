@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatron.experts.load import ExpertCounts, load_svg
+from lightning_megatron.experts.balance.load import ExpertCounts, load_svg
 from lightning_megatron.mesh.messages import objects
 
 LOAD = "ExpertLoad (`log_expert_load=True`)"

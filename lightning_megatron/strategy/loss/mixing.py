@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
-from lightning_megatron.experts.balancing import BalancingLosses, KeptLogits, balances, collect_once
-from lightning_megatron.experts.bias import OwnBiases
+from lightning_megatron.experts.balance.balancing import BalancingLosses, KeptLogits, balances, collect_once
+from lightning_megatron.experts.balance.bias import OwnBiases
+from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.experts.routers import routers_of
-from lightning_megatron.experts.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns

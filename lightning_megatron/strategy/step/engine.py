@@ -17,7 +17,7 @@ from torch import nn
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
-from lightning_megatron.experts.taking_part import Calls, StepCalls
+from lightning_megatron.experts.exchange.taking_part import Calls, StepCalls
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh

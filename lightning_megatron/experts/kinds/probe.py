@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.experts.listed import Differs, ListedExperts, lead_list
-from lightning_megatron.experts.sending import Owners
-from lightning_megatron.experts.stacked import Choice, computed, fill, mixed, with_experts
+from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, lead_list
+from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, mixed, with_experts
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}

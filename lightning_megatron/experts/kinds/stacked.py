@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.folding import Folding
-from lightning_megatron.experts.sending import Owners
-from lightning_megatron.experts.twin import is_elsewhere
+from lightning_megatron.experts.exchange.folding import Folding
+from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.mesh.replaced import Replacements
 
 

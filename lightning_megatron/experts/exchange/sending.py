@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.experts.folding import Folding
-from lightning_megatron.experts.taking_part import Calls, Told
+from lightning_megatron.experts.exchange.folding import Folding
+from lightning_megatron.experts.exchange.taking_part import Calls, Told
 from lightning_megatron.mesh.messages.passed_on import raw_all_to_all_rows
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]

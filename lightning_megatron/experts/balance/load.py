@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.experts.kinds.stacked import Choice
 from lightning_megatron.experts.routers import Mixture, mixtures_of
-from lightning_megatron.experts.stacked import Choice
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.lazy import figure, save_figure
 

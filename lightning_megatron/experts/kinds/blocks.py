@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_megatron.experts.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
-from lightning_megatron.experts.twin import is_elsewhere
+from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
+from lightning_megatron.experts.kinds.twin import is_elsewhere
 
 _ROWS = 6
 

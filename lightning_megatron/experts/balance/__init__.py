@@ -1,0 +1,1 @@
+"""Balance of experts: losses, biases and capacities of the whole batch, and the load that is counted."""

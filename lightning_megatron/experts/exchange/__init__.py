@@ -1,0 +1,1 @@
+"""Rows of tokens sent to the ranks that hold their experts, and back."""
