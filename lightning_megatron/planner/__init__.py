@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS as DEFAULT_CONSTANTS
     from lightning_megatron.planner.model.constants import Constants as Constants
     from lightning_megatron.planner.model.recipe import Recipe as Recipe
-    from lightning_megatron.planner.model.recipe import Software as Software
     from lightning_megatron.planner.model.shape import ModelShape as ModelShape
+    from lightning_megatron.planner.model.software import Software as Software
     from lightning_megatron.planner.search.search import Limits as Limits
     from lightning_megatron.planner.search.search import Plan as Plan
     from lightning_megatron.planner.search.search import plan as plan
@@ -45,7 +45,7 @@ else:
             "Plan": "search.search",
             "Prediction": "cost.prediction",
             "Recipe": "model.recipe",
-            "Software": "model.recipe",
+            "Software": "model.software",
             "plan": "search.search",
             "predict": "cost.prediction",
         },

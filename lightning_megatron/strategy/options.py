@@ -345,11 +345,13 @@ class Options:
             ValueError: the layout does not go together with the other options; the message names them.
         """
         chosen = arguments_of(recipe)
+        if isinstance(self.optimizer_sharding, Mapping):
+            chosen["optimizer_sharding"] = self.optimizer_sharding
         return replace(
             self,
             **chosen,
             # Without sharding there is nothing to gather.
-            overlap_parameter_gather=self.overlap_parameter_gather and chosen["optimizer_sharding"],
+            overlap_parameter_gather=self.overlap_parameter_gather and bool(chosen["optimizer_sharding"]),
             layout=None,
             layout_options=self.layout_options if self.topology is not None else None,
         )

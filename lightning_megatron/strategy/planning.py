@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -32,8 +33,13 @@ from lightning_megatron.planner.topology import (
     stage_speeds,
     step_volumes,
 )
+from lightning_megatron.strategy.context import check_context_run
+from lightning_megatron.strategy.expert_checks import check_expert_run
 from lightning_megatron.strategy.lightning.trainer_access import trainer_of, training_data
 from lightning_megatron.strategy.options import FACTS, Options
+from lightning_megatron.strategy.recipes import recipe_of_run
+from lightning_megatron.strategy.together import check_activations_run
+from lightning_megatron.strategy.weight_checks import check_sharded_weights
 
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
 
@@ -91,8 +97,7 @@ def settle(options: Options, module: pl.LightningModule, world: int, per_node: i
     if options.topology is None:
         return Settled(options, found)
     layout = resolve_layout(world, **options.sizes)
-    recipe = _recipe(options, layout) if found is None else found.best.recipe
-    return Settled(options, found, *_number(options, options.topology, module, recipe, layout))
+    return Settled(options, found, *_number(options, options.topology, module, layout))
 
 
 def _choose(options: Options, module: pl.LightningModule, world: int, per_node: int, device: torch.device) -> Plan:
@@ -102,46 +107,60 @@ def _choose(options: Options, module: pl.LightningModule, world: int, per_node: 
     cluster = asked.get("cluster") or detected_cluster(device, per_node)
     given = {name: value for name, value in asked.items() if name not in FACTS}
     precision = precision_of(module)
-    limits = replace(Limits(precision=precision), **(_without(options, precision) | given))
+    usual = Limits(precision=precision, shardings=_shardings(options), offload=device.type != "cpu")
+    limits = replace(usual, **(_without(options, module, usual) | given))
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
 
 
-def _without(options: Options, precision: str) -> dict[str, Any]:
-    """Limits of a search for what does not go together with other options, as their own checks say."""
+def _shardings(options: Options) -> tuple[str, ...]:
+    """What replicas may share; an optimizer that is not shared, or in a way of its own, stays so."""
+    if options.optimizer_sharding is False:
+        return ("none",)
+    return ("zero1", "fsdp") if isinstance(options.optimizer_sharding, Mapping) else ("zero1", "none", "fsdp")
+
+
+def _without(options: Options, module: pl.LightningModule, usual: Limits) -> dict[str, Any]:
+    """Limits of a search for what does not go together with other options or the module, as their own checks say."""
+    whole = tuple(name for name in usual.shardings if name != "fsdp")
+    limits: dict[str, dict[str, Any]] = {
+        "expert_parallel_size": {"expert": 1},
+        "context_parallel_size": {"context": 1},
+        "loss_chunks": {"loss_chunks": False},
+        "weight_sharding": {"shardings": whole},
+        "optimizer_offload": {"offload": False},
+        "activation_offload": {"offload": False},
+    }
     found: dict[str, Any] = {}
-    for name, limit in _CHOSEN.items():
-        changed: dict[str, Any] = {name: 2}
-        try:
-            replace(options, layout=None, layout_options=None, **changed)
-        except ValueError:
+    for name, limit in limits.items():
+        if not _goes_together(options, module, name):
             found |= limit
-    found |= _CHOSEN["expert_parallel_size"] if precision in ("fp16", "fp8") else {}
-    return found | (_CHOSEN["context_parallel_size"] if precision == "fp8" else {})
+    return found
 
 
-_CHOSEN: dict[str, dict[str, Any]] = {
-    "expert_parallel_size": {"expert": 1},
-    "context_parallel_size": {"context": 1},
-    "loss_chunks": {"loss_chunks": False},
-}
-"""Options that the planner may choose above 1, and the limits that keep it from that."""
-
-
-def _recipe(options: Options, layout: Layout) -> Recipe:
-    """A given layout in the planner's words; the batch is filled in later."""
-    size = options.micro_batch_size if isinstance(options.micro_batch_size, int) else 1
-    return Recipe(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        data=layout.data,
-        micro_batch=size,
-        global_batch=layout.data * size,
-        recompute="full" if options.activation_recompute == "full" else "none",
-    )
+def _goes_together(options: Options, module: pl.LightningModule, name: str) -> bool:
+    """Whether an option that the planner may choose goes together with the others, and with the module."""
+    values: dict[str, Any] = {"weight_sharding": True, "optimizer_offload": True, "activation_offload": "all"}
+    changed: dict[str, Any] = {name: values.get(name, 2)}
+    trainer = trainer_of(module)
+    try:
+        replace(options, layout=None, layout_options=None, **changed)
+        if trainer is None:
+            return True
+        if name == "expert_parallel_size":
+            check_expert_run(2, trainer, module)
+        elif name == "context_parallel_size":
+            check_context_run(2, str(trainer.precision), module)
+        elif name == "weight_sharding":
+            check_sharded_weights(True, trainer, module, Layout(data=2))
+        elif name == "activation_offload":
+            check_activations_run("all", str(trainer.precision), module)
+    except (ValueError, MisconfigurationException):
+        return False
+    return True
 
 
 def _number(
-    options: Options, topology: Topology | Placement, module: pl.LightningModule, recipe: Recipe, layout: Layout
+    options: Options, topology: Topology | Placement, module: pl.LightningModule, layout: Layout
 ) -> tuple[list[int], tuple[float, ...] | None]:
     """Rank of every process, and the speed of every stage where processes differ.
 
@@ -149,14 +168,12 @@ def _number(
         options: their ``layout_options`` tell facts that cannot be detected.
         topology: the machine's islands, or a placement on them.
         module: the user's module.
-        recipe: the layout that is run; its batch is filled in from the loader.
         layout: the grid.
     """
     if isinstance(topology, Placement):
         return rank_numbers(topology, layout), None
     shape, batch = facts(module, options.layout_options or {})
-    size = min(recipe.micro_batch, batch)
-    recipe = replace(recipe, micro_batch=size, global_batch=batch * recipe.data, precision=precision_of(module))
+    recipe = recipe_of_run(options, layout, batch, precision_of(module))
     sizes = Sizes(layout.pipeline, layout.data, layout.tensor)
     placed = assign(topology, sizes, step_volumes(shape, recipe), anchored=True)
     numbers = rank_numbers(placed, layout)

@@ -23,7 +23,7 @@ from lightning_megatron.planner.cost.memory import (
 )
 from lightning_megatron.planner.cost.stage_layers import in_flight, layers_of_ranks, split_layers
 from lightning_megatron.planner.cost.stages import StageSeconds
-from lightning_megatron.planner.model.recipe import MEGATRON_2021, MEGATRON_CORE
+from lightning_megatron.planner.model.software import MEGATRON_2021, MEGATRON_CORE
 
 GPT3 = ModelShape(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, positions=2048)
 A100 = Cluster.named("A100-80")

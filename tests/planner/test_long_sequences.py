@@ -10,7 +10,7 @@ from lightning_megatron.planner import Cluster, Limits, ModelShape, Recipe, plan
 from lightning_megatron.planner.cost.context_ranks import context_seconds, received_bytes
 from lightning_megatron.planner.cost.memory import passing_bytes, peak_memory, waiting_bytes
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS
-from lightning_megatron.planner.model.recipe import LIGHTNING, MEGATRON_CORE, PYTORCH_FSDP
+from lightning_megatron.planner.model.software import LIGHTNING, MEGATRON_CORE, PYTORCH_FSDP
 from lightning_megatron.planner.search.longest import longest_sequence
 from lightning_megatron.planner.search.savings import chunks_of_loss
 from lightning_megatron.strategy.recipes import arguments_of
@@ -150,4 +150,4 @@ def test_sequences_and_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match="does not fit on H100 with any sequence"):
         longest_sequence(replace(LLAMA_8B, layers=200), Recipe(), H100)
     with pytest.raises(ValueError, match="cannot be run by MegatronStrategy"):
-        arguments_of(Recipe(mlp_chunks=2))
+        arguments_of(Recipe(sharding="zero2"))

@@ -12,9 +12,11 @@ from lightning_megatron.planner.cost.host_activations import settled
 from lightning_megatron.planner.cost.host_update import best_stride, host_bytes, interleaved_seconds, update_seconds
 from lightning_megatron.planner.cost.memory import stage_parameters, state_bytes
 from lightning_megatron.planner.cost.sharded_state import step_volume
-from lightning_megatron.planner.model.recipe import LIGHTNING, MEGATRON_CORE, PYTORCH_FSDP
+from lightning_megatron.planner.model.software import LIGHTNING, MEGATRON_CORE, PYTORCH_FSDP
 from lightning_megatron.planner.runs.runs import read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import score_row
+from lightning_megatron.planner.search.savings import variants
+from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.recipes import arguments_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -146,10 +148,12 @@ def test_runs_in_8_bits_that_took_place_fit(name: str, shard: str) -> None:
 
 def test_a_search_shards_weights_and_uses_the_host_only_where_needed() -> None:
     limits = Limits(shardings=("zero1", "fsdp"), schedules=("1f1b",), precision="bf16", tensor=1, pipeline=1)
+    shape = replace(LLAMA_70B, layers=64)
     with pytest.raises(ValueError, match="fits on `gpus=8` A100-80"):
-        plan(LLAMA_70B, A100, 8, 8, limits=limits)
-    found = plan(LLAMA_70B, A100, 8, 8, limits=replace(limits, offload=True))
+        plan(shape, A100, 8, 8, limits=limits)
+    found = plan(shape, A100, 8, 8, limits=replace(limits, offload=True))
     assert found.best.recipe.sharding == "fsdp" and found.best.recipe.optimizer_offload
+    assert arguments_of(found.best.recipe)["optimizer_offload"] == {"keep": 0.0}
     assert found.best.memory.host > 0 and found.best.fits
     easy = plan(SHAPE, A100, 8, 64, limits=replace(limits, offload=True))
     assert easy.best.recipe.optimizer_offload == 0 and easy.best.recipe.activation_offload is None
@@ -198,3 +202,31 @@ def test_a_host_is_described_in_datasheet_units(name: str) -> None:
     )
     with pytest.raises(ValueError, match=f"`{name}=0"):
         Cluster.from_mapping({"gpu": "A100", name: 0})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_search_sends_activations_to_the_host_as_the_strategy_can(schedule: str, sequence: bool) -> None:
+    """Some tokens are computed again only where a backward is one piece and tokens are whole."""
+    recipe = Recipe(tensor=2, pipeline=2, schedule=schedule, sequence_parallel=sequence, global_batch=4)
+    tries = list(variants(recipe, offload=True))
+    shares = {tried.activation_offload for tried in tries} - {None}
+    assert shares == ({"auto"} if schedule == "1f1b" and not sequence else {1.0})
+    for tried in tries:
+        Options(**arguments_of(predict(SHAPE, tried, A100).recipe))
+
+
+def test_shards_over_some_replicas_are_counted_as_such() -> None:
+    plain = Recipe(data=8, global_batch=64)
+    state = [state_bytes(SHAPE, replace(plain, shard=n), 0, 8) for n in (2, 8)]
+    count = stage_parameters(SHAPE, plain, 0)
+    assert state[0][2] == 12 * count / 2 and state[1] == state_bytes(SHAPE, plain, 0, 8)
+    nodes = Recipe(data=16, global_batch=64, sharding="hsdp")
+    assert predict(SHAPE, nodes, A100).recipe.shard == 8
+    said = replace(nodes, sharding="fsdp", shard=8)
+    assert predict(SHAPE, said, A100).breakdown == predict(SHAPE, nodes, A100).breakdown
+    assert arguments_of(predict(SHAPE, nodes, A100).recipe)["weight_sharding"] == {"shard": 8}
+    with pytest.raises(ValueError, match="`shard=3` does not divide data x context = 8 replicas"):
+        replace(plain, shard=3)
+    with pytest.raises(ValueError, match="share nothing with `sharding=none`"):
+        replace(plain, shard=2, sharding="none")

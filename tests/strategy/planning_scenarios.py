@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.strategy.planning import precision_of
+from lightning_megatron.strategy.recipes import recipe_of_run
 from lightning_megatron.tools.rehearsal.paper import Ledger
 from tests.harness import RankInfo, ReusedProcesses
 from tests.harness.links import linked
@@ -91,6 +93,7 @@ def train(info: RankInfo, kind: str, settings: dict[str, Any] | None, batch: int
         "place": strategy.mesh.coordinates,
         "sizes": (layout.pipeline, layout.data, layout.tensor),
         "micro_batch": strategy.options.micro_batch_size,
+        "recipe": recipe_of_run(strategy.options, layout, batch, precision_of(module)),
         "plan": strategy.plan.explanation if strategy.plan is not None else "",
         "numbers": numbers,
         "layers": [] if strategy.partition is None else [b - a for a, b in strategy.partition.bounds],

@@ -113,18 +113,25 @@ def _device_and_host_state(
     freed = (
         recipe.software.frees_gradients and recipe.sharding == "zero1" and recipe.pipeline * recipe.micro_batches == 1
     )
-    gradients = kept * count / (recipe.replicas if recipe.sharding == "zero2" or freed else 1)
+    parts = shards(recipe, gpus_per_node)
+    gradients = kept * count / (parts if recipe.sharding == "zero2" or freed else 1)
     if recipe.sharding == "none":
         return recipe.element * count, gradients, adam * count
     experts = expert_parameters(shape, recipe, stage)
     owned = count - experts - 0.5 * _tied_twice(shape, recipe, stage)
-    shares = owned / recipe.replicas + experts / expert_holders(recipe)
+    shares = owned / parts + experts / expert_shards(recipe, gpus_per_node)
     return recipe.element * count, gradients, adam * shares
 
 
 def expert_holders(recipe: Recipe) -> int:
     """Ranks that hold the same experts and share their optimizer's work; replicas, where experts are not shared out."""
     return recipe.expert_copies if recipe.expert > 1 else recipe.replicas
+
+
+def expert_shards(recipe: Recipe, gpus_per_node: int) -> int:
+    """How many ranks share out the state of an expert: as many of its holders as replicas share the rest's."""
+    holders = expert_holders(recipe)
+    return holders if recipe.shard is None else math.gcd(shards(recipe, gpus_per_node), holders)
 
 
 def _tied_twice(shape: ModelShape, recipe: Recipe, stage: int) -> float:
@@ -254,7 +261,8 @@ def updated_parameters(count: float, recipe: Recipe, cluster: Cluster, experts: 
     """How many of the ``count`` parameters of its stage, ``experts`` of which are experts', a rank updates."""
     if recipe.sharding == "none":
         return count
-    return (count - experts) / shards(recipe, cluster.gpus_per_node) + experts / expert_holders(recipe)
+    parts = shards(recipe, cluster.gpus_per_node)
+    return (count - experts) / parts + experts / expert_shards(recipe, cluster.gpus_per_node)
 
 
 def peak_memory(shape: ModelShape, recipe: Recipe, cluster: Cluster, recompute_share: float) -> Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_megatron.planner.cost.communication import Group, gather_seconds
@@ -23,7 +23,7 @@ from lightning_megatron.planner.cost.memory import (
     updated_parameters,
 )
 from lightning_megatron.planner.cost.mixture import check_experts
-from lightning_megatron.planner.cost.sharded_state import sharded_seconds
+from lightning_megatron.planner.cost.sharded_state import sharded_seconds, shards
 from lightning_megatron.planner.cost.stages import StageSeconds, hidden_cost, rank_costs, stage_costs
 from lightning_megatron.planner.model.cluster import GIB, Cluster
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
@@ -161,6 +161,8 @@ def predict(
     check_experts(shape, layout)
     check_context(shape, layout)
     layout = settled(shape, layout, cluster, constants, host_taken(shape, layout, cluster))
+    if layout.sharding == "hsdp":
+        layout = replace(layout, shard=shards(layout, cluster.gpus_per_node))
     share = recompute_share(shape, layout, cluster)
     costs = stage_costs(shape, layout, cluster, constants, share)
     breakdown = _breakdown(shape, layout, cluster, constants, rank_costs(costs, layout), makespan(costs, layout))

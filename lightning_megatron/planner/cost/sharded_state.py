@@ -49,9 +49,10 @@ def case_of(recipe: Recipe) -> Case:
 
 def shards(recipe: Recipe, gpus_per_node: int) -> int:
     """Number of shards of weights or of the optimizer's state."""
-    if recipe.sharding != "hsdp":
-        return recipe.replicas
-    return min(recipe.replicas, max(1, gpus_per_node // recipe.tensor))
+    if recipe.shard is not None or recipe.sharding != "hsdp":
+        return recipe.shard or recipe.replicas
+    most = min(recipe.replicas, max(1, gpus_per_node // recipe.tensor))
+    return max(size for size in range(1, most + 1) if recipe.replicas % size == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def sharded_seconds(
         moved = (2.0 if case.frees_layers else 1.0) * recipe.element + recipe.bytes_per_gradient
         copy = moved * parameters / group.size / cluster.host_bandwidth
         total += count * max(0.0, copy - forward - backward)
-    if recipe.sharding == "hsdp" and recipe.replicas > group.size:
+    if recipe.replicas > group.size:
         copies = Group(recipe.replicas // group.size, cluster.gpus_per_node)
         whole = all_reduce_seconds(2.0 * parameters / group.size, copies, cluster, constants)
         total += hidden_cost(whole, backward, constants)

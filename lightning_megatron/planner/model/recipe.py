@@ -8,7 +8,9 @@ scores are written to memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from lightning_megatron.planner.model.software import LIGHTNING, Software
 
 SHARDINGS = ("none", "zero1", "zero2", "fsdp", "hsdp")
 RECOMPUTES = ("none", "selective", "full", "auto")
@@ -19,118 +21,6 @@ GRADIENT_SUMS = ("auto", "micro_batch", "step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 VEE_SCHEDULES = ("zb-v", "dualpipe-v")
 """Schedules whose first pipeline rank runs the first and the last virtual stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """Traits of a training stack that the cost model counts; none of them is a measured speed.
-
-    Args:
-        name: for reports.
-        fused_attention: attention scores stay on chip (FlashAttention) instead of being written to memory.
-        fused_kernels: chains of bias, activation, dropout, norm and rotary embedding run as one kernel each.
-        overlap_tensor: tensor-parallel transfers overlap with matrix products.
-        overlap_data: gradient reduction and all-gathers of parameters overlap with compute.
-        overlap_pipeline: transfers between stages overlap with compute.
-        block_recompute: ``selective`` recomputation repeats about every other operation of a block (FSDP trainers)
-            instead of only the attention core (Megatron).
-        dropout: dropout masks are kept for the backward.
-        direct_gradients: weight gradients accumulate directly into the 32-bit buffer; otherwise a 16-bit gradient is
-            kept beside it.
-        keeps_intermediates: plain modules keep activations that compiled or fused norms and gated activations do not:
-            the 32-bit inputs of norms, and the activation before the gate is applied.
-        bucket: gradient elements in the buffer of one reduction; two buffers are in use at once.
-        scatter_gather: tensor ranks with the same boundary activation each send 1/t of it; otherwise each sends all of
-            it and keeps it until the backward.
-        blocking_launches: the host waits for the GPU in every layer (per-layer checkpointing that copies random states,
-            transfers that synchronise), so host time adds to GPU time instead of overlapping.
-        single_adapter: all-gathers of sharded weights use one network adapter per node and do not prefetch layers.
-        post_validation: no collective over the pipeline ends a step (the optimizer steps first and corrects later), so
-            ranks may start their next step at different times.
-        frees_gradients: if a step is one backward, replicas keep only their shard of the summed gradients.
-        tied_state_once: the first and the last stage share one sharded optimizer state of a tied embedding and head.
-        prefetches_weights: sharded weights of the next layer are gathered while one computes; otherwise a layer waits.
-        sums_shards: gradients of sharded weights are summed over replicas, and only shards are kept, after every
-            micro-batch; otherwise whole gradients add up over the micro-batches of a step.
-        frees_under_pipeline: sharded weights are freed after each layer under a pipeline too; otherwise they stay whole
-            from the first micro-batch to the last.
-        folds_experts: the ranks that share out experts are tensor and context ranks too; otherwise replicas only,
-            without tensor or context ranks.
-        overlap_context: messages of a ring of context ranks overlap with its attention.
-        repeats_gathered: attention over gathered keys and values is computed again in the backward, after another
-            gather.
-        whole_embedding: embeddings of all tokens are computed on every context rank.
-        chunks_sharded_head: logits can be computed in pieces while weights are sharded.
-        keeps_16_bit_shard: the shard of the weights in 16 bits is kept beside the optimizer's in 32 bits.
-    """
-
-    name: str = "lightning"
-    fused_attention: bool = True
-    fused_kernels: bool = False
-    overlap_tensor: bool = False
-    overlap_data: bool = True
-    overlap_pipeline: bool = True
-    block_recompute: bool = False
-    dropout: bool = False
-    direct_gradients: bool = True
-    keeps_intermediates: bool = True
-    bucket: float = 4e7
-    scatter_gather: bool = True
-    blocking_launches: bool = False
-    single_adapter: bool = False
-    post_validation: bool = False
-    frees_gradients: bool = False
-    tied_state_once: bool = False
-    prefetches_weights: bool = True
-    sums_shards: bool = True
-    frees_under_pipeline: bool = False
-    keeps_16_bit_shard: bool = False
-    folds_experts: bool = True
-    overlap_context: bool = True
-    repeats_gathered: bool = False
-    whole_embedding: bool = False
-    chunks_sharded_head: bool = True
-
-
-MEGATRON_2021 = Software(
-    name="megatron-2021",
-    fused_attention=False,
-    fused_kernels=True,
-    overlap_data=False,
-    overlap_pipeline=False,
-    dropout=True,
-    direct_gradients=False,
-    keeps_intermediates=False,
-)
-"""Megatron-LM before fused attention: fused small kernels, no overlap of transfers with compute."""
-MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021, name="megatron-deepspeed", bucket=5e8, scatter_gather=False, blocking_launches=True
-)
-"""The same layers in DeepSpeed's pipeline, with ZeRO-1, large buckets and unsplit boundary activations."""
-MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True, keeps_intermediates=False)
-"""Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
-PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True, keeps_intermediates=False)
-"""PyTorch's fully sharded data parallelism with fused attention and compiled or fused norms."""
-DEEPSPEED_ZERO3 = replace(
-    PYTORCH_FSDP, name="deepspeed-zero3", fused_attention=False, dropout=True, single_adapter=True
-)
-"""ZeRO-3 before fused attention. It all-gathers one parameter at a time: table 2 of arXiv 2104.04473 shows the same
-step time on 768 and 1536 GPUs, at 17 GB/s per GPU, which is one 200 Gb/s adapter per node."""
-PLAIN_3D = Software(name="plain-3d", overlap_data=False, overlap_pipeline=False, direct_gradients=False)
-"""Tensor, pipeline and data parallelism in plain PyTorch, with fused attention and no overlap with compute."""
-LIGHTNING = Software(
-    frees_gradients=True,
-    tied_state_once=True,
-    sums_shards=False,
-    frees_under_pipeline=True,
-    keeps_16_bit_shard=True,
-    folds_experts=False,
-    overlap_context=False,
-    repeats_gathered=True,
-    whole_embedding=True,
-    chunks_sharded_head=False,
-)
-"""This package's strategy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +42,8 @@ class Recipe:
             weights; or ``fp32`` or ``fp64`` throughout.
         gradient_bytes: bytes per gradient element kept and reduced; None follows from the precision.
         software: traits of the training stack.
+        shard: neighbouring replicas that share one copy of what ``sharding`` shards; None means all of them, and those
+            of a node with ``hsdp``.
         free: when weights of ``fsdp`` and ``hsdp`` are freed again: after each ``layer`` or at the end of a ``step``;
             ``auto`` follows from the software.
         gradient_sum: when their gradients are summed and cut into shards: after each ``micro_batch`` or once a
@@ -195,6 +87,7 @@ class Recipe:
     loss_chunks: int = 1
     mlp_chunks: int = 1
     weight_offload: bool = False
+    shard: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks")
@@ -228,6 +121,7 @@ class Recipe:
         if not 1.0 <= self.imbalance < math.inf:
             raise ValueError(f"`imbalance={self.imbalance}` is the busiest rank's rows over the mean, at least 1")
         self._check_chunks()
+        self._check_shard()
         if self.global_batch < self.data * self.micro_batch:
             raise ValueError(
                 f"`global_batch={self.global_batch}` is below data x micro_batch = {self.data} x {self.micro_batch};"
@@ -257,6 +151,21 @@ class Recipe:
             raise ValueError(
                 f"`activation_offload={given}` keeps the output of fused attention, and `{self.software.name}` has"
                 " none; use `inputs` with `recompute=full`"
+            )
+
+    def _check_shard(self) -> None:
+        """Refuse a number of replicas that cannot share a copy.
+
+        Raises:
+            ValueError: nothing is shared, or the number does not divide the replicas.
+        """
+        if self.shard is None:
+            return
+        if self.sharding == "none":
+            raise ValueError(f"`shard={self.shard}` replicas share nothing with `sharding=none`; leave `shard` out")
+        if self.shard < 1 or self.replicas % self.shard:
+            raise ValueError(
+                f"`shard={self.shard}` does not divide data x context = {self.replicas} replicas; use a divisor"
             )
 
     def _check_chunks(self) -> None:
@@ -311,10 +220,10 @@ class Recipe:
 
     @property
     def bytes_per_gradient(self) -> int:
-        """Bytes per gradient element: 4 with float32 main gradients, 2 for fp16, 8 for fp64."""
+        """Bytes per gradient element: 4 with float32 main gradients, 2 for fp16 in most software, 8 for fp64."""
         if self.gradient_bytes is not None:
             return self.gradient_bytes
-        return {"fp16": 2, "fp64": 8}.get(self.precision, 4)
+        return {"fp16": 2 if self.software.sums_in_16_bits else 4, "fp64": 8}.get(self.precision, 4)
 
     @property
     def element(self) -> int:
@@ -343,6 +252,7 @@ class Recipe:
         found = [self.context_method] if self.context > 1 else []
         found += [f"loss/{self.loss_chunks}"] if self.loss_chunks > 1 else []
         found += [f"mlp/{self.mlp_chunks}"] if self.mlp_chunks > 1 else []
+        found += [f"shard/{self.shard}"] if self.shard is not None and self.shard < self.replicas else []
         if (self.free, self.gradient_sum) != ("auto", "auto"):
             found.append(f"free/{self.free} sum/{self.gradient_sum}")
         if self.optimizer_offload:

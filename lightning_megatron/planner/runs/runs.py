@@ -15,17 +15,17 @@ from pathlib import Path
 
 from lightning_megatron.planner.cost.memory import peak_memory, recompute_share
 from lightning_megatron.planner.model.cluster import Cluster, cluster_for
-from lightning_megatron.planner.model.recipe import (
+from lightning_megatron.planner.model.recipe import Recipe
+from lightning_megatron.planner.model.shape import ModelShape
+from lightning_megatron.planner.model.software import (
     DEEPSPEED_ZERO3,
     MEGATRON_2021,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
     PLAIN_3D,
     PYTORCH_FSDP,
-    Recipe,
     Software,
 )
-from lightning_megatron.planner.model.shape import ModelShape
 
 MEASURED = frozenset(
     {

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lightning_megatron.planner.cost.memory import logits, peak_memory, recompute_share
 from lightning_megatron.planner.model.cluster import MIB, Cluster
-from lightning_megatron.planner.model.recipe import Recipe
+from lightning_megatron.planner.model.recipe import VEE_SCHEDULES, Recipe
 from lightning_megatron.planner.model.shape import ModelShape
 
 _PIECE = 64 * MIB
@@ -55,14 +55,23 @@ def variants(recipe: Recipe, offload: bool, pieces: int = 1) -> Iterator[Recipe]
     full = replace(plain, recompute="full")
     tries = [plain, full]
     if offload:
-        tries[1:1] = [replace(plain, activation_offload="auto")] if recipe.software.fused_attention else []
-        tries.append(replace(full, activation_offload="inputs"))
+        away = replace(plain, activation_offload=_share_away(recipe))
+        tries[1:1] = [away] if recipe.software.fused_attention else []
+        inputs = replace(full, activation_offload="inputs") if recipe.software.offloads_inputs else away
+        tries += [inputs] if inputs != away else []
         tries.append(replace(full, optimizer_offload=1.0))
-        tries.append(replace(full, activation_offload="inputs", optimizer_offload=1.0))
+        tries += [replace(inputs, optimizer_offload=1.0)] if inputs != away or recipe.software.fused_attention else []
     for tried in tries:
         yield tried
         if pieces > 1:
             yield replace(tried, loss_chunks=pieces)
+
+
+def _share_away(recipe: Recipe) -> float | str:
+    """Share of the tokens whose activations leave: all of them where the others' could not be computed again."""
+    split = recipe.schedule.startswith("zb") or recipe.schedule in VEE_SCHEDULES
+    sequence = recipe.sequence_parallel and recipe.tensor > 1
+    return 1.0 if (split or sequence) and not recipe.software.splits_repeated_tokens else "auto"
 
 
 def fits(shape: ModelShape, recipe: Recipe, cluster: Cluster, headroom: float = 0.0) -> bool:

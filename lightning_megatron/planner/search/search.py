@@ -16,8 +16,9 @@ from lightning_megatron.planner.cost.makespan import closed_form
 from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.model.cluster import Cluster
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
-from lightning_megatron.planner.model.recipe import CONTEXT_METHODS, LIGHTNING, VEE_SCHEDULES, Recipe, Software
+from lightning_megatron.planner.model.recipe import CONTEXT_METHODS, VEE_SCHEDULES, Recipe
 from lightning_megatron.planner.model.shape import ModelShape
+from lightning_megatron.planner.model.software import LIGHTNING, Software
 from lightning_megatron.planner.search.reasons import explain
 from lightning_megatron.planner.search.savings import cheapest_fitting
 

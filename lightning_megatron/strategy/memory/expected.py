@@ -9,19 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatron.data_parallel.windows.sharded_weights import sharded_weights_of
 from lightning_megatron.planner import Cluster, Memory, ModelShape, Recipe
-from lightning_megatron.planner.cost.layer_memory import checkpoint_bytes
-from lightning_megatron.planner.cost.memory import RUNTIME, logits, recompute_share, stage_memory
-from lightning_megatron.planner.model.cluster import MIB
-from lightning_megatron.planner.model.recipe import SCHEDULES
+from lightning_megatron.planner.cost.memory import RUNTIME, recompute_share, stage_memory
+from lightning_megatron.planner.search.savings import chunks_of_loss
 from lightning_megatron.strategy.data.walk import batch_size_of
 from lightning_megatron.strategy.memory.ledger import Bytes
 from lightning_megatron.strategy.memory.whole_shape import shape_of
 from lightning_megatron.strategy.options import Options
 from lightning_megatron.strategy.planning import detected_cluster, precision_of, sample_length
-
-_CHUNK = 64 * MIB  # of logits, with `loss_chunks="auto"`
+from lightning_megatron.strategy.recipes import recipe_of_run
 
 
 @dataclass(frozen=True)
@@ -67,49 +63,11 @@ def expected(trainer: pl.Trainer, module: pl.LightningModule) -> Expected | str:
     try:
         cluster = facts.get("cluster") or detected_cluster(strategy.root_device, trainer.num_devices)
         recipe = recipe_of_run(options, layout, batch, precision_of(module))
+        if options.loss_chunks == "auto":
+            recipe = replace(recipe, loss_chunks=chunks_of_loss(replace(shape, seq=seq), recipe))
     except ValueError as error:
         return str(error).partition("\n")[0]
     return Expected(replace(shape, seq=seq), recipe, cluster, strategy.root_device.type == "cuda")
-
-
-def recipe_of_run(options: Options, layout: Any, batch: int, precision: str) -> Recipe:
-    """The options of a run as a recipe of the planner.
-
-    Args:
-        options: of the strategy.
-        layout: the grid.
-        batch: samples that a replica's loader gives.
-        precision: the planner's name for it.
-    """
-    size, shape = options.micro_batch_size, options.engine().schedule_shape
-    schedule = options.pipeline_schedule if options.pipeline_schedule in SCHEDULES else "1f1b"
-    piped, offload = layout.pipeline > 1, options.engine().gradients.offload
-    return Recipe(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        data=layout.data,
-        context=layout.context,
-        micro_batch=min(size, batch) if isinstance(size, int) else max(1, batch // (layout.pipeline if piped else 1)),
-        global_batch=batch * layout.data,
-        chunks=shape.chunks if piped and schedule == options.pipeline_schedule else 1,
-        schedule=str(schedule) if piped else "1f1b",
-        **_sharding(options),
-        recompute="none" if options.activation_recompute is None else _recompute(options.activation_recompute),
-        sequence_parallel=options.sequence_parallel,
-        precision=precision,
-        optimizer_offload=0.0 if offload is None else 1 - offload.keep,
-    )
-
-
-def _sharding(options: Options) -> dict[str, Any]:
-    asked = sharded_weights_of(options.weight_sharding)
-    if asked is None:
-        return {"sharding": "zero1" if options.optimizer_sharding else "none"}
-    return {"sharding": "hsdp" if asked.shard else "fsdp", "free": asked.free, "gradient_sum": asked.sums}
-
-
-def _recompute(given: Any) -> str:
-    return given if given in ("full", "selective") else "none"
 
 
 @dataclass(frozen=True)
@@ -152,6 +110,10 @@ def _alternatives(options: Options, found: Expected, stage: int) -> list[tuple[d
         changes.append(({"optimizer_sharding": True}, {"sharding": "zero1"}))
     if recipe.replicas > 1 and recipe.sharding in ("none", "zero1"):
         changes.append(({"weight_sharding": True, "optimizer_sharding": True}, {"sharding": "fsdp"}))
+    if options.loss_chunks is None and (pieces := chunks_of_loss(found.shape, recipe)) > 1:
+        changes.append(({"loss_chunks": "auto"}, {"loss_chunks": pieces}))
+    if recipe.activation_offload is None and recipe.recompute == "none":
+        changes.append(({"activation_offload": "all"}, {"activation_offload": 1.0}))
     if not recipe.optimizer_offload:
         changes.append(({"optimizer_offload": True}, {"optimizer_offload": 1.0}))
     if recipe.data % 2 == 0:
@@ -166,21 +128,7 @@ def _alternatives(options: Options, found: Expected, stage: int) -> list[tuple[d
             other = replace(found, recipe=replace(recipe, **changed))
             last = recipe.pipeline > 1 and stage == recipe.pipeline - 1
             left.append((arguments, other.bytes_of(other.recipe.pipeline - 1 if last else stage).total))
-    now = found.bytes_of(stage)
-    of_loss = _logits(found, stage)
-    if options.loss_chunks is None and of_loss and _goes_together(options, {"loss_chunks": "auto"}):
-        left.append(({"loss_chunks": "auto"}, now.total - of_loss))
     return left
-
-
-def _logits(found: Expected, stage: int) -> float:
-    """Bytes of whole logits that pieces of them would not take, on the stage of the head."""
-    recipe = found.recipe
-    if stage != recipe.rank_of(recipe.virtual_stages - 1):
-        return 0.0
-    each = 12.0 if recipe.mixed else 3.0 * recipe.element
-    kept = 2.0 * checkpoint_bytes(found.shape, recipe)
-    return max(0.0, each * logits(found.shape, recipe) - _CHUNK - kept)
 
 
 def _goes_together(options: Options, arguments: Mapping[str, Any]) -> bool:
