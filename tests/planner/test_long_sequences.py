@@ -79,11 +79,11 @@ def test_a_ring_is_hidden_once_sequences_are_long() -> None:
     for seq in (8192, 262144):
         shape = replace(LLAMA_8B, seq=seq)
         ring, _ = context_seconds(shape, hidden, replace(H100, gpus_per_node=1), DEFAULT_CONSTANTS)
-        exposed = predict(shape, hidden, replace(H100, gpus_per_node=1)).breakdown.tensor_communication
+        exposed = predict(shape, hidden, replace(H100, gpus_per_node=1)).breakdown.context_communication
         times[seq] = exposed / (3 * 32 * ring)
     assert times[262144] < DEFAULT_CONSTANTS.contention * 1.2 < 0.6 < times[8192]
     ours = predict(LLAMA_8B, replace(hidden, software=LIGHTNING), H100)
-    assert ours.breakdown.tensor_communication > predict(LLAMA_8B, hidden, H100).breakdown.tensor_communication
+    assert ours.breakdown.context_communication > predict(LLAMA_8B, hidden, H100).breakdown.context_communication
 
 
 @pytest.mark.parametrize("context", [2, 4])

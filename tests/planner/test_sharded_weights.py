@@ -230,3 +230,19 @@ def test_shards_over_some_replicas_are_counted_as_such() -> None:
         replace(plain, shard=3)
     with pytest.raises(ValueError, match="share nothing with `sharding=none`"):
         replace(plain, shard=2, sharding="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((f"titan-8b-{run}", 0.04) for run in ("8-fsdp", "8-fsdp-compile", "8-fsdp-compile-fp8", "128-fsdp")),
+        ("titan-405b-512-3d-int-fp8", 0.03),
+        ("titan-405b-512-3d-1f1b-fp8", 0.17),
+        ("titan-70b-256-2d-fp8", 0.24),
+    ],
+)
+def test_torchtitans_memory_is_predicted(name: str, most: float) -> None:
+    row = next(row for row in read_rows(DATA / "published_runs.csv") if row["id"] == name)
+    run = run_from_row(row)
+    found = predict(run.shape, run.recipe, run.cluster).memory.total / 2**30
+    assert found == pytest.approx(float(row["mem_gb"]), rel=most)

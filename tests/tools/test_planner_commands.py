@@ -125,3 +125,49 @@ def test_plan_refuses_heads_that_are_no_whole_number_of_channels() -> None:
 def test_explain_does_not_ask_the_hub_for_a_file_that_is_not_there() -> None:
     result = RUNNER.invoke(app, ["explain", "--hf-config", "typo.json"])
     assert result.exit_code != 0 and "there is no such file" in _unwrapped(result)
+
+
+def _plan(*arguments: str) -> str:
+    """What ``plan`` prints for a model of ``arguments``, without line breaks."""
+    return _unwrapped(RUNNER.invoke(app, ["plan", *arguments]))
+
+
+LONG = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--seq", "262144", "--gpu", "H100"]
+
+
+def test_plan_shows_context_ranks_as_what_they_are() -> None:
+    said = _plan("--gpus", "16", "--global-batch", "1", *LONG, "--context", "16")
+    assert "t1 p1 d1 c16 b1" in said and "d16" not in said
+    assert "16 context ranks share the 262,144 tokens of a sequence; " in said and " of the step. No pipeline" in said
+
+
+def test_plan_says_what_shards_and_host_memory_cost() -> None:
+    sizes = ["--layers", "64", "--hidden", "8192", "--heads", "64", "--kv-heads", "8", "--ffn", "28672", "--gated"]
+    only = ["--sharding", "fsdp", "--offload", "--tensor", "1", "--pipeline", "1", "--seq", "8192", "--context", "1"]
+    said = _plan("--gpus", "8", "--global-batch", "8", *sizes, *only)
+    assert "Each rank keeps 1/8 of its weights and gathers the rest until its layer has run: 180 GiB a step" in said
+    assert "100% of the optimizer step on the host, for" in said and "of each rank lie in host memory" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus", "8", "--layers", "400", "--hidden", "51200", "--heads", "4"], "12.6T parameters"),
+        (["--gpus", "8", "--layers", "400", "--hidden", "51200", "--heads", "4"], "alone need about 887 GPUs"),
+        (["--gpus", "1", "--layers", "48", "--hidden", "4096", "--heads", "32"], "let host memory be used (`offload`)"),
+        (
+            ["--gpus", "7", "--layers", "4", "--hidden", "64", "--heads", "4"],
+            "GPUs that divides `global_batch`",
+        ),
+        (["--gpus", "8", "--layers", "4", "--hidden", "64", "--heads", "4", "--expert", "2"], "the model has none"),
+        (["--gpus", "8", "--layers", "4", "--hidden", "9" * 20, "--heads", "9"], "is not planned for"),
+        (["--gpus", "1", "--layers", "2", "--hidden", "64", "--heads", "4"], "on 1 A100-80, global batch 8 ("),
+        (
+            ["--gpus", "2", "--layers", "2", "--hidden", "64", "--heads", "4", "--micro-batch", "8"],
+            "over 1 micro-batch",
+        ),
+    ],
+)
+def test_plan_speaks_as_people_do(arguments: list[str], said: str) -> None:
+    limits = ["--pipeline", "2", "--schedule", "1f1b"] if "--micro-batch" in arguments else []
+    assert said in _plan(*arguments, *limits, "--global-batch", "8")

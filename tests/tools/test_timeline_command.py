@@ -92,3 +92,8 @@ def test_what_cannot_be_simulated_is_said_at_once(arguments: tuple[str, ...], me
     result = run(*arguments)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert message in result.output
+
+
+def test_one_of_a_kind_has_no_plural() -> None:
+    said = CliRunner().invoke(app, ["timeline", "--stages", "1", "--micro-batches", "1"]).stdout
+    assert "1f1b: 1 stage, 1 micro-batch, makespan 3" in said and "per stage 1 chunk\n" in said

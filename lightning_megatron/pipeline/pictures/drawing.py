@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
-from lightning_megatron.pipeline.schedules.text import CONTINUED, IDLE, label, table
+from lightning_megatron.pipeline.schedules.text import CONTINUED, IDLE, counted, label, table
 
 # Colours by kind, one per chunk from dark to light; with more chunks they repeat.
 _COLOURS = {
@@ -126,8 +126,9 @@ def title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     return (
-        f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches,"
-        f" makespan {timeline.makespan:.5g}, bubble {timeline.bubble_fraction:.1%}"
+        f"{schedule.name}: {counted(schedule.stages, 'stage')}{chunks},"
+        f" {counted(schedule.micro_batches, 'micro-batch')}, makespan {timeline.makespan:.5g},"
+        f" bubble {timeline.bubble_fraction:.1%}"
     )
 
 

@@ -73,3 +73,9 @@ def _ranks_around(stages: int, marked: list[int]) -> list[int]:
         wanted += [rank for rank in sorted(near) if 0 <= rank < stages and rank not in wanted]
         distance += 1
     return sorted(wanted[:_ROWS])
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 GPU``, ``2 GPUs``, ``1 micro-batch``, ``8 micro-batches``."""
+    ending = "" if number == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{number:,} {thing}{ending}"

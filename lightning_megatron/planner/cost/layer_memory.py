@@ -87,14 +87,16 @@ def half_bytes(shape: ModelShape, recipe: Recipe, parallel: float) -> float:
     Outside of them are the norm's input and output, and a mask of dropout.
     """
     split = recipe.tensor if recipe.sequence_parallel else 1
-    hidden = float(recipe.element) + product_input(recipe)
+    hidden, given = float(recipe.element), product_input(recipe)
+    hidden += 0.0 if recipe.software.keeps_gathered else given
+    whole = given if recipe.software.keeps_gathered else 0.0
     if recipe.software.dropout:
         hidden += 1.0
     if shape.gated and recipe.software.keeps_intermediates:
         hidden += 4.0
-    return tokens_here(shape, recipe) * (hidden * shape.hidden / split + parallel / recipe.tensor)
+    return tokens_here(shape, recipe) * ((hidden / split + whole) * shape.hidden + parallel / recipe.tensor)
 
 
 def product_input(recipe: Recipe) -> float:
     """Bytes of an input that a matrix product keeps."""
-    return 1.0 if recipe.precision == "fp8" else float(recipe.element)
+    return 1.0 if recipe.precision == "fp8" and recipe.software.keeps_8_bit_inputs else float(recipe.element)

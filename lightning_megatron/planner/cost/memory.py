@@ -183,7 +183,12 @@ def waiting_bytes(shape: ModelShape, recipe: Recipe, stage: int, recompute_share
     if stage == recipe.rank_of(recipe.virtual_stages - 1):
         alive = flying if recipe.schedule == "gpipe" else 1.0
         whole = logits(shape, recipe) / recipe.loss_chunks
-        total += alive * (2.0 * boundary + whole * (4.0 if recipe.mixed else recipe.element))
+        given = boundary
+        if recipe.software.keeps_gathered and recipe.sequence_parallel:
+            given *= recipe.tensor
+        total += alive * (boundary + given + whole * (4.0 if recipe.mixed else recipe.element))
+        if recipe.software.keeps_outputs and recipe.pipeline > 1:
+            total += 2.0 * recipe.micro_batches * logits(shape, recipe) * recipe.element
     if recipe.pipeline > 1 and not recipe.software.scatter_gather:
         total += recipe.element * recipe.micro_batch * shape.seq / recipe.context * shape.hidden * flying
     if recipe.pipeline == 1 or not recipe.software.overlap_pipeline:

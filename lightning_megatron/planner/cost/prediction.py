@@ -39,13 +39,14 @@ class Breakdown:
 
     Args:
         compute: matrix products, attention and memory passes, with recomputation.
-        tensor_communication: exposed tensor- and context-parallel collectives.
+        tensor_communication: exposed tensor-parallel collectives.
         pipeline_bubble: idle time of the slowest stage.
         pipeline_transfer: exposed sends and receives between stages.
         data_communication: exposed gradient reduction and all-gathers of parameters.
         optimizer: gradient norm and weight update.
         other: fixed host time per step, and waiting for the slowest rank.
         expert_communication: rows of tokens sent to experts and back.
+        context_communication: exposed messages between context ranks.
     """
 
     compute: float
@@ -56,6 +57,7 @@ class Breakdown:
     optimizer: float
     other: float
     expert_communication: float = 0.0
+    context_communication: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,6 +71,7 @@ class Breakdown:
             + self.optimizer
             + self.other
             + self.expert_communication
+            + self.context_communication
         )
 
 
@@ -230,7 +233,7 @@ def _breakdown(
     communication = count * slowest.communication
     transfer = count * slowest.transfer
     return Breakdown(
-        compute=count * (slowest.total - slowest.transfer - slowest.exchange) - communication,
+        compute=count * (slowest.total - slowest.transfer - slowest.exchange - slowest.context) - communication,
         tensor_communication=communication,
         pipeline_bubble=span - count * slowest.total,
         pipeline_transfer=transfer,
@@ -238,6 +241,7 @@ def _breakdown(
         optimizer=optimizer,
         other=constants.step + spread,
         expert_communication=count * slowest.exchange,
+        context_communication=count * slowest.context,
     )
 
 

@@ -32,10 +32,11 @@ class StageSeconds:
 
     Args:
         forward, input_gradient, weight_gradient: compute and exposed communication.
-        communication: exposed tensor- and context-parallel communication, included in the above.
+        communication: exposed tensor-parallel communication, included in the above.
         transfer: exposed sends and receives, during which the stage does not compute.
         flight: the rest of one transfer, which overlaps with compute.
         exchange: rows sent to experts and back, included in the first three.
+        context: exposed messages between context ranks, included in the first three.
     """
 
     forward: float
@@ -45,6 +46,7 @@ class StageSeconds:
     transfer: float
     flight: float
     exchange: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
@@ -65,6 +67,7 @@ class StageSeconds:
             self.transfer + other.transfer,
             max(self.flight, other.flight),
             self.exchange + other.exchange,
+            self.context + other.context,
         )
 
 
@@ -78,9 +81,10 @@ def stage_costs(
         recompute_share: share of the layers that are fully recomputed.
     """
     layer = layer_seconds(shape, recipe, cluster.gpu, constants)
-    forward_transfer, backward_transfer = layer_communication(shape, recipe, cluster, constants, layer)
+    tensor = _tensor_seconds(shape, recipe, cluster, constants)
+    context = _context_seconds(shape, recipe, cluster, constants, layer)
+    forward_transfer, backward_transfer = tensor[0] + context[0], tensor[1] + context[1]
     repeated = _repeated_seconds(recipe, layer, forward_transfer, recompute_share)
-    backward_comm = backward_transfer + recompute_share * forward_transfer
     head = head_seconds(shape, recipe, cluster.gpu, constants)
     if recipe.loss_chunks > 1:  # computed in the backward again
         head = head[0], head[1] + head[0]
@@ -104,9 +108,10 @@ def stage_costs(
                     input_gradient=count * (layer.input_gradient + backward_transfer + repeated + back)
                     + last * 0.5 * head[1],
                     weight_gradient=count * (layer.weight_gradient + added) + last * 0.5 * head[1] + ends * added_vocab,
-                    communication=count * (forward_transfer + backward_comm),
+                    communication=count * ((1.0 + recompute_share) * tensor[0] + tensor[1]),
                     transfer=2.0 * exposed * transfer,
                     flight=(1.0 - exposed) * transfer,
+                    context=count * ((1.0 + recompute_share) * context[0] + context[1]),
                 )
             )
         )
@@ -160,16 +165,15 @@ def _repeated_seconds(recipe: Recipe, layer: LayerSeconds, transfer: float, shar
     return full + layer.attention_core
 
 
-def layer_communication(
+def _context_seconds(
     shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants, layer: LayerSeconds
 ) -> tuple[float, float]:
-    """Exposed seconds of one layer's tensor- and context-parallel communication: (forward, backward)."""
-    forward, backward = _tensor_seconds(shape, recipe, cluster, constants)
+    """Exposed seconds of one layer's messages between context ranks: (forward, backward)."""
     there, back = context_seconds(shape, recipe, cluster, constants)
     if recipe.context_method == "ring" and recipe.software.overlap_context:
         core = layer.attention_core
-        return forward + hidden_cost(there, core, constants), backward + hidden_cost(back, 2.5 * core, constants)
-    return forward + there, backward + back
+        return hidden_cost(there, core, constants), hidden_cost(back, 2.5 * core, constants)
+    return there, back
 
 
 def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:

@@ -204,8 +204,8 @@ class ModelShape:
 
     @property
     def size(self) -> str:
-        """The number of parameters as people say it: ``"1.3B"``, ``"124.4M"``, ``"3.5K"``."""
-        for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        """The number of parameters as people say it: ``"12.6T"``, ``"1.3B"``, ``"124.4M"``, ``"3.5K"``."""
+        for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
             if self.parameters >= 0.9995 * unit:
                 return f"{self.parameters / unit:.1f}{letter}"
         return str(self.parameters)

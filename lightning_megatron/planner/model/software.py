@@ -46,6 +46,11 @@ class Software:
         whole_embedding: embeddings of all tokens are computed on every context rank.
         chunks_sharded_head: logits can be computed in pieces while weights are sharded.
         keeps_16_bit_shard: the shard of the weights in 16 bits is kept beside the optimizer's in 32 bits.
+        keeps_8_bit_inputs: 8-bit products keep their inputs in 8 bits for the backward; otherwise in 16.
+        keeps_gathered: under sequence parallelism a product keeps its gathered input for the backward; otherwise the
+            shard, which is gathered again.
+        keeps_outputs: the last stage of a pipeline keeps the logits of all micro-batches, and joins them when a step
+            ends.
         sums_in_16_bits: in fp16 the gradients of a step add up in 16 bits.
         offloads_inputs: of layers that are computed again in full, the inputs may lie in host memory.
         splits_repeated_tokens: layers can compute some of their tokens again under sequence parallelism, and under
@@ -78,6 +83,9 @@ class Software:
     repeats_gathered: bool = False
     whole_embedding: bool = False
     chunks_sharded_head: bool = True
+    keeps_8_bit_inputs: bool = True
+    keeps_gathered: bool = False
+    keeps_outputs: bool = False
     sums_in_16_bits: bool = True
     offloads_inputs: bool = True
     splits_repeated_tokens: bool = True
@@ -100,7 +108,15 @@ MEGATRON_DEEPSPEED = replace(
 """The same layers in DeepSpeed's pipeline, with ZeRO-1, large buckets and unsplit boundary activations."""
 MEGATRON_CORE = Software(name="megatron-core", fused_kernels=True, overlap_tensor=True, keeps_intermediates=False)
 """Megatron-Core with Transformer Engine: everything fused, everything overlapped."""
-PYTORCH_FSDP = Software(name="pytorch-fsdp", overlap_pipeline=False, block_recompute=True, keeps_intermediates=False)
+PYTORCH_FSDP = Software(
+    name="pytorch-fsdp",
+    overlap_pipeline=False,
+    block_recompute=True,
+    keeps_intermediates=False,
+    keeps_8_bit_inputs=False,
+    keeps_gathered=True,
+    keeps_outputs=True,
+)
 """PyTorch's fully sharded data parallelism with fused attention and compiled or fused norms."""
 DEEPSPEED_ZERO3 = replace(
     PYTORCH_FSDP, name="deepspeed-zero3", fused_attention=False, dropout=True, single_adapter=True

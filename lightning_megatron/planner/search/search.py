@@ -6,6 +6,7 @@ candidates are ranked with closed forms of the bubble; the best are then predict
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ _MOST_CHUNKS = 12
 _LARGEST_MICRO_BATCH = 64
 _FEWEST_TOKENS = 4096
 _MOST_GPUS = 1_000_000
+_MOST_PARAMETERS = 1e18
+_FIXED = ("tensor", "pipeline", "micro_batch", "expert", "context")
+"""Limits that fix a size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ def plan(
             raise ValueError(f"`{name}={value}` must be at least 1; correct `{name}`")
     if gpus > _MOST_GPUS:
         raise ValueError(f"`gpus={gpus}` is over {_MOST_GPUS:,}, for which no layouts are searched; correct `gpus`")
+    _check_model(shape, limits)
     considered = too_large = 0
     found: list[Prediction] = []
     for recipe in candidates(shape, cluster, gpus, global_batch, limits, replica_batch):
@@ -172,11 +177,34 @@ def plan(
     if not found:
         raise ValueError(_nothing_found(shape, cluster, gpus, global_batch or replica_batch or 0, considered, limits))
     found.sort(key=_slowness)
-    refined = [predict(shape, item.recipe, cluster, constants=constants) for item in found[: max(_REFINED, top)]]
+    first = itertools.islice(_distinct(found), max(_REFINED, top))
+    refined = [predict(shape, item.recipe, cluster, constants=constants) for item in first]
     ranked = tuple(sorted(refined, key=_slowness)[:top])
     least = min(item.recipe.tensor * item.recipe.pipeline * item.recipe.context for item in found)
     text = explain(shape, cluster, ranked, least=least, constants=constants)
     return Plan(shape, cluster, gpus, ranked[0].recipe.global_batch, ranked, considered, too_large, text)
+
+
+def _check_model(shape: ModelShape, limits: Limits) -> None:
+    """Refuse models that nobody means, and limits that they have no use for.
+
+    Raises:
+        ValueError: with the size.
+    """
+    if shape.parameters > _MOST_PARAMETERS:
+        raise ValueError(f"a model of {shape.parameters:.1e} parameters is not planned for; correct its sizes")
+    if limits.expert and limits.expert > 1 and not shape.experts:
+        raise ValueError(f"`expert={limits.expert}` shares out experts, and the model has none; leave it out")
+
+
+def _distinct(ranked: Iterable[Prediction]) -> Iterator[Prediction]:
+    """The predictions but for those that differ from an earlier one in sequence parallelism alone."""
+    known = set()
+    for item in ranked:
+        key = replace(item.recipe, sequence_parallel=False)
+        if key not in known:
+            known.add(key)
+            yield item
 
 
 def _slowness(prediction: Prediction) -> float:
@@ -299,17 +327,25 @@ def _nothing_found(
 ) -> str:
     """Error message of a search without result: the reason, and what would help."""
     if not considered:
-        fixed = [f"`{name}={getattr(limits, name)}`" for name in ("tensor", "pipeline", "micro_batch")]
+        fixed = [f"`{name}={getattr(limits, name)}`" for name in _FIXED]
         asked = [text for text in fixed if "None" not in text]
         held = f" with {', '.join(asked)}" if asked else ""
         return (
             f"no layout of `gpus={gpus}`{held} divides heads={shape.heads}, layers={shape.layers} and "
-            f"`global_batch={global_batch}`; choose {'other sizes, or ' if asked else ''}`global_batch` as a multiple "
-            "of a divisor of `gpus`"
+            f"`global_batch={global_batch}`; choose {'other sizes, or ' if asked else ''}a number of GPUs that divides "
+            "`global_batch`, or `global_batch` as a multiple of `gpus`"
         )
-    least = shape.parameters * 6.0 / cluster.gpu.memory
-    return (
-        f"none of {considered} layouts of {shape.size} parameters fits on `gpus={gpus}` "
-        f"{cluster.gpu.name}; weights and gradients alone need about {max(1, round(least))} GPUs, so raise `gpus`, "
-        "lower the sequence length, or use GPUs with more memory"
+    least = math.ceil(shape.parameters * 6.0 / cluster.gpu.memory)
+    layouts = "the only layout" if considered == 1 else f"none of {considered:,} layouts"
+    verb = "does not fit" if considered == 1 else "fits"
+    head = f"{layouts} of {shape.size} parameters {verb} on `gpus={gpus}` {cluster.gpu.name}"
+    if least > gpus:
+        return f"{head}; weights and gradients alone need about {least:,} GPUs, so raise `gpus`, or use larger ones"
+    others = [] if limits.offload else ["let host memory be used (`offload`)"]
+    others += (
+        []
+        if gpus == 1 or {"fsdp", "hsdp"} & {*limits.shardings}
+        else ["share weights out over replicas (`sharding` fsdp)"]
     )
+    others += [f"shorten sequences (`seq={shape.seq}`)", "raise `gpus`"]
+    return f"{head}, with activations and the optimizer's state; {', '.join(others)}, or use GPUs with more memory"

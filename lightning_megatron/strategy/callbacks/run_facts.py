@@ -12,6 +12,7 @@ import torch
 
 from lightning_megatron.mesh.lazy import offered
 from lightning_megatron.pipeline.schedules.simulation import simulate
+from lightning_megatron.pipeline.schedules.text import counted
 from lightning_megatron.planner import ModelShape, Recipe, predict
 from lightning_megatron.strategy.data.walk import batch_size_of
 from lightning_megatron.strategy.planning import detected_cluster, sample_length
@@ -120,7 +121,8 @@ def schedule_words(strategy: Any, batch: int | None) -> str:
     if isinstance(size, int) and batch:  # schedules of trials are among them
         found = next((one for one in schedules.values() if one.micro_batches == -(-batch // size)), None)
     if found is not None:
-        return f"{found.name}, {found.micro_batches} micro-batches, bubble of equal stages {ideal_bubble(found):.0%}"
+        batches = counted(found.micro_batches, "micro-batch")
+        return f"{found.name}, {batches}, bubble of equal stages {ideal_bubble(found):.0%}"
     if not isinstance(size, int) or not batch:
         return str(options.pipeline_schedule)
     return f"{options.pipeline_schedule}, {-(-batch // size)} micro-batches of {size}"

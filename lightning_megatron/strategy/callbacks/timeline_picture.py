@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.pipeline.pictures.drawing import chrome_trace, svg
 from lightning_megatron.pipeline.run.clock import measured_costs
 from lightning_megatron.pipeline.schedules.simulation import Timeline, simulate
+from lightning_megatron.pipeline.schedules.text import counted
 
 
 class PipelineTimeline(Callback):
@@ -82,7 +83,8 @@ class PipelineTimeline(Callback):
             )
         schedule = self.measured.schedule
         return (
-            f"batch {self._batch}, {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches: "
+            f"batch {self._batch}, {schedule.name}, {counted(schedule.stages, 'stage')}, "
+            f"{counted(schedule.micro_batches, 'micro-batch')}: "
             f"{self.measured.makespan:.4g} s, bubble of the step {self.measured.step_bubble_fraction:.1%}; "
             f"predicted {self.predicted.makespan:.4g} s, {self.predicted.step_bubble_fraction:.1%}"
         )

@@ -52,6 +52,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write throughput and memory as SVG to this file.")] = None,
 ) -> None:
     """Rank all layouts of a model on a number of GPUs, and say why the best is best."""
+    from lightning_megatron.pipeline.schedules.text import counted
     from lightning_megatron.planner.model.cluster import Cluster
     from lightning_megatron.planner.search.plot import plan_svg
     from lightning_megatron.planner.search.search import Limits
@@ -75,7 +76,7 @@ def plan(
             shardings=(sharding,) if sharding else Limits().shardings,
             offload=offload,
         )
-        with working(f"trying layouts of {gpus} GPUs"):
+        with working(f"trying layouts of {counted(gpus, 'GPU')}"):
             found = find_plan(shape, machine, gpus, global_batch, limits=limits, top=top)
         if plot:
             plot.write_text(plan_svg(found, limits), encoding="utf-8")
@@ -135,20 +136,33 @@ def _print(found: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lightning_megatron.pipeline.schedules.text import counted
     from lightning_megatron.planner.model.cluster import GIB
 
     title = (
-        f"{found.shape.size} parameters on {found.gpus} {found.cluster.gpu.name}, "
-        f"global batch {found.global_batch} ({found.considered} layouts, {found.too_large} too large)"
+        f"{found.shape.size} parameters on {found.gpus:,} {found.cluster.gpu.name}, "
+        f"global batch {found.global_batch:,} ({counted(found.considered, 'layout')}, {found.too_large:,} too large)"
     )
-    columns = ("", "layout", "schedule", "sharding", "recompute", "s/step", "tok/s/GPU", "MFU", "bubble", "GiB")
+    columns = (
+        "",
+        "layout",
+        "schedule",
+        "sharding",
+        "recompute ...",
+        "s/step",
+        "tok/s/GPU",
+        "MFU",
+        "bubble",
+        "GiB",
+    )
     table = Table(*columns, title=title)
     for rank, item in enumerate(found.ranked, start=1):
         recipe = item.recipe
-        sizes = recipe.sizes().replace(" c1", "")
+        words = [word for word in recipe.sizes().split() if word not in ("v1", "c1", "+sp")]
+        words += ["+sp"] if recipe.sequence_parallel and recipe.tensor > 1 else []
         table.add_row(
             str(rank),
-            sizes + (" +sp" if recipe.sequence_parallel and recipe.tensor > 1 else ""),
+            " ".join(words),
             recipe.schedule if recipe.pipeline > 1 else "-",
             recipe.sharding,
             " ".join([recipe.recompute, *recipe.savings()]),

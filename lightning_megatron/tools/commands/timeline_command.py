@@ -60,7 +60,9 @@ def timeline(
     options = {
         name: value for name, value in (("group_size", group_size), ("memory_limit", memory_limit)) if value is not None
     }
-    with refusing(), working(f"simulating {stages} stages and {micro_batches} micro-batches"):
+    from lightning_megatron.pipeline.schedules.text import counted
+
+    with refusing(), working(f"simulating {counted(stages, 'stage')} and {counted(micro_batches, 'micro-batch')}"):
         _check_folders({"--svg": svg_file, "--png": png_file, "--trace": trace_file})
         _check_numbers(
             {
@@ -186,7 +188,7 @@ def _print(found: Timeline, as_json: bool, written: list[Path]) -> None:
     peaks = [str(peak) for peak in found.peak_activations]
     shown = peaks if len(peaks) <= _MOST_STAGES else [*peaks[: _MOST_STAGES // 2], "...", *peaks[-_MOST_STAGES // 2 :]]
     typer.echo(f"bubble of the step {found.step_bubble_fraction:.1%}, peak activations per stage "
-               f"{', '.join(shown)} chunks")  # fmt: skip
+               f"{', '.join(shown)} {'chunk' if shown == ['1'] else 'chunks'}")  # fmt: skip
     busiest = max(map(len, found.schedule.instructions))
     if 3 * busiest > _WIDEST:  # a cell takes three characters or more
         typer.echo(f"(the grid is over {3 * busiest} characters wide: use --svg or --trace)")
