@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.context_parallel.block_split import from_described, in_blocks
+from lightning_megatron.context_parallel.custom_functions import CustomFunctions
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
@@ -80,17 +81,20 @@ class TokenRegion:
         self.cuts: Counter[tuple[tuple[int, ...], float]] = Counter()
         self._names = {id(part): name for name, part in module.named_modules()}
         self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
+        self._functions = CustomFunctions()
         self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
 
     def open(self) -> None:
         """Let the layers cut what they are given, in steps: those of a module that is not cut at its layers."""
         self.close()
+        self._functions.open()
         for layer in self._layers:
             before = layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
             self._handles += [before, layer.register_forward_hook(self.leave)]
 
     def close(self) -> None:
         """Leave the layers as they were."""
+        self._functions.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []

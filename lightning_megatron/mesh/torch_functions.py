@@ -1,11 +1,20 @@
-"""Functions of torch as ``__torch_function__`` is given them: by attribute, by name, and whether they write."""
+"""Functions as torch is given them: its own, by attribute, by name, and whether they write; and those of users.
+
+``__torch_function__`` is given torch's. ``Function.apply`` asks a tensor nothing, and is often taken once, ``reverse =
+GradientReversal.apply`` at the top of a file, so that a method put in its place would be passed by. But it asks the
+class below for its own ``apply``, at each call: there one can stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
+
+from lightning_megatron.mesh.replaced import Replacements
 
 
 def getters(*names: str) -> list[Any]:
@@ -32,3 +41,40 @@ def name_of(func: Any) -> str:
 
 _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"}
 _AUGMENTED |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
+Around = Callable[[type[Function], Callable[..., Any], tuple[Any, ...]], Any]
+"""``around(cls, call, args)``: what ``cls.apply(*args)`` returns; ``call`` makes the call."""
+
+_BELOW: Any = Function.__base__
+
+
+def around_functions(replaced: Replacements, around: Around) -> None:
+    """Let every call of a function lead through ``around``, until what is replaced is taken back.
+
+    Args:
+        replaced: by whom.
+        around: called instead; several may stand around each other, the latest outermost.
+    """
+    before = vars(_BELOW).get("apply")
+
+    def apply(cls: type[Function], *args: Any) -> Any:
+        call = super(_BELOW, cls).apply if before is None else functools.partial(before.__func__, cls)
+        return around(cls, call, args)
+
+    replaced.put(_BELOW, "apply", classmethod(apply))
+
+
+def is_users(cls: type[Function]) -> bool:
+    """Whether a function is neither torch's nor this package's; those under ``torch.func``'s transforms are."""
+    ours = cls.__module__.split(".")[0] in ("torch", "lightning_megatron", "lightning")
+    return not ours or cls.__name__.endswith("Generated")
+
+
+def defined_functions(kind: type = Function) -> list[type[Function]]:
+    """All functions that this process knows."""
+    found: list[type[Function]] = []
+    each: type[Function]
+    for each in kind.__subclasses__():
+        found += [each, *defined_functions(each)]
+    return found

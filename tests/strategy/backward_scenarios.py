@@ -40,6 +40,10 @@ class Normed(Function):
         return by_norm(gradients[0])
 
 
+normed = Normed.apply
+"""As many take it, once."""
+
+
 class Reversed(Function):
     """Treats each sample by itself."""
 
@@ -135,12 +139,36 @@ class Backwards(TokenTask):
         return loss / (1 + self.net.seen + sum(self.net.norms)) if self.kind == "watches" else loss
 
 
+class Bare(TokenTask):
+    """Has nothing that is known by its name to run in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__(BareNet())
+
+
+class BareNet(nn.Module):
+    """Layers, and a function behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of tokens [b, s]."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(normed(x))  # type: ignore[no-untyped-call]
+
+
 KINDS = (
     "hook",
     "layer",
     "module_hook",
     "node",
     "function",
+    "taken",
     "centred",
     "negatives",
     "watches",
@@ -155,8 +183,10 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], k
     """Trains; the whole state, and what backwards wrote, as hooks see it; and how often a step ran the layers."""
     torch.manual_seed(7)
     NORMS.clear()
-    module = Backwards(kind).double()
+    module = (Bare() if kind == "taken" else Backwards(kind)).double()
     found = trained_state(info, layout, arguments, module, max_epochs=2)
+    if kind == "taken":
+        return found
     return found | {f"python.{name}": torch.tensor(value) for name, value in _python(module).items()}
 
 

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "recomputed": ((2, 1), PARTS | {"activation_recompute": "full"}),
     "said_whole": ((2, 1), PARTS | {"whole_batch_loss": True}),
 }
-QUICK = {("stages", kind) for kind in ("hook", "layer", "function", "watches", "reversal")}
+QUICK = {("stages", kind) for kind in ("hook", "layer", "function", "taken", "watches", "reversal")}
 QUICK |= {
     ("interleaved", "centred"),
     ("alone", "module_hook"),

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_megatron.pipeline.elsewhere.containers import (
     HOOKS,
@@ -54,6 +55,7 @@ class Reach:
     Attributes:
         passing: whether what was found last holds for one call only.
         functions: of the user's, that were read for it.
+        applies: whether ``apply`` of an ``autograd.Function`` was among what was found.
     """
 
     def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int], most: int = _FOUND) -> None:
@@ -70,6 +72,7 @@ class Reach:
         """
         self._found: dict[int, Container] = {}
         self.functions: list[types.FunctionType] = []
+        self.applies = False
         self._seen: dict[int, Any] = {}
         self.passing = bool(arguments)
         for module in self._layer.modules():
@@ -152,6 +155,7 @@ class Reach:
 
     def _visit_function(self, value: Any, address: Address, depth: int) -> None:
         if isinstance(value, types.MethodType):
+            self.applies |= isinstance(value.__self__, type) and issubclass(value.__self__, Function)
             self._visit(value.__self__, (*address, ("self",)), depth)
             self._visit(value.__func__, (*address, ("func",)), depth)
         elif isinstance(value, functools.partial):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
 _OURS = ("torch", "lightning_megatron", "lightning")
@@ -45,14 +46,14 @@ class BackwardCode:
 
     def __init__(self, module: nn.Module) -> None:
         names = _names(module)
-        functions = "apply" in names and any(not _is_ours(kind.__module__) for kind in _functions())
+        functions = "apply" in names and any(map(is_users, defined_functions()))
         self.mentioned, self.unseen = bool(names & _NAMES) or functions, "register_prehook" in names
         self.fresh, self.keeps, self.refuses = "", "", ""
         self._seen: set[str] = set()
         self._replaced = Replacements()
         for name in ("register_hook", "retain_grad"):
             self._replaced.put(Tensor, name, self._noting(name, getattr(Tensor, name)))
-        self._replaced.put(Function, "apply", self._applying())
+        around_functions(self._replaced, self._applying)
 
     def close(self) -> None:
         """Give torch's methods back."""
@@ -79,17 +80,12 @@ class BackwardCode:
 
         return method
 
-    def _applying(self) -> Any:
-        original = Function.__dict__["apply"].__func__
-
-        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-            if cls is BackwardHookFunction:
-                self._note("a backward hook of a module")
-            elif not _is_ours(cls.__module__) and torch.is_grad_enabled():
-                self._note(f"`{cls.__qualname__}`, an `autograd.Function` of {cls.__module__}")
-            return original(cls, *args, **kwargs)
-
-        return classmethod(functools.wraps(original)(apply))
+    def _applying(self, cls: type[Function], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if cls is BackwardHookFunction:
+            self._note("a backward hook of a module")
+        elif is_users(cls) and torch.is_grad_enabled():
+            self._note(f"`{cls.__qualname__}`, an `autograd.Function` of {cls.__module__}")
+        return call(*args)
 
     def _note(self, line: str, *, keeps: bool = False) -> None:
         if line in self._seen:
@@ -111,18 +107,13 @@ def _names(module: nn.Module) -> set[str]:
     reach = Reach(module, module, frozenset(), _MOST)
     reach.containers()
     names = {name for function in reach.functions for name in names_in(function.__code__)[0]}
+    if reach.applies:
+        names.add("apply")
     for layer in module.modules():
         for table in (layer._backward_hooks, layer._backward_pre_hooks):
             if any(user_hook(hook) is not None for hook in table.values()):
                 names.add("register_full_backward_hook")
     return names
-
-
-def _functions(kind: type = Function) -> Iterator[type]:
-    found: list[type] = kind.__subclasses__()
-    for below in found:
-        yield below
-        yield from _functions(below)
 
 
 def _is_ours(name: Any) -> bool:
