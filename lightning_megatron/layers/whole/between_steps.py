@@ -119,6 +119,13 @@ class WholeView:
                 yield
                 while self._serves and not self._round(NOTHING)[1]:
                     pass
+        except RuntimeError as error:
+            if "returned an invalid gradient" not in str(error):  # torch's words, where it meets a gathered weight
+                raise
+            raise RuntimeError(
+                f"`{self._hook}` runs a backward of its own, through a whole weight of which every rank holds a part. "
+                "Add its loss to that of `training_step`, or leave that out."
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()

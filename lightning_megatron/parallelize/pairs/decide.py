@@ -220,7 +220,8 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
     found, reason = _settle(module, region, blueprint.trace, parts, packed)
     if found is not None:
         return found
-    return _gathered_or_refused(module, blueprint, region, reason)
+    other = None if packed is None else _settle(module, region, blueprint.trace, parts, not packed)[0]
+    return _gathered_or_refused(module, blueprint, region, reason, other)
 
 
 def _settle(
@@ -255,13 +256,28 @@ def _settle(
     return None, reason
 
 
-def _gathered_or_refused(module: nn.Module, blueprint: Blueprint, region: Region, reason: str) -> Region:
-    """The region with gathered outputs, which is always correct; an explicit plan is refused instead."""
+def _gathered_or_refused(
+    module: nn.Module, blueprint: Blueprint, region: Region, reason: str, other: Region | None = None
+) -> Region:
+    """The region with gathered outputs, which is always correct; an explicit plan is refused instead.
+
+    Args:
+        module: the traced module.
+        blueprint: the plan so far.
+        region: what cannot be cut.
+        reason: why.
+        other: the region as it could be cut, with the other style of columns that the user might have meant.
+    """
     if blueprint.source == "argument":
+        first = region.columns[0]
+        style = Style.PACKED_COLWISE if other is not None and len(other.cuts[first].segments) > 1 else Style.COLWISE
+        advice = (
+            f"use {style.value!r} for {first!r}"
+            if other is not None
+            else "use 'colwise_gather_output' and 'rowwise_split_input' (the code between reads whole sizes)"
+        )
         raise ValueError(
-            f"The plan is wrong for {', '.join(map(repr, region.columns))} -> {region.row!r}: {reason}. For fused "
-            "projections use 'packed_colwise'; where the code between reads global sizes, use 'colwise_gather_output' "
-            "and 'rowwise_split_input'."
+            f"The plan is wrong for {', '.join(map(repr, region.columns))} -> {region.row!r}: {reason}; {advice}."
         )
     gathered = {n: ColumnCut.blocks(sizes_of(module.get_submodule(n))[1]) for n in region.columns}
     return replace(

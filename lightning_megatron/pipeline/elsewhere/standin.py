@@ -58,9 +58,11 @@ class Sentinel:
         return mark(self.zeros(shape, dtype, device).clone(), self.source)  # type: ignore[no-any-return]
 
     def _refuse(self, grad: Tensor) -> None:
+        checkpointed = "For layers under `torch.utils.checkpoint`, pass `use_reentrant=False`. "
         raise RuntimeError(
             f"the loss depends on `{self.name}`, which another pipeline stage owns: its output is used not only as the "
-            f"input of the layers, but also where this stage computes. {self.source.remedy()}"
+            f"input of the layers, but also where this stage computes. {checkpointed if self.source.is_layer else ''}"
+            f"{self.source.remedy()}"
         )
 
 

@@ -40,6 +40,8 @@ class StandIns:
         self.told: Forms | None = None
         self.noted = Forms()
         self._calls: dict[int, int] = {}
+        self._joined: Joined | None = None
+        self._watch: Provenance | None = None  # calls outside of a step may come before any run has begun
 
     def begin(self, received: Boundary, watch: Provenance | None) -> None:
         """Prepare for a run.

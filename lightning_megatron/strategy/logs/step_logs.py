@@ -156,12 +156,13 @@ class LogRecorder:
             return
         if self._check is not None:
             self._check(value, f"the logged value `{name}`")
+        number = self._as_tensor(value)
         occurrence = self._counts.get(name, 0)
         self._counts[name] = occurrence + 1
         record = self._records.get((name, occurrence))
         if record is None:
             record = self._records[(name, occurrence)] = _Recorded(self._key(name, value, options))
-        record.values.append(self._as_tensor(value))
+        record.values.append(number)
         if self.metric_calls is not None:
             record.sources.append(self.metric_calls.behind(value))
         batch_size = options.get("batch_size")

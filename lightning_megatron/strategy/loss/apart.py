@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
@@ -54,6 +55,7 @@ class AroundTrial:
         both: all of them at once.
         schedule: gives the schedule of a forward of so many micro-batches.
         use_rows: told of which samples the micro-batches are that run next.
+        is_behind: whether this rank has come behind the layers, so that no other one waits for it.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class AroundTrial:
         both: Any,
         schedule: Callable[[int], Schedule],
         use_rows: Callable[[Sequence[Any]], None],
+        is_behind: Callable[[], bool],
     ) -> None:
         self._call, self._recording, self._traces = call, recording, traces
         self._parts, self._both, self._schedule = list(parts), both, schedule
-        self._use_rows = use_rows
+        self._use_rows, self._is_behind = use_rows, is_behind
         self._draws = SameDraws({len(parts): tuple(range(len(parts)))})
         self._given: list[Sequence[Tensor]] = []
         self._found: list[tuple[Any, LogRecorder]] = []
@@ -103,7 +106,13 @@ class AroundTrial:
 
     def _recorded(self, batch: Any, _: int, *, around: bool = True) -> Any:
         with self._recording.step() as recorder:
-            output = self._alone(batch, self._writes[around])
+            try:
+                output = self._alone(batch, self._writes[around])
+            except Exception as error:
+                if around or isinstance(error, RemoteFailure) or is_echo(error) or not self._is_behind():
+                    raise
+                self.failed = f"{type(error).__name__}: {error}"  # as the step itself will, with the right message
+                return torch.tensor(math.nan, dtype=torch.float64)
         self._found.append((output, recorder))
         return output
 

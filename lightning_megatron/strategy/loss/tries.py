@@ -159,7 +159,8 @@ class LossTrials:
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
         traces = Traces(self._module, beside=True)
-        tried = AroundTrial(call, self._recording, traces, parts, both, self._schedule, self._use_rows)
+        given = call, self._recording, traces, parts, both, self._schedule, self._use_rows
+        tried = AroundTrial(*given, lambda: self._stages.is_behind_layers)
         with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
             tried.run(executor)
 
