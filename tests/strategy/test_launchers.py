@@ -24,11 +24,13 @@ import pytest
 from tests.harness.launched import environment
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
+LIKE_SRUN = Path(__file__).with_name("like_srun.py")
 START_SECONDS, END_SECONDS = 240.0, 120.0  # deadlines for a machine that does other work too
 LAUNCHERS = {
     "lightning": [sys.executable, str(SCRIPT)],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)],
-    "slurm": [sys.executable, str(Path(__file__).with_name("like_srun.py")), "2", str(SCRIPT)],
+    "slurm": [sys.executable, str(LIKE_SRUN), "2", str(SCRIPT)],
+    "slurm.sh": ["bash", str(Path(__file__).parents[2] / "examples" / "launch" / "slurm.sh")],
 }
 LIBC, PARENT_DEATH_SIGNAL = ctypes.CDLL(None), 1
 WIDE = pytest.mark.wide
@@ -46,7 +48,7 @@ class Launched:
                 [*LAUNCHERS[launcher], mode],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(**{self.mark: "1"}),
+                env=environment(**{self.mark: "1"}, PATH=f"{log.parent / 'bin'}:{os.environ['PATH']}"),
                 cwd=log.parent,
                 start_new_session=True,
                 preexec_fn=_begin,
@@ -89,9 +91,19 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _write_srun(folder: Path) -> None:
+    """An ``srun`` of two tasks for the example's script, and the ``train.py`` that it names."""
+    (folder / "bin").mkdir()
+    srun = folder / "bin" / "srun"
+    srun.write_text(f'#!/bin/sh\nshift 2  # --kill-on-bad-exit=1 python\nexec {sys.executable} {LIKE_SRUN} 2 "$@"\n')
+    srun.chmod(0o755)
+    (folder / "train.py").write_text(f"import runpy\n\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[type[Launched]]:
     launched: list[Launched] = []
+    _write_srun(tmp_path)
 
     def start(launcher: str, mode: str) -> Launched:
         launched.append(Launched(launcher, mode, tmp_path / "output.txt"))

@@ -49,6 +49,11 @@ def test_every_command_stands_on_its_page() -> None:
     assert "| `--gpus` | required | GPUs to use. |" in page and page.startswith("before ")
 
 
+@pytest.mark.parametrize("name", ["slurm", "torchrun"])
+def test_scripts_of_launches_are_ones(name: str) -> None:
+    subprocess.run(["bash", "-n", str(LAUNCH / f"{name}.sh")], check=True)
+
+
 @pytest.mark.parametrize("name", ["cli", "job", "pytorchjob"])
 def test_manifests_are_read_and_start_what_they_say(name: str) -> None:
     documents = list(yaml.safe_load_all((LAUNCH / f"{name}.yaml").read_text(encoding="utf-8")))
