@@ -31,7 +31,7 @@ else:
         },
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["MegatronCheckpointIO", "MegatronMixedPrecision", "MegatronStrategy", "data", "load_hf_weights"]
 
 
