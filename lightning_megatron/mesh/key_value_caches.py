@@ -49,7 +49,8 @@ def _layers_of(cache: Any) -> list[Any]:
 def _own(value: Any) -> Any:
     if not is_cache(value):
         return value
-    return _copied(value) if any(entry.numel() for entry in in_caches((value,), {})) else None
+    held = [entry for entry in in_caches((value,), {}) if entry.ndim > 1]  # not the width of a window
+    return _copied(value) if any(entry.numel() for entry in held) else None
 
 
 def _copied(cache: Any) -> Any:

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from tests.activations.layers import WIDTH, Block, ByHand, Modules, RotatedWindow
+from tests.activations.layers import WIDTH, Block, ByHand, Convolution, Heads, Modules, RotatedWindow
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.registry import build
 from tests.parity.zoo.tasks import TokenTask
 
-KINDS = {"block": Block, "rotary": RotatedWindow, "by hand": ByHand, "modules": Modules}
+KINDS = {
+    **{"block": Block, "rotary": RotatedWindow, "by hand": ByHand, "modules": Modules},
+    **{"heads": Heads, "convolution": Convolution},
+}
 
 
 class Decoder(nn.Module):
@@ -36,7 +40,7 @@ class Decoder(nn.Module):
 def train(info: RankInfo, kind: str, arguments: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
     """Metrics and weights of a run; a plain one without arguments."""
     torch.manual_seed(7)
-    module = TokenTask(Decoder(kind))
+    module = build(kind) if kind.startswith("hf_") else TokenTask(Decoder(kind))
     strategy: Any = "auto" if arguments is None else MegatronStrategy(**arguments)
     trainer = make_trainer(info, strategy, max_epochs=1, limit_val_batches=2, **options)
     trainer.fit(module)

@@ -103,6 +103,73 @@ class ByHand(nn.Module):
         return x + torch.softmax(self.linear(x) @ x.mT, -1) @ x
 
 
+class Heads(nn.Module):
+    """Attention by matrix products of several heads; what is done with its scores is a subclass's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixed, self.bias = nn.Linear(HEADS, HEADS), nn.Parameter(torch.randn(HEADS, 19, 19))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return x + self.out(self.attend(q, k, v, hidden).transpose(1, 2).flatten(2)).tanh()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(hidden, -torch.inf)
+        return F.dropout(scores.softmax(-1), 0.2) @ v
+
+
+class OneKey(Heads):
+    """All heads share one head of keys and values, by an expanded view."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        k, v = (part[:, :1].expand(q.shape) for part in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Capped(Heads):
+    """A soft cap, a trained bias, and a softmax by hand that goes on with its sums."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = 5 * torch.tanh(q @ k.transpose(-1, -2) / 5) + self.bias
+        scores = torch.where(hidden, torch.full((), -torch.inf, device=scores.device), scores)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+
+class Talking(Heads):
+    """Scores of heads are mixed, and a column stands for no key at all."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = self.mixed(torch.matmul(q, k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        scores = scores.masked_fill(hidden, -1e9)
+        none = self.bias[:, :1, :1].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, none], -1).softmax(-1)[..., :-1].matmul(v)
+
+
+class Alibi(Heads):
+    """Batches and heads in one dim, a bias added by the product."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        far = torch.arange(q.shape[2], dtype=q.dtype).expand(q.shape[0] * HEADS, 1, -1)
+        q, k, flat = (part.reshape(-1, *part.shape[2:]) for part in (q, k, v))
+        scores = far.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=0.1, alpha=0.5)
+        weights = scores.view(*v.shape[:3], -1).masked_fill(hidden, -1e9).softmax(-1)
+        return torch.bmm(weights.view(-1, *weights.shape[2:]), flat).view(v.shape)
+
+
+class Judged(Heads):
+    """Looks at the values of scores."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = q @ k.mT
+        kept = scores > scores.flatten(-2).kthvalue(3, -1).values[..., None, None]
+        return scores.masked_fill(~kept, 0.0) @ v
+
+
 class Convolution(nn.Module):
     """Neighbours are read."""
 

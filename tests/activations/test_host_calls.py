@@ -26,9 +26,15 @@ TOKENWISE = {
     "rotary": kinds.RotatedWindow,
     "torch's": kinds.TorchsLayer,
     "positions": kinds.Positions,
+    "by hand": kinds.ByHand,
+    "heads by hand": kinds.Heads,
+    "one key": kinds.OneKey,
+    "capped": kinds.Capped,
+    "talking": kinds.Talking,
+    "alibi": kinds.Alibi,
 }
 OTHERS = {
-    "matmul": kinds.ByHand,
+    "kthvalue": kinds.Judged,
     "conv1d": kinds.Convolution,
     "mean": kinds.Pooled,
     "__getitem__": kinds.Shifted,
@@ -150,6 +156,46 @@ def test_attention_is_computed_as_often_as_in_the_forward():
     with Attentions() as attentions:
         train(built(kinds.Block), {"tokens": 0.3}, steps=2)
     assert attentions.count == 2 * LAYERS
+
+
+class Squares(TorchDispatchMode):
+    """Counts the functions that compute numbers of the shape of scores."""
+
+    count, names = 0, ("bmm", "baddbmm", "_softmax", "exp", "tanh", "add", "mul", "where", "masked_fill", "amax")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.device.type != "meta" and func.overloadpacket.__name__ in self.names:
+            self.count += found.ndim > 2 and found.shape[-1] == TOKENS and found.shape[-2] in (TOKENS, 13)
+        return found
+
+
+@pytest.mark.parametrize("name", ["by hand", "heads by hand", "capped", "alibi"])
+def test_scores_of_attention_by_hand_are_not_computed_again(name):
+    counts = []
+    for offload in (None, {"tokens": 0.3}):  # 6 of 19 tokens are kept, 13 computed again
+        model = built(TOKENWISE[name])
+        traffic = keep_on_host(model, None, "auto", host_request(offload), HostLink())
+        tokens = torch.randint(0, 50, (BATCH, TOKENS))
+        model(tokens).sum().backward()
+        loss = model(tokens).sum()
+        with Squares() as squares:
+            loss.backward()
+        counts.append(squares.count)
+    assert counts[0] == counts[1] > 0 and traffic.replayed["layers.0"] == (13, TOKENS)
+
+
+def test_bytes_of_attention_by_hand_are_those_of_the_formula():
+    share, model = 0.4, built(kinds.Heads)
+    found = train(model, {"tokens": share})[2].kept["layers.1"]
+    numbers, width, heads = 8 * BATCH, kinds.WIDTH, kinds.HEADS
+    # The softmax's result, what dropout multiplies it with, and the product of both; the mask is of one byte.
+    scores = 3 * numbers * heads * TOKENS**2 + TOKENS**2
+    attention = numbers * TOKENS * width + scores
+    # norm's mean and deviation, the first linear's input, q, k, v, the input of the second linear, tanh's result
+    others = numbers * (2 + (1 + 3 + 1 + 1) * width)
+    assert found["input"] == numbers * TOKENS * width
+    assert (found["attention"], found["other"]) == (attention, math.ceil(share * TOKENS) * others)
 
 
 class Told(HostLink):

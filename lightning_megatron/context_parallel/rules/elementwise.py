@@ -38,7 +38,8 @@ def rows_of(model: WholeTensor, value: Any, place: int) -> Any:
     return model._split.take(value, value.ndim + place, 0)
 
 
-def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Functions of each number."""
     model = first_whole((*args, *kwargs.values()))
     if isinstance(kwargs.get("out"), Tensor):
         raise NeedsWhole
@@ -107,7 +108,7 @@ _MORE = (
 RULES: dict[Any, Rule] = {}
 for _func, _rule in POINTWISE.items():
     name = _rule.__name__
-    RULES[_func] = {"_pointwise": _pointwise, "_in_place": _in_place}.get(name, _rule)
-RULES |= dict.fromkeys((func for func in _MORE if not getattr(func, "__name__", "").endswith("_")), _pointwise)
+    RULES[_func] = {"_pointwise": pointwise, "_in_place": _in_place}.get(name, _rule)
+RULES |= dict.fromkeys((func for func in _MORE if not getattr(func, "__name__", "").endswith("_")), pointwise)
 RULES |= dict.fromkeys((F.layer_norm, F.rms_norm, torch.rms_norm), _over_features)
 RULES |= {F.dropout: _dropout, T.type: _type}

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_megatron.context_parallel.rules.elementwise import pointwise
 from lightning_megatron.context_parallel.token_split import TokenSplit
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.layers.whole.views import RULES as VIEWS
@@ -81,13 +82,13 @@ def _expand(func: Any, model: WholeTensor, *sizes: Any) -> WholeTensor:
 
 
 def _index(func: Any, model: Any, index: Any) -> Any:
-    """Indexing by integers, slices, ``None`` and an ellipsis; a slice of the tokens is a view of this rank's rows."""
+    """Indexing by integers, slices, ``None``, an ellipsis and one list; a slice of the tokens is a view of own rows."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(model, WholeTensor) or not all(_is_plain(entry) for entry in entries):
+    if not isinstance(model, WholeTensor) or not _are_plain(entries):
         raise NeedsWhole
-    if Ellipsis not in entries:
+    if not any(entry is Ellipsis for entry in entries):
         entries.append(Ellipsis)
-    place = entries.index(Ellipsis)
+    place = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     entries[place : place + 1] = [slice(None)] * (model.ndim - used)
     if used > model.ndim:
@@ -103,7 +104,7 @@ def _index(func: Any, model: Any, index: Any) -> Any:
                 raise NeedsWhole
             stretch, cut_dim, entries[position] = (start, max(start, stop)), dim, slice(None)
         source += entry is not None
-        dim += entry is None or isinstance(entry, slice)
+        dim += entry is None or isinstance(entry, slice | list)
     local = model.local()[tuple(entries)]
     if stretch == (0, model._split.length):
         return model.like(local, cut_dim)
@@ -111,8 +112,13 @@ def _index(func: Any, model: Any, index: Any) -> Any:
     return model.show(local.narrow(cut_dim, first, count), split, cut_dim)
 
 
-def _is_plain(entry: Any) -> bool:
-    return entry is None or entry is Ellipsis or isinstance(entry, slice) or type(entry) is int
+def _are_plain(entries: list[Any]) -> bool:
+    plain = [e is None or e is Ellipsis or isinstance(e, slice) or type(e) is int for e in entries]
+    lists = [e for e in entries if isinstance(e, list)]
+    if not lists:
+        return all(plain)
+    whole = all(type(number) is int for entry in lists for number in entry)  # the dim stays where it is, for one list
+    return len(lists) == 1 and whole and sum(plain) == len(entries) - 1 and not any(type(e) is int for e in entries)
 
 
 def _narrow(func: Any, model: WholeTensor, dim: int, start: Any, length: int) -> Any:
@@ -150,6 +156,12 @@ def along(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return model.like(part, model._dim if part.ndim == model.ndim else model._dim - removed)
 
     return shown(found) if isinstance(found, Tensor) else type(found)(_rebuilt(found, map(shown, found)))
+
+
+def _extreme(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``max`` and ``min``: of one dim, or of the numbers of two tensors."""
+    two = isinstance(args[0] if args else kwargs.get("other"), Tensor)
+    return pointwise(func, model, *args, **kwargs) if two else along(func, model, *args, **kwargs)
 
 
 def _rebuilt(found: Any, parts: Iterable[Any]) -> Any:
@@ -190,7 +202,7 @@ T = Tensor
 _KEPT = (T.transpose, torch.transpose, T.swapaxes, *getters("mT"))
 _ALONG = (
     *(T.unbind, torch.unbind, T.select, torch.select, T.argmax, torch.argmax, T.argmin, torch.argmin),
-    *(T.amax, torch.amax, T.amin, torch.amin, T.max, torch.max, T.min, torch.min, T.cumsum, torch.cumsum),
+    *(T.amax, torch.amax, T.amin, torch.amin, T.cumsum, torch.cumsum),
     *(T.sort, torch.sort, T.argsort, torch.argsort, T.var, torch.var, T.std, torch.std, T.prod, torch.prod),
     *(T.any, torch.any, T.all, torch.all, T.index_select, torch.index_select),
 )
@@ -207,6 +219,7 @@ RULES: dict[Any, Rule] = {
     T.__getitem__: _index,
     **dict.fromkeys((T.narrow, torch.narrow), _narrow),
     **dict.fromkeys(_ALONG, along),
+    **dict.fromkeys((T.max, torch.max, T.min, torch.min), _extreme),
     **dict.fromkeys((T.split, torch.split, T.chunk, torch.chunk), _second),
     **dict.fromkeys((T.topk, torch.topk), _topk),
     **dict.fromkeys((T.gather, torch.gather), _gather),

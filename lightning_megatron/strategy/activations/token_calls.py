@@ -31,11 +31,21 @@ from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards
 from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.key_value_caches import with_own_caches
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.strategy.activations.generator_states import differs, random_state, set_random_state
 from lightning_megatron.strategy.activations.host_copies import HostCopy, KeptCall, Traffic, View, form_of, memory_of
 from lightning_megatron.strategy.activations.layer_calls import HostCall, tensors_in
-from lightning_megatron.strategy.activations.token_places import Place, place_in
+from lightning_megatron.strategy.activations.scores import GivenScores, KeptScores
+from lightning_megatron.strategy.activations.token_places import (
+    Place,
+    dense,
+    empty_like,
+    flat_as,
+    is_flat,
+    place_in,
+    unrepeated,
+)
 from lightning_megatron.strategy.activations.token_rows import LayerScope, RowShards, later_runs, rows_of_input
 
 
@@ -58,11 +68,12 @@ class TokenCall(HostCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or in_backward():
             return self.forward(*args, **kwargs)
+        args, kwargs = with_own_caches(args, kwargs)
         x = next(iter(tensors_in(args, kwargs)), None)
         scope = LayerScope(self.name, f"activation_offload={{'tokens': {self.share}}}")
         if x is None or not x.is_floating_point() or x.ndim != 3 or type(x) not in (Tensor, TokenShards):
-            shape = None if x is None else f"{type(x).__name__} {tuple(x.shape)}"
-            scope.refuse(f"the first of what it is given is {shape}, not [batch, tokens, features]")
+            told = None if x is None else f"{type(x).__name__} {tuple(x.shape)}"
+            scope.refuse(f"the first of what it is given is {told}, not [batch, tokens, features]")
         run = _Run(self, args, kwargs, x, scope)
         return super().__call__(*args, **kwargs) if run.first >= run.rows else run.forward()
 
@@ -77,18 +88,26 @@ class _Part:
 
     copy: HostCopy | None
     form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    size: torch.Size
     place: Place
     source: Any
 
 
 @dataclass
 class _Core:
-    """One call of attention: its output, which of its three operands have tokens, and the random state behind it."""
+    """One call of attention, or a part of one.
 
-    output: View
-    memory: int
-    split: tuple[bool, ...]
-    after: Any
+    Attributes:
+        output: what it gives, if the layer goes on with that.
+        memory: of the output.
+        split: which operands have tokens.
+        after: the random state behind it, where it drew.
+    """
+
+    output: View | None
+    memory: int = 0
+    split: tuple[bool, ...] = ()
+    after: Any = None
 
 
 class _Run:
@@ -129,7 +148,7 @@ class _Run:
         self.given = tree_map(lambda value: _INPUT if value is self.x else value, self.given)
         self.start, self.scope.attention = random_state(self.device), self._attend
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._pack, self._unpack), KeptScores(self._inside, self._keep):
                 found = owner.state.run(self.seen, owner.forward, *args, **kwargs)
         finally:
             self.scope.attention = before
@@ -154,17 +173,36 @@ class _Run:
         if any(isinstance(x, WholeTensor) and not tokens for x, tokens in zip(operands, split, strict=True)):
             self.own_scope.refuse("attention is given keys or values whose tokens are not their last dim but one")
         local = tuple(x.local() if isinstance(x, WholeTensor) else x for x in operands)
-        self.inside, self.scope.attention = (len(self.cores), local), None
+        self.scope.attention = None
         try:
-            found = self._around(rule, func, operands, local, options)
+            dims = [-2 if tokens else None for tokens in split]
+            found = self._inside(
+                lambda: self._around(rule, func, operands, local, options), *zip(local, dims, strict=True), split=split
+            )
         finally:
-            self.inside, self.scope.attention = None, self._attend
+            self.scope.attention = self._attend
+        self._keep(found)
+        return found
+
+    def _inside(
+        self, run: Callable[[], Any], *operands: tuple[Tensor, int | None], split: tuple[bool, ...] = ()
+    ) -> Any:
+        """Call ``run``, of which all that is saved belongs to attention; operands come with the dim of their tokens."""
+        self.inside = len(self.cores), operands
+        before = random_state(self.device)
+        try:
+            found = run()
+        finally:
+            self.inside = None
+        now = random_state(self.device)
+        self.cores.append(_Core(None, split=split, after=now if differs(before, now) else None))
+        return found
+
+    def _keep(self, found: WholeTensor) -> None:
+        """Keep what attention gives."""
         view = self.call.whole(found.local(), "attention")
         view.copy.uses += self.places is not None
-        self.cores.append(
-            _Core(view, memory_of(found.local()), split, random_state(self.device) if options["dropout_p"] else None)
-        )
-        return found
+        self.cores.append(_Core(view, memory_of(found.local())))
 
     def _around(self, rule: Callable[..., Any], func: Any, operands: Any, local: Any, options: Any) -> Any:
         if isinstance(options["attn_mask"], WholeTensor):
@@ -198,23 +236,25 @@ class _Run:
             return view
         return self._part(tensor, place, source)
 
-    def _of_core(self, tensor: Tensor, index: int, local: tuple[Any, ...]) -> tuple[Any, Place | None, str]:
+    def _of_core(self, tensor: Tensor, index: int, operands: tuple[Any, ...]) -> tuple[Any, Place | None, str]:
         """Which operand of attention a saved tensor is."""
-        for which, operand in enumerate(local):
-            if memory_of(tensor) == memory_of(operand) and form_of(tensor) == form_of(operand):
-                tokens = operand.shape[-2] == self.rows
-                return (index, which), Place(tensor.ndim - 2) if tokens else None, "other"
+        if memory_of(tensor) == self.memory:
+            return None, None, "input"
+        for which, (operand, dim) in enumerate(operands):
+            if dim is None or memory_of(tensor) != memory_of(operand) or tensor.dtype != operand.dtype:
+                continue
+            if form_of(tensor) == form_of(operand) or is_flat(tensor, operand):
+                return (index, which), Place(tensor.ndim + dim), "other"
         return None, None, "attention"
 
     def _part(self, tensor: Tensor, place: Place, source: Any) -> _Part:
         key = (memory_of(tensor), tensor._version, *form_of(tensor))
         if key not in self.parts:
-            copy = None
+            copy, once = None, unrepeated(tensor.detach(), place.dim)
             if self.first:
-                rows = place.rows(tensor.detach(), self.rows, 0, self.first).clone()
-                copy = self.call.copied(rows, "other")
+                copy = self.call.copied(place.rows(once, self.rows, 0, self.first).clone(), "other")
             self.call.remember(tensor)
-            self.parts[key] = _Part(copy, (tensor.dtype, tensor.shape, tensor.stride()), place, source)
+            self.parts[key] = _Part(copy, (once.dtype, once.shape, once.stride()), tensor.shape, place, source)
         part = self.parts[key]
         self.waiting += 1
         if part.copy is not None:
@@ -236,17 +276,18 @@ class _Run:
             self.again = self._run_again(self.first)
             self.owner.traffic.replayed[self.owner.name] = self.rows - self.first, self.rows
         later = self.again[part.source]
+        later = later if isinstance(part.source, int) else flat_as(later, part.size)
         self.waiting -= 1
         if self.waiting <= 0:
             self.again = None
         dtype, size, stride = part.form
         if part.copy is None:
             return later
-        found = _empty_like(dtype, size, stride, self.device)
+        found = empty_like(dtype, size, stride, self.device)
         host = part.copy.get()
         part.place.rows(found, self.rows, 0, self.first).copy_(host)
         part.place.fill(found, self.rows, self.first, later)
-        return found
+        return found.expand(part.size)
 
     def _run_again(self, first: int) -> dict[Any, Tensor]:
         """Run the layer on the rows from ``first`` on; returns what it saves."""
@@ -261,20 +302,33 @@ class _Run:
             met[0] += 1
             return tensor
 
-        def answer(rule: Any, func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
-            core, index = self.cores[met[1]], met[1]
-            for which, operand in enumerate((query, key, value)):
-                if core.split[which]:
-                    found[index, which] = operand.local().detach()
+        def record(which: int, rows: Tensor) -> None:
+            found[met[1], which] = rows.detach()
+
+        def given(model: Any) -> Any:
+            if met[1] >= len(self.cores) or (self.cores[met[1]].output is None) != (model is None):
+                self.own_scope.refuse("attention is called in another order than with all tokens")
+            core = self.cores[met[1]]
             met[1] += 1
-            output = core.output.get().detach()
             if core.after is not None:
                 set_random_state(core.after, self.device)
-            return query.like(_dense(output.narrow(-2, first, self.rows - first).requires_grad_()))
+            if core.output is None:
+                return None
+            output = core.output.get().detach()
+            rows = dense(output.narrow(model._dim, first, self.rows - first))
+            return model.like(rows.requires_grad_(rows.is_floating_point()))
 
-        scope, hooks = LayerScope(owner.name, self.own_scope.given, answer), (pack, _unchanged)
-        scope.hooks = hooks
-        with torch.enable_grad(), self.autocast, self._random_as_then(), saved_tensors_hooks(*hooks):
+        def answer(rule: Any, func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+            split = self.cores[met[1]].split if met[1] < len(self.cores) else ()
+            for which, operand in enumerate((query, key, value)[: len(split)]):
+                if split[which]:
+                    record(which, operand.local())
+            given(None)
+            return given(query)
+
+        scope, hooks = LayerScope(owner.name, self.own_scope.given, answer), (pack, lambda kept: kept)
+        scope.hooks, scores = hooks, GivenScores(scope, self.device, record, given)
+        with torch.enable_grad(), self.autocast, self._random_as_then(), saved_tensors_hooks(*hooks), scores:
             args, kwargs = tree_map(lambda value: self._later(value, whole, first, runs, scope), self.given)
             owner.state.again(self.seen, owner.forward, *args, **kwargs)
         if met != [self.count, len(self.cores)]:
@@ -287,7 +341,7 @@ class _Run:
     def _later(self, value: Any, whole: Tensor, first: int, runs: Any, scope: LayerScope) -> Any:
         """An argument of the layer for a run on the rows from ``first`` on."""
         if value is _INPUT:
-            rows = _dense(whole.narrow(self.dim, first, self.rows - first).requires_grad_(self.needs_gradient))
+            rows = dense(whole.narrow(self.dim, first, self.rows - first).requires_grad_(self.needs_gradient))
             return rows_of_input(rows, self.dim, self.length, runs, scope)
         if not isinstance(value, Tensor):
             return value
@@ -296,22 +350,24 @@ class _Run:
         if value._dim != self.dim or value.local().shape[self.dim] != self.rows:
             self.own_scope.refuse("it is given another tensor of tokens than its input, of another length")
         rows = value.local().detach().narrow(self.dim, first, self.rows - first).requires_grad_(value.requires_grad)
-        return rows_of_input(_dense(rows), self.dim, self.length, runs, scope)
+        return rows_of_input(dense(rows), self.dim, self.length, runs, scope)
 
     def _learn(self) -> list[Place | None]:
         """Where the tokens are in what the layer saves; it has run on all of them."""
         tokens, count = self.rows, min(self.rows // 3 + 1, self.rows - 1)
         self.input.copy.uses += 1
         for core in self.cores:
-            core.output.copy.uses += 1
+            if core.output is not None:
+                core.output.copy.uses += 1
         part = self._run_again(tokens - count)
         self.call.let_go()
         places: list[Place | None] = [None] * self.count
         for source, saved in self.saved.items():
             if source not in part:
                 continue
+            again = part[source] if isinstance(source, int) else flat_as(part[source], saved.shape)
             try:
-                place = place_in(saved, part[source], tokens, count, inner=self.dim == 0)
+                place = place_in(saved, again, tokens, count, inner=self.dim == 0)
             except ValueError as error:
                 self.own_scope.refuse(str(error))
             if isinstance(source, int):
@@ -336,21 +392,6 @@ def _told(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.ndim, leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
-
-
-def _empty_like(dtype: torch.dtype, size: Any, stride: Any, device: torch.device) -> Tensor:
-    """A tensor whose dims lie in memory in the order of those strides."""
-    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
-    return torch.empty_permuted(size, order, dtype=dtype, device=device)
-
-
-def _unchanged(kept: Tensor) -> Tensor:
-    return kept
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """A copy without gaps, so that functions take the ways that they take with all tokens; it may be written into."""
-    return _empty_like(rows.dtype, rows.shape, rows.stride(), rows.device).copy_(rows)
 
 
 _INPUT = object()

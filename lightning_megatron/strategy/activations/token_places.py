@@ -7,7 +7,8 @@ same numbers, to rounding: a layer for which that is not so is not token by toke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class Place(NamedTuple):
     def fill(self, target: Tensor, tokens: int, first: int, part: Tensor) -> None:
         """Write the ``first`` tokens and those behind them; ``part`` is a saved tensor of these alone."""
         count = part.shape[self.dim] * tokens // target.shape[self.dim]
+        for dim, size in enumerate(target.shape):
+            part = part.narrow(dim, 0, size) if size == 1 else part  # see `unrepeated`
         self.rows(target, tokens, first, count).copy_(self.rows(part, count, 0, count))
 
 
@@ -74,3 +77,36 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     size = torch.nan_to_num(one, 0.0, 0.0, 0.0).abs().amax() if one.numel() else one.new_zeros(())
     close = _ROUNDING.get(one.dtype, _ROUNDING_OF_16_BITS)
     return torch.allclose(one, other, rtol=close, atol=close * float(size), equal_nan=True)
+
+
+def is_flat(tensor: Tensor, operand: Tensor) -> bool:
+    """Whether a product saved an operand with its matrices in one dim: [.., n, d] -> [matrices, n, d]."""
+    same = tensor.ndim == 3 < operand.ndim and tensor.shape[-2:] == operand.shape[-2:]
+    return same and tensor.numel() == operand.numel() and tensor.stride()[-2:] == operand.stride()[-2:]
+
+
+def flat_as(rows: Tensor, size: Sequence[int]) -> Tensor:
+    """Rows of an operand with as many dims as the saved tensor has."""
+    return rows if rows.ndim == len(size) else rows.flatten(0, rows.ndim - len(size))
+
+
+def empty_like(dtype: torch.dtype, size: Any, stride: Any, device: torch.device) -> Tensor:
+    """A tensor whose dims lie in memory in the order of those strides."""
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
+    return torch.empty_permuted(size, order, dtype=dtype, device=device)
+
+
+def dense(rows: Tensor) -> Tensor:
+    """A copy without gaps, so that functions take the ways that they take with all tokens; it may be written into."""
+    return empty_like(rows.dtype, rows.shape, rows.stride(), rows.device).copy_(rows)
+
+
+def unrepeated(tensor: Tensor, tokens: int) -> Tensor:
+    """A view without the repeats of expanded dims: keys that heads share, say; ``tokens`` is a dim that stays.
+
+    Kernels ask for the strides with which they have run: a copy that made heads of the repeats would have others.
+    """
+    for dim in range(tensor.ndim):
+        if dim != tokens and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
