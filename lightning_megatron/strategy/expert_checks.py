@@ -18,7 +18,6 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_EXPERTS = {
-    "context_parallel_size": 1,
     "compile_layers": False,
     "overlap_parameter_gather": False,
     "layout": None,
@@ -52,7 +51,8 @@ def check_expert_ranks(size: int, layout: Layout) -> None:
     ranks = layout.tensor * layout.context * layout.data
     if ranks % size:
         fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        sizes = f"`tensor_parallel_size={layout.tensor}` times `data_parallel_size={layout.data}`"
+        context = f"`context_parallel_size={layout.context}` times " if layout.context > 1 else ""
+        sizes = f"`tensor_parallel_size={layout.tensor}` times {context}`data_parallel_size={layout.data}`"
         raise ValueError(
             f"`expert_parallel_size={size}` does not divide the {ranks} ranks of a stage ({sizes}), over which experts "
             f"are shared out; use {' or '.join(fitting)}, or more devices."

@@ -237,7 +237,6 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts():
 OPTIONS: list[Any] = [
     ({"expert_parallel_size": 0}, "`expert_parallel_size=0` must be an integer"),
     ({"expert_parallel_size": True}, "must be an integer"),
-    ({"expert_parallel_size": 2, "context_parallel_size": 2}, "`context_parallel_size=1`"),
     ({"expert_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"expert_parallel_size": 1, "expert_balance": "batch"}, "`expert_balance='batch'`"),
 ]

@@ -55,7 +55,7 @@ def test_starved_experts_show(tmp_path):
     ("name", "options", "wanted"),
     [
         ("dense", {}, "found no mixture of experts"),
-        ("words", {"context_parallel_size": 2}, "`context_parallel_size=1`"),
+        ("words", {"tensor_parallel_size": 2, "sequence_parallel": True}, "`sequence_parallel=False`"),
         ("words", {"compile_layers": True}, "`compile_layers=False`"),
     ],
 )

@@ -204,7 +204,7 @@ REFUSED: list[Any] = [
     *(
         pytest.param(*row, marks=WIDE)
         for row in (
-            ("biased", 2, {"expert_balance": "bias", "context_parallel_size": 2}, "`context_parallel_size=1`"),
+            ("biased", 1, {"expert_balance": "bias", "compile_layers": True}, "`compile_layers=False`"),
             *((f"moving_{name}", 2, {}, "balance_bias` differs between replicas") for name in BIASES),
             ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, "balance_bias` differs between"),
             ("flat", 2, {}, "must be that of the samples"),

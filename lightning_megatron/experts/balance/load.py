@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.experts.exchange.token_rows import rows_here
 from lightning_megatron.experts.kinds.stacked import Choice
 from lightning_megatron.experts.routers import Mixture, mixtures_of
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.lazy import figure, save_figure
 
@@ -26,10 +28,11 @@ class ExpertCounts:
     Args:
         module: the user's, divided.
         counts: whether what runs now counts: trials and evaluation do not.
+        counts_whole: whether this rank counts tokens that all context ranks have; those that are split it always does.
     """
 
-    def __init__(self, module: nn.Module, counts: Callable[[], bool]) -> None:
-        self._counts = counts
+    def __init__(self, module: nn.Module, counts: Callable[[], bool], *, counts_whole: bool = True) -> None:
+        self._counts, self._counts_whole = counts, counts_whole
         self._rows: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._mixtures = [mixture for mixture in mixtures_of(module) if not mixture.all_rows]
@@ -66,16 +69,22 @@ class ExpertCounts:
                 leader.sees = None
 
     def _add(self, name: str, expert: Tensor) -> None:
-        if isinstance(expert, FakeTensor) or in_backward() or not self._counts():
+        if isinstance(expert, FakeTensor) or in_backward() or not self._counts() or not self._is_counted(expert):
             return
+        expert = rows_here(expert)
         rows = self._rows[name]
         index = expert.detach().reshape(-1).to(rows.device, torch.long).clamp(max=len(rows) - 1)  # the last: of none
         rows.index_add_(0, index, torch.ones_like(index))
 
     def _add_rows(self, name: str, number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
         given = args[0] if args else None
-        if isinstance(given, Tensor) and not isinstance(given, FakeTensor) and self._counts() and not in_backward():
-            self._rows[name][number] += given[..., 0].numel()
+        if not isinstance(given, Tensor) or isinstance(given, FakeTensor) or not self._counts() or in_backward():
+            return
+        if self._is_counted(given):
+            self._rows[name][number] += rows_here(given)[..., 0].numel()
+
+    def _is_counted(self, given: Tensor) -> bool:
+        return self._counts_whole or (isinstance(given, WholeTensor) and given.is_by_rows)
 
 
 def _both(one: Callable[[Tensor], None], other: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
 from lightning_megatron.experts.kinds.twin import is_elsewhere
+from lightning_megatron.layers.whole import WholeTensor
 
 _ROWS = 6
 
@@ -46,6 +47,7 @@ class BlockedExperts(LedExperts):
             )
         if is_elsewhere(module, given):
             return torch.zeros_like(given)
+        given = given.full() if isinstance(given, WholeTensor) else given
         rows, lead = given.reshape(-1, given.shape[-1]), given.dim() == 3
         expert = torch.arange(self.count, device=rows.device).repeat_interleave(len(rows) // self.count)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.token_rows import rows_here, shown_as
 from lightning_megatron.experts.kinds.twin import is_elsewhere, lead
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
@@ -49,7 +50,8 @@ class Noted:
 
     Attributes:
         expert: number of the expert of each call.
-        given: the tensors.
+        given: the tensors; of those that context ranks split, this rank's rows.
+        shown: the tensors, of global shape, if anybody counts them.
         answers: what they are to answer; empty while calls are noted.
         at: number of the next call.
         checks: whether tensors must be those that were noted, and not only of their shape.
@@ -57,6 +59,7 @@ class Noted:
 
     expert: list[int] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    shown: list[Tensor] = field(default_factory=list)
     answers: list[Tensor] = field(default_factory=list)
     at: int = 0
     checks: bool = False
@@ -110,7 +113,7 @@ class ListedExperts:
         expert = torch.tensor(noted.expert, device=rows.device, dtype=torch.long)
         expert = expert.repeat_interleave(torch.tensor(sizes, device=rows.device, dtype=torch.long))
         if self.sees is not None:
-            self.sees(expert)
+            self._tell(self.sees, noted)
         found = self._send(module, rows, expert, noted.expert)
         parts = list(zip(noted.given, found.split(sizes), strict=True)) if sizes else []
         noted.answers = [part.clone().view(*given.shape[:-1], self._widths[1]) for given, part in parts]
@@ -119,6 +122,12 @@ class ListedExperts:
         if noted.at != len(noted.answers):
             raise self._differs(f"{len(noted.answers)} calls of experts, then {noted.at}")
         return _joined(output, found)
+
+    def _tell(self, sees: Callable[[Tensor], None], noted: Noted) -> None:
+        """Say which experts the rows of each call go to."""
+        for number, given in zip(noted.expert, noted.shown, strict=True):
+            like = rows_here(given)[..., 0]
+            sees(shown_as(given, torch.full_like(like, number, dtype=torch.long).unsqueeze(-1)))
 
     def _send(self, module: nn.Module, rows: Tensor, expert: Tensor, called: list[int]) -> Tensor:
         """The experts' output for rows [n, width] of experts [n], and that of those that are called without rows."""
@@ -168,7 +177,8 @@ class ListedExperts:
                 f"experts of `{self.name}` are called with other than one tensor, so they cannot be shared out; use "
                 "`expert_parallel_size=1`."
             )
-        given, noted = args[0], self._noted
+        shown, noted = args[0], self._noted
+        given = rows_here(shown)
         if noted is None:
             raise RuntimeError(
                 f"an expert of `{self.name}` was called outside of that module's forward, in which all ranks take "
@@ -177,14 +187,17 @@ class ListedExperts:
         if self._looks:
             noted.expert.append(number)
             noted.given.append(given)
-            return given.new_zeros(*given.shape[:-1], self._widths[1], dtype=self._dtype_of(module, given))
+            if self.sees is not None:
+                noted.shown.append(shown)
+            zeros = given.new_zeros(*given.shape[:-1], self._widths[1], dtype=self._dtype_of(module, given))
+            return shown_as(shown, zeros)
         if noted.at >= len(noted.answers) or noted.expert[noted.at] != number:
             raise self._differs("experts are called in another order")
         before, answer = noted.given[noted.at], noted.answers[noted.at]
         noted.at += 1
         if before.shape != given.shape or (noted.checks and not torch.equal(before, given)):
             raise self._differs("an expert is given what another one has answered, or numbers drawn anew")
-        return answer
+        return shown_as(shown, answer)
 
     def _differs(self, how: str) -> Differs:
         return Differs(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.token_rows import rows_here, rows_of, shown_as
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.mesh.replaced import Replacements
 
@@ -84,6 +85,13 @@ class Choice:
         for name in ("hidden", "index", "weights"):
             setattr(none, name, getattr(self, name).detach()[:0].clone())
         return none
+
+    def here(self) -> Choice:
+        """That of the tokens that are here, where context ranks split them: [.., tokens, h] -> [.., tokens here, h]."""
+        some, given = copy.copy(self), self.hidden
+        some.hidden = rows_here(given)
+        some.index, some.weights = (rows_of(given, each) for each in (self.index, self.weights))
+        return some
 
     def own(self, folding: Folding) -> Choice:
         """That of this rank's tokens, where several ranks have the same: [.., h] -> [tokens here, h]."""
@@ -181,6 +189,7 @@ class StackedExperts(LedExperts):
             ) from None
         if is_elsewhere(module, choice.hidden):
             return torch.zeros_like(choice.hidden)
+        given, choice = choice.hidden, choice.here()
         lasting = choice.emptied()  # what computes outlives the call
 
         def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
@@ -190,7 +199,7 @@ class StackedExperts(LedExperts):
         found = mixed(
             choice.own(folding), self._owners.experts, lambda rows, ids: self._sent(module, own, rows, ids, made)
         )
-        return folding.whole(found, hidden.shape[:-1].numel()).view(*hidden.shape[:-1], -1)
+        return shown_as(given, folding.whole(found, hidden.shape[:-1].numel()).view(*hidden.shape[:-1], -1))
 
 
 def fill(module: nn.Module, generator: torch.Generator) -> None:

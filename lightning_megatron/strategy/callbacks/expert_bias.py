@@ -62,7 +62,12 @@ class ExpertBias(Callback):
         """
         run: Any = getattr(trainer.strategy, "run", None)
         module, tries = (pl_module, None) if run is None else (run.module, run.assembled.streams)
-        self._counts = ExpertCounts(module, lambda: self._counting and (tries is None or not tries.tries))
+        mesh: Any = getattr(trainer.strategy, "mesh", None)
+        self._counts = ExpertCounts(
+            module,
+            lambda: self._counting and (tries is None or not tries.tries),
+            counts_whole=mesh is None or mesh.coordinates.context == 0,
+        )
         self._biases = {mixture.path: bias_of(mixture) for mixture in mixtures_of(module) if not mixture.all_rows}
         self._biases = {path: bias for path, bias in self._biases.items() if bias is not None}
         self._step = trainer.global_step

@@ -13,7 +13,7 @@ from lightning_megatron.experts.balance.load import ExpertCounts, load_svg
 from lightning_megatron.mesh.messages import objects
 
 LOAD = "ExpertLoad (`log_expert_load=True`)"
-_ALONE = {"context_parallel_size": 1, "sequence_parallel": False, "compile_layers": False}
+_ALONE = {"sequence_parallel": False, "compile_layers": False}
 
 
 class ExpertLoad(Callback):
@@ -62,7 +62,9 @@ class ExpertLoad(Callback):
         strategy: Any = trainer.strategy
         streams = strategy.run.assembled.streams
         self._counts = ExpertCounts(
-            strategy.run.module, lambda: self._wanted and trainer.training and not streams.tries
+            strategy.run.module,
+            lambda: self._wanted and trainer.training and not streams.tries,
+            counts_whole=strategy.mesh.coordinates.context == 0,
         )
         if not any(objects.gather(bool(self._counts.take()), strategy.mesh.group("world"))):
             raise MisconfigurationException(
