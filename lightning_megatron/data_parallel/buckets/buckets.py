@@ -305,6 +305,8 @@ class GradientBuckets:
         if bucket.adds:
             return False
         if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
+            if parameter.dtype != view.dtype:
+                raise RuntimeError(_changed(bucket.names[index], view.dtype, parameter.dtype))
             view.copy_(parameter.grad)
             parameter.grad = view
         bucket.touched[index] = True
@@ -378,3 +380,11 @@ class GradientBuckets:
             bucket.let_go()
         if self._divide_by != 1:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
+
+
+def _changed(name: str, before: torch.dtype, now: torch.dtype) -> str:
+    return (
+        f"`{name}` was {before} when the run began and is {now} since a forward: code of the module converts its "
+        "weights there, after optimizers and gradients were laid out. Convert it in `__init__`, or let both be of one "
+        "dtype (Switch Transformers: `config.router_dtype`)."
+    )

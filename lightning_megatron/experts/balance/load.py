@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.experts.exchange.token_rows import rows_here
+from lightning_megatron.experts.exchange.rows_here import rows_here
 from lightning_megatron.experts.kinds.stacked import Choice
 from lightning_megatron.experts.routers import Mixture, mixtures_of
 from lightning_megatron.layers.whole import WholeTensor

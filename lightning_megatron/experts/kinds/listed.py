@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.experts.exchange.rows_here import rows_here, shown_as
 from lightning_megatron.experts.exchange.sending import Owners
-from lightning_megatron.experts.exchange.token_rows import rows_here, shown_as
 from lightning_megatron.experts.kinds.twin import is_elsewhere, lead
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.experts.exchange.folding import Folding
+from lightning_megatron.experts.exchange.rows_here import rows_here, rows_of, shown_as
 from lightning_megatron.experts.exchange.sending import Owners
-from lightning_megatron.experts.exchange.token_rows import rows_here, rows_of, shown_as
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.mesh.replaced import Replacements
 
