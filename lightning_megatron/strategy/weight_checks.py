@@ -125,8 +125,6 @@ def check_weight_streaming(options: Any) -> None:
     streaming = streaming_of(options.weight_streaming)
     if streaming is not None:
         check_options_with(str(streaming), options, _NOT_STREAMED, "weight_streaming=None")
-        if options.pipeline_parallel_size > 1 and options.tensor_parallel_size > 1:
-            refuse_with(str(streaming), "stages of several tensor ranks; use one of the two sizes")
 
 
 def check_streamed_weights(given: Streams, trainer: pl.Trainer, module: pl.LightningModule) -> None:

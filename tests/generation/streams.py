@@ -81,6 +81,26 @@ def streamed(
     return {"tokens": tokens, "logits": logits, "loss": loss, **bytes_}
 
 
+def paddings(info: RankInfo, folder: str) -> dict[str, float]:
+    """Largest number in the padding of streamed weights, by name, where memory comes full of NaN."""
+    strategy: Any = MegatronStrategy(tensor_parallel_size=2, weight_streaming="disk")
+    make_trainer(info, strategy).predict(FromFolder(folder), loader())
+    weights = strategy.run.assembled.streamed
+    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives with NaN
+    try:
+        read = weights._filled(weights.names)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = {}
+    for name, value in read.items():
+        held = torch.zeros(value.numel(), dtype=torch.bool)
+        for box in weights._places[name][1].boxes:
+            box.of_local(held.view(value.shape)).fill_(True)
+        if not held.all():
+            found[name] = float(value.flatten()[~held].abs().max())
+    return found
+
+
 class Odd(pl.LightningModule):
     """Layers, and weights that are used in ways of their own.
 

@@ -32,6 +32,11 @@ def lies_in(name: str, part: str) -> bool:
     return not part or name == part or name.startswith(f"{part}.")
 
 
+def unit_of(name: str) -> str:
+    """The numbered layer that a submodule lies in, or the submodule itself: ``"net.h.2"`` for ``"net.h.2.mlp"``."""
+    return [name, *(above for above in outwards(name) if above.rpartition(".")[2].isdigit())][-1]
+
+
 class Parts:
     """A set of named parts of a module.
 

@@ -8,6 +8,7 @@ have for it: a rank reads its layers, and its slices of them::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,9 +25,8 @@ from lightning_megatron.data_parallel.windows.streamed import StreamedWindows, n
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import parent, unit_of
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
-from lightning_megatron.strategy.step.alike import unit_of
 
 Streams = str | Mapping[str, Any] | None
 """``"cpu"``, ``"disk"``, or ``{"from": "cpu" or "disk", "ahead": windows}``."""
@@ -213,10 +213,13 @@ class StreamedWeights:
         return {name: tensor.to(self._device) for name, tensor in self._filled(names).items()}
 
     def _filled(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Host memory with what the files have."""
-        pinned, kinds = self._device.type == "cuda", {name: self._kinds[name] for name in names}
+        """Host memory with what the files have; padding, of which they have nothing, is zero."""
+        pinned, room = self._device.type == "cuda", dict[str, Tensor]()
         with torch.inference_mode(False):
-            room = {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in kinds.items()}
+            for name in names:
+                shape, dtype = self._kinds[name]
+                make = torch.empty if self._places[name][1].numel == math.prod(shape) else torch.zeros
+                room[name] = make(shape, dtype=dtype, pin_memory=pinned)
         self._source.fill({n: (self._places[n][0], PiecedTensor(self._places[n][1], room[n])) for n in names})
         return room
 

@@ -18,7 +18,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import outwards
+from lightning_megatron.mesh.parts.names import outwards, unit_of
 from lightning_megatron.mesh.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.parallelize.reading.kinds import as_written
 
@@ -161,11 +161,6 @@ def _units(module: nn.Module) -> list[list[Member]]:
         if pending or unit != name or name.rpartition(".")[2].isdigit():
             units.setdefault(unit, []).append((name, child, pending))
     return [members for members in units.values() if any(pending for *_, pending in members)]
-
-
-def unit_of(name: str) -> str:
-    """The numbered layer that a submodule lies in, or the submodule itself."""
-    return [name, *(above for above in outwards(name) if above.rpartition(".")[2].isdigit())][-1]
 
 
 def _children_first(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
