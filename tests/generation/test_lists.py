@@ -27,6 +27,7 @@ from tests.generation.folders import (
     refused,
     train,
 )
+from tests.generation.side_by_side import NEW, counted, failing
 from tests.harness import run_trainers
 
 wide = pytest.mark.wide
@@ -81,6 +82,17 @@ def test_printed_tokens_are_those_of_plain_hugging_face(
     assert [line["prompt"] for line in found] == TEXTS
     assert [line["tokens"] for line in found] == expected(folder, TEXTS, 2, max_new_tokens=6, **options)
     assert all(other.value == 0 and not lines_of(other.output) for other in others), "only rank 0 prints"
+
+
+@wide
+@pytest.mark.parametrize("more", [("--prefill-chunk", "3"), ("--groups", "1"), ("--groups", "3")], ids=str)
+@pytest.mark.parametrize("mode", FLAGS)
+def test_tokens_depend_on_neither_pieces_of_prompts_nor_groups(
+    mode: str, more: tuple[str, str], folder: Path, prompts: Path
+) -> None:
+    flags, options = FLAGS[mode]
+    found = lines_of(run(folder, prompts, (1, 2, 1), "--json", *flags, *more)[0].output)
+    assert [line["tokens"] for line in found] == expected(folder, TEXTS, 2, max_new_tokens=6, **options)
 
 
 @pytest.mark.parametrize(("sizes", "count"), [((1, 2, 2), 7), pytest.param((1, 1, 2), 1, marks=wide)])
@@ -233,6 +245,29 @@ def test_a_script_generates_for_a_list_on_every_rank(
         assert texts == [words.decode(row, skip_special_tokens=True) for row in wanted] and unchanged
 
 
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=wide)])
+def test_stages_do_not_idle_while_others_decode(stages: int) -> None:
+    batches = 3 * stages
+    for outcome in run_trainers(counted, stages, batches, stages, devices=stages):
+        waves, busy = outcome.value
+        assert busy == NEW * batches, "one turn for each token of each batch"
+        assert busy / waves > 0.85, (waves, busy)
+    assert counted_alone(stages, batches) == {None}
+
+
+def counted_alone(stages: int, batches: int) -> set[Any]:
+    return {outcome.value for outcome in run_trainers(counted, stages, batches, 1, devices=stages)}
+
+
+@wide
+@pytest.mark.parametrize("fails", ["at once", "later", "one stage"])
+def test_a_failure_in_one_group_ends_the_others(fails: str) -> None:
+    outcomes = run_trainers(failing, fails, devices=2, check=False, grace=20)
+    told = [f"{outcome.value}\n{outcome.error}" for outcome in outcomes]
+    assert not any("killed" in each or "nothing" in each for each in told), told
+    assert "too much" in told[0] and (fails == "one stage" or "too much" in told[1]), told
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [
@@ -244,6 +279,7 @@ def test_a_script_generates_for_a_list_on_every_rank(
                 ([[1, 999]], {}, "prompt 0 has token 999"),
                 ([[]], {}, "prompt 0 has no tokens"),
                 ([[1]], {"streamer": None}, "`streamer` cannot be given"),
+                ([[1]], {"groups": 0}, "`groups=0` must be 'auto' or a number"),
                 ([[1]], {"batch_size": 0}, "`batch_size=0` must be at least 1"),
                 ([[1]], {"max_new_tokens": 0}, "`max_new_tokens=0` must be at least 1"),
                 ([[1]], {"cache_implementation": "quantized"}, "'quantized'` is a cache"),

@@ -28,6 +28,7 @@ from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.luggage import from_bytes
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.repeated.caches import Caches, Grown
+from lightning_megatron.pipeline.repeated.groups import Groups
 from lightning_megatron.pipeline.repeated.wire import Wire
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
@@ -84,6 +85,7 @@ class CallFollower:
     Attributes:
         wire: to the other stages; set before the first call.
         inside: name of the layer or part that computes now; ``""`` for none.
+        groups: runs several pieces of code that call the model, each over a wire of its own; ``None`` for one.
         computes_parts: never: each call is asked about.
     """
 
@@ -99,6 +101,7 @@ class CallFollower:
         self._numbers = {name: at for at, name in enumerate((*self._names, *sorted(self._units)))}
         self._forms: dict[Any, _Form] = {}
         self.inside = ""
+        self.groups: Groups | None = None
 
     def is_inside(self, index: int) -> bool:
         """Always: the modules of a layer that is a container are told one by one."""
@@ -126,6 +129,7 @@ class CallFollower:
         x = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         if self.inside or x is None:
             return self._everywhere(name, index, owner, call.runs, args, kwargs)
+        self._reach(owner)
         caches = Caches(args, kwargs, name)
         flags = tuple((key, value) for key, value in kwargs.items() if isinstance(value, _FLAGS))
         key = (index, len(args), flags, len(caches.found), call.module.training)
@@ -155,6 +159,12 @@ class CallFollower:
         self._follow(note, caches, x, args, kwargs)
         return output
 
+    def _reach(self, owner: int) -> None:
+        """Let other groups of requests run before another stage than before computes."""
+        if self.groups is not None:
+            self.groups.reach(owner)
+            self.wire = self.groups.wire
+
     def _stand_in(self, leaf: Any, x: Tensor, source: Source) -> Any:
         if not isinstance(leaf, _Input):
             return leaf
@@ -174,6 +184,7 @@ class CallFollower:
             if owner != self._stage and self._stage not in self._units.get(name, ()):
                 _refuse_inside(name, self.inside)
             return runs(*args, **kwargs)
+        self._reach(owner)
         caches = Caches(args, kwargs, name)
         if owner == self._stage:
             output, left, grown = self._compute(name, unit, runs, args, kwargs, caches)

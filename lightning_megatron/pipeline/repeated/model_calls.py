@@ -7,7 +7,7 @@ after a run, the call of a module that contains the layers does, where it takes 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import nn
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import outwards
 from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.repeated.follower import CallFollower
+from lightning_megatron.pipeline.repeated.groups import Groups
 from lightning_megatron.pipeline.repeated.wire import Wire
 from lightning_megatron.pipeline.repeated.with_gradients import TrainingFollower
 from lightning_megatron.pipeline.stage.calls import HookedCall
@@ -76,6 +78,7 @@ class ModelCalls:
         self._place = ""
         self._met = 0
         self._stages = stage.presence.stages
+        self._wires: list[Wire] = []
         self._holders: list[_ModelCall] = []
         for name in reversed(list(outwards(stage.partition.trunk.name))):
             holder = module.get_submodule(name)
@@ -92,7 +95,41 @@ class ModelCalls:
         """Go through the pipeline of this rank in ``mesh``."""
         wire = Wire(mesh.group("pipeline_parallel"), mesh.pipeline_ranks, mesh.stage, self.stage.device)
         self._follower.wire = self._training.wire = wire
+        self._wires = []
         self._place = "model_calls/" + "_".join(map(str, mesh.pipeline_ranks))
+
+    def prepare(self, groups: int) -> None:
+        """Make what :meth:`together` needs for that many tasks at once; not inside of a step.
+
+        Each has a process group of its own, so that no message waits for those of another. Collective over the
+        pipeline.
+        """
+        ranks, stage, device = self._follower.wire.ranks, self.stage.stage, self.stage.device
+        while len(self._wires) < groups:
+            group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            raw_all_reduce(torch.zeros(1, device=device), group, keep=False)  # NCCL connects now, and not in turns
+            self._wires.append(Wire(group, ranks, stage, device, ahead=True))
+
+    def together(self, tasks: Sequence[Callable[[], Any]], groups: int) -> Groups:
+        """Run tasks that call the model repeatedly, several of them at once; see :mod:`.groups`.
+
+        Args:
+            tasks: equal on all stages.
+            groups: how many at a time; :meth:`prepare` was called for them.
+        """
+        if not self.stage.repeats:
+            with self.outside("generate"):
+                return self.together(tasks, groups)
+        follower, wires = self._follower, self._wires[:groups]
+        for wire in wires:
+            wire.begin()
+        told = follower.wire
+        follower.groups = found = Groups(wires, self.stage.stage, self.stage.device)
+        try:
+            found.run(tasks)
+        finally:
+            follower.groups, follower.wire = None, told
+        return found
 
     def step_begins(self) -> None:
         """Leave the model's own calls alone, which ordinary steps make in every micro-batch."""

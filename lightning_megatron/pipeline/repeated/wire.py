@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.key_value_caches import is_cache
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_for
+from lightning_megatron.mesh.messages.collectives import Started, start_broadcast, wait_for
 from lightning_megatron.mesh.pickling import HeldGroup
 
 _HEADER = 14
@@ -60,11 +60,24 @@ class Wire:
         ranks: by stage, its global rank.
         stage: this rank's.
         device: where tensors live.
+        ahead: whether the stage goes on before the others have fetched what it told.
+
+    Attributes:
+        ranks: by stage, its global rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], stage: int, device: torch.device) -> None:
-        self._group, self._ranks, self._stage, self._device = HeldGroup(group), ranks, stage, device
-        self._turn = 0
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        stage: int,
+        device: torch.device,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self._group, self.ranks, self._stage, self._device = HeldGroup(group), ranks, stage, device
+        self._turn, self._ahead = 0, ahead
+        self._told: list[tuple[Started, Tensor]] = []
 
     def begin(self) -> None:
         """Start counting."""
@@ -125,13 +138,19 @@ class Wire:
             else:
                 yield caches[slot.place] if isinstance(slot, _Given) else slot
 
+    def settle(self) -> None:
+        """Wait until the others have fetched what was told ahead."""
+        told, self._told = self._told, []
+        for work, data in told:
+            self._wait(work, data)
+
     def finish(self) -> None:
         """Tell the others that this stage's code has ended, and hear it of them.
 
         Raises:
             RuntimeError: one goes on calling the model.
         """
-        for stage in range(len(self._ranks)):
+        for stage in range(len(self.ranks)):
             if stage == self._stage:
                 self._send_header(_END, -1, -1, 0)
             elif self._header(stage)[0] != _END:
@@ -147,25 +166,30 @@ class Wire:
         return entries
 
     def _send(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._pass(_as_numbers(tensor.detach().contiguous()), self._stage)
+        if not tensor.numel():
+            return
+        data = _as_numbers(tensor.detach().contiguous())
+        if not self._ahead:
+            self._wait(self._start(data, self._stage), data)
+            return
+        data = data.clone() if data.data_ptr() == tensor.data_ptr() else data  # it may be written into meanwhile
+        self._told.append((self._start(data, self._stage), data))
 
     def _receive(self, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
         if math.prod(shape):
-            self._pass(_as_numbers(tensor), stage)
+            data = _as_numbers(tensor)
+            self._wait(self._start(data, stage), data)
         return tensor
 
-    def _pass(self, data: Tensor, stage: int) -> None:
+    def _start(self, data: Tensor, stage: int) -> Started:
         group = cast("dist.ProcessGroup", self._group.group)
         with torch.no_grad():
-            wait_for(
-                start_broadcast(data, dist.get_group_rank(group, self._ranks[stage]), group, _TAG),
-                "broadcast",
-                data,
-                group,
-            )
+            return start_broadcast(data, dist.get_group_rank(group, self.ranks[stage]), group, _TAG)
+
+    def _wait(self, work: Started, data: Tensor) -> None:
+        wait_for(work, "broadcast", data, self._group.group)
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.pipeline.repeated.groups import Groups
+from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.generation.requests import Requests
 
 
@@ -21,6 +25,7 @@ def continue_prompts(
     tokenizer: Any = None,
     max_new_tokens: int = 64,
     batch_size: int = 8,
+    groups: int | str = "auto",
     seed: int = 0,
     **options: Any,
 ) -> list[Any]:
@@ -37,6 +42,8 @@ def continue_prompts(
         tokenizer: Hugging Face's.
         max_new_tokens: most tokens that follow a prompt.
         batch_size: prompts at a time, of each replica.
+        groups: how many batches a pipeline has under way at once, so that its stages do not wait for each other;
+            by default as many as there are stages. Each keeps a cache of its own. Tokens do not depend on it.
         seed: of random numbers.
         options: of the model's ``generate``.
 
@@ -50,6 +57,7 @@ def continue_prompts(
     layout = mesh.layout
     asked: Any = model or _find(run.module)
     _check(strategy, prompts, tokenizer)
+    places = groups_of(groups, layout.pipeline)
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     options = {**options, "max_new_tokens": max_new_tokens}
     requests = Requests(asked, ids, batch_size, seed, options, layout.pipeline, tokenizer)
@@ -57,13 +65,53 @@ def continue_prompts(
     run.engine.model_gradients.finish_gather()
     streamed = run.assembled.streamed.windows.step() if run.assembled.streamed is not None else nullcontext()
     with evaluated(asked), _forked(device), torch.no_grad(), strategy.precision_plugin.predict_step_context(), streamed:
-        for batch in range(layout.coordinates(mesh.rank).data, len(requests), layout.data):
-            tokens = asked.generate(**requests.begin(batch, device))
-            found |= requests.found(batch, tokens)
+        batches = range(layout.coordinates(mesh.rank).data, len(requests), layout.data)
+        tasks = [partial(_continue, asked, requests, batch, device, found) for batch in batches]
+        run_tasks(run.module, tasks, places)
     for others in objects.gather(found, mesh.group("data_parallel")):
         found |= others
     lists = [found[number] for number in range(len(ids))]
     return lists if tokenizer is None else [tokenizer.decode(each, skip_special_tokens=True) for each in lists]
+
+
+def _continue(model: Any, requests: Requests, batch: int, device: torch.device, found: dict[int, list[int]]) -> None:
+    found |= requests.found(batch, model.generate(**requests.begin(batch, device)))
+
+
+def groups_of(given: int | str, stages: int) -> int:
+    """How many batches are under way at once.
+
+    Raises:
+        ValueError: it is no number of them.
+    """
+    if given == "auto":
+        return stages
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"`groups={given!r}` must be 'auto' or a number of batches under way at once, 1 or more.")
+    return given if stages > 1 else 1
+
+
+def prepare_tasks(module: nn.Module, groups: int) -> None:
+    """Make what :func:`run_tasks` needs inside of a step; collective over the pipeline, and not inside of one."""
+    stage = Stage.of(module)
+    if groups > 1 and stage is not None:
+        ModelCalls.of(module, stage).prepare(groups)
+
+
+def run_tasks(module: nn.Module, tasks: Sequence[Callable[[], Any]], groups: int) -> Groups | None:
+    """Run tasks that generate, up to ``groups`` of them at once, equal on all ranks of the pipeline.
+
+    Returns:
+        How busy this stage was; ``None`` where tasks ran one after the other.
+    """
+    stage, groups = Stage.of(module), min(groups, len(tasks))
+    if groups < 2 or stage is None:
+        for task in tasks:
+            task()
+        return None
+    if not stage.repeats:
+        prepare_tasks(module, groups)
+    return ModelCalls.of(module, stage).together(tasks, groups)
 
 
 def _find(module: nn.Module) -> Any:

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,11 @@ from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.state.pretrained import load_hf_weights, match_weights
 from lightning_megatron.checkpoints.state.stored import aliases
 from lightning_megatron.strategy.generation import files
+from lightning_megatron.strategy.generation.lists import prepare_tasks, run_tasks
 from lightning_megatron.strategy.generation.requests import Requests
 from lightning_megatron.strategy.strategy import MegatronStrategy
+
+_ROUNDS = 4  # batches of a step, for each that is under way at once: between steps a run can be ended
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Job:
         asked: what this is about, in values of JSON.
         as_json: print JSON rather than text.
         stream: where weights wait until their layer runs, ``"cpu"`` or ``"disk"``; ``None`` for memory.
+        groups: batches that a pipeline has under way at once.
     """
 
     weights: str
@@ -65,6 +69,7 @@ class Job:
     asked: Mapping[str, Any] = field(default_factory=dict)
     as_json: bool = False
     stream: str | None = None
+    groups: int = 1
 
     def build(self) -> Any:
         """The model without memory."""
@@ -98,11 +103,18 @@ class Job:
 
 
 class Completer(pl.LightningModule):
-    """Continues the prompts of a job; a batch is the number of one.
+    """Continues the prompts of a job; a batch is the numbers of some of its batches.
 
     Args:
         job: what is to be generated.
+
+    Attributes:
+        remaining: how many of the job's batches this replica is to do.
+        finished: called with what follows the prompts of a batch, by number of the prompt.
     """
+
+    remaining = 0
+    finished: Callable[[dict[int, list[int]]], None]
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -125,12 +137,19 @@ class Completer(pl.LightningModule):
         batches = [number for number in range(len(self.requests)) if not done.issuperset(self.requests.rows(number))]
         replica = strategy.distributed_sampler_kwargs
         own = batches[replica["rank"] :: replica["num_replicas"]]
-        return DataLoader([torch.tensor([number]) for number in own], batch_size=None)  # type: ignore[arg-type]
+        self.remaining = len(own)
+        step = self.job.groups * _ROUNDS if self.job.groups > 1 else 1
+        steps: Any = [torch.tensor(own[at : at + step]) for at in range(0, len(own), step)]
+        return DataLoader(steps, batch_size=None)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Tokens ``[rows, longest + new]`` of a batch."""
-        tokens: Tensor = self.model.generate(**self.requests.begin(int(batch), self.device))
-        return tokens
+    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Continue the prompts of some batches."""
+        tasks = [lambda number=number: self._continue(number) for number in batch.tolist()]  # type: ignore[misc]
+        run_tasks(self, tasks, self.job.groups)
+
+    def _continue(self, number: int) -> None:
+        tokens = self.model.generate(**self.requests.begin(number, self.device))
+        self.finished(self.requests.found(number, tokens))
 
 
 class _Writer(pl.Callback):
@@ -138,23 +157,25 @@ class _Writer(pl.Callback):
 
     def __init__(self, job: Job) -> None:
         self._job, self._writes = job, False
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._printed = 0
         self._part: files.Part | None = None
         self._progress: _Bar | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
+        module: Any = pl_module
         place = strategy.mesh.layout.coordinates(strategy.global_rank)
         last = strategy.mesh.layout.coordinates(0).pipeline
         self._writes = place.tensor == 0 and place.pipeline == last
         if self._writes and self._job.out is not None:
             self._part = files.Part(files.part_of(self._job.out, place.data), self._job.asked)
         if trainer.is_global_zero and sys.stderr.isatty():
-            self._progress = _progress(int(sum(trainer.num_predict_batches)))
+            self._progress = _progress(module.remaining)
+        prepare_tasks(module, min(self._job.groups, module.remaining))
+        module.finished = self._finished
 
-    def on_predict_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        found = pl_module.requests.found(int(batch), outputs)
+    def _finished(self, found: dict[int, list[int]]) -> None:
         if self._writes:
             self._write([self._line(row, tokens) for row, tokens in found.items()])
         if self._progress is not None:
@@ -168,7 +189,9 @@ class _Writer(pl.Callback):
         if self._part is not None:
             self._part.add(lines)
             return
-        for line in lines:
+        self._waiting |= {line["index"]: line for line in lines}  # a later batch may be through earlier
+        while line := self._waiting.pop(self._printed, None):
+            self._printed += 1
             print(json.dumps(line) if self._job.as_json else line["prompt"] + line["completion"], flush=True)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

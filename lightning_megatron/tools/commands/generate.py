@@ -29,6 +29,12 @@ def generate(
     data: Annotated[int, typer.Option(min=1, help="Replicas, which share the prompts; needs --out.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that follow a prompt.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="Batches that a pipeline has under way at once; by default its stages.")
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Run prompts in pieces of so many tokens, between the tokens of others.")
+    ] = None,
     sample: Annotated[
         bool | None, typer.Option("--sample/--greedy", help="By default as the model's generation config says.")
     ] = None,
@@ -47,8 +53,9 @@ def generate(
 
     Tokens are those of the model's own generate in one process, with prompts in the same batches.
     """
-    given = {"do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "num_beams": beams}
-    options = {name: value for name, value in given.items() if value is not None}
+    sampling = {"do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "num_beams": beams}
+    sampling["prefill_chunk_size"] = prefill_chunk
+    options = {name: value for name, value in sampling.items() if value is not None}
     options["max_new_tokens"] = max_new_tokens
     with refusing():  # on every rank, before torch is imported
         _check_arguments(hf, checkpoint, tokenizer, out, data, as_json)
@@ -62,13 +69,15 @@ def generate(
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "data_parallel_size": data}
     with refusing(), working(f"reading {source}"):
         from lightning_megatron.strategy.generation.files import check_out
+        from lightning_megatron.strategy.generation.lists import groups_of
         from lightning_megatron.strategy.generation.offline import Job, complete
 
         config, generation = _configs(hf, checkpoint)
         words = _tokenizer(tokenizer or hf)
         ids = [words(text)["input_ids"] for text in texts]
         kind, about = _dtype(dtype, config), (asked, as_json)
-        job = Job(source, config, kind, generation, words, texts, ids, batch, seed, options, sizes, out, *about, stream)
+        given = source, config, kind, generation, words, texts, ids, batch, seed, options, sizes, out, *about, stream
+        job = Job(*given, groups_of(groups or "auto", pipeline))
         model = job.build()
         job.requests(model)
         job.check_weights(model)

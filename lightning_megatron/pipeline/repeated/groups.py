@@ -1,0 +1,217 @@
+"""Several pieces of code that call the model repeatedly, at once, so that no stage idles while another computes.
+
+A loop that decodes keeps one stage busy at a time. As many loops as there are stages, each on requests of its own, keep
+all of them busy (DeepSpeed Inference, section IV-C). Two stages, three tokens of groups a and b::
+
+    one group at a time           together
+    stage 0   a . a . a . b .     a b a b a b .
+    stage 1   . a . a . a . b     . a b a b a b
+    wave                          0 1 2 3 4 5 6
+
+The code of each group runs unchanged, on a thread of its own, and one thread runs at a time. A *turn* of a group is
+what it does between two changes of the stage that computes; turn k of the group in place g belongs to wave g + k. Each
+rank goes through the waves in order, and in a wave first does what it has to compute, which needs nothing of this wave,
+and then hears what the others have computed in it. So nobody waits for whoever waits for him, whatever the groups do,
+and the ranks of a tensor group, which compute together, do so in one order.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_megatron.pipeline.repeated.wire import Wire
+
+_NOBODY = -1
+
+
+class _Ended(BaseException):
+    """Ends the thread of a group, as another has failed."""
+
+
+class Groups:
+    """Runs tasks side by side, one after the other in each of several places.
+
+    Args:
+        wires: of each place, over which its code tells the other stages what layers gave.
+        stage: this rank's.
+        device: whose random numbers the tasks draw, besides the CPU's.
+
+    Attributes:
+        wire: that of the task that runs now.
+        waves: how many waves there were.
+        busy: in how many of them this stage computed.
+    """
+
+    def __init__(self, wires: Sequence[Wire], stage: int, device: torch.device) -> None:
+        self.wire = wires[0]
+        self.waves = self.busy = 0
+        self._stage, self._device = stage, device
+        self._places = [_Place(self, at, wire) for at, wire in enumerate(wires)]
+        self._current: _Place | None = None
+        self._todo: deque[Callable[[], Any]] = deque()
+        self._surroundings = _Surroundings()
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> None:
+        """Run all tasks. Each begins with the random numbers that there are now.
+
+        Args:
+            tasks: that call the model; equal on all ranks of the pipeline, where they are taken in the same order.
+
+        Raises:
+            BaseException: what a task raised; the others are ended.
+        """
+        self._todo.extend(tasks)
+        numbers, counted = self._numbers(), -1
+        for place in self._places:
+            place.begin(numbers)
+        try:
+            while places := [place for place in self._places if place.goes_on]:
+                place = min(places, key=lambda one: one.turn)
+                self._current, self.wire = place, place.wire
+                self._draw_from(place.numbers)
+                wave, heard, _ = place.turn
+                if not heard and wave > counted:
+                    self.busy, counted = self.busy + 1, wave
+                self.waves = max(self.waves, wave + 1)
+                place.resume()
+                place.numbers = self._numbers()
+                if place.error is not None:
+                    raise place.error
+        finally:
+            for place in self._places:
+                place.end()
+            self._todo.clear()
+            self._draw_from(numbers)
+
+    def reach(self, owner: int) -> None:
+        """Say which stage computes next; other tasks run before it does where it is another than before."""
+        place = self._current
+        if place is not None and place.owner != owner:
+            place.next_turn(owner, heard=owner != self._stage)
+            place.wire.settle()
+
+    def work(self) -> None:
+        """Run tasks until there are none; every rank takes the same ones, as all end a task in one wave."""
+        self.reach(_NOBODY)
+        while self._todo:
+            self._todo.popleft()()
+            self.reach(_NOBODY)
+
+    def surroundings(self) -> Any:
+        """A context with what code sees that runs on the thread of this object."""
+        return self._surroundings.entered()
+
+    def _numbers(self) -> list[Tensor]:
+        found = [torch.get_rng_state()]
+        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
+
+    def _draw_from(self, numbers: list[Tensor]) -> None:
+        torch.set_rng_state(numbers[0])
+        if len(numbers) > 1:
+            torch.cuda.set_rng_state(numbers[1], self._device)
+
+
+class _Place:
+    """One thread, whose tasks run one after the other.
+
+    Args:
+        groups: all of them.
+        number: of the place.
+        wire: of its tasks.
+
+    Attributes:
+        turn: the wave, whether another stage computes in it, and the place: what runs first is less.
+        owner: stage that computes now.
+        numbers: states of the random generators.
+        goes_on: whether there is more to do.
+        error: what ended it.
+    """
+
+    def __init__(self, groups: Groups, number: int, wire: Wire) -> None:
+        self._groups, self._number, self.wire = groups, number, wire
+        self.turn, self.owner = (number, True, number), -2
+        self.numbers: list[Tensor] = []
+        self.error: BaseException | None = None
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended = self._ends = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self._thread is not None and not self._ended
+
+    def begin(self, numbers: list[Tensor]) -> None:
+        """Make the thread, which waits for its first turn."""
+        self.numbers = numbers
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=lambda: run(self._run), name=f"group {self._number}", daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Let the thread run until its next turn."""
+        self._mine.release()
+        self._theirs.acquire()
+
+    def next_turn(self, owner: int, heard: bool) -> None:
+        """Let others run, on the thread itself."""
+        self.turn, self.owner = (self.turn[0] + 1, heard, self._number), owner
+        self._theirs.release()
+        self._mine.acquire()
+        if self._ends:
+            raise _Ended
+
+    def end(self) -> None:
+        """End the thread, whatever it waits in."""
+        if self._thread is not None and not self._ended:
+            self._ends = True
+            self.resume()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            if not self._ends:
+                with self._groups.surroundings():
+                    self._groups.work()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended = True
+            self._theirs.release()
+
+
+class _Surroundings:
+    """What torch keeps for each thread, as it is on the thread that makes this object."""
+
+    def __init__(self) -> None:
+        self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._modes = _get_current_function_mode_stack()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The same on this thread."""
+        with ExitStack() as stack:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._gradients))
+            for kind, dtype in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            for mode in self._modes:
+                stack.enter_context(mode)
+            yield

@@ -1,0 +1,108 @@
+"""Pipelines whose stages sleep, with several groups of requests at once and one after the other."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.strategy.generation.lists import run_tasks
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+
+ROWS, NEW = 2, 8
+
+
+class _Slow(nn.Module):
+    """A layer's feed-forward part, which takes its time."""
+
+    def __init__(self, part: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.part, self.seconds = part, seconds
+
+    def forward(self, x: Tensor) -> Any:
+        time.sleep(self.seconds)
+        return self.part(x)
+
+
+class Decoder(pl.LightningModule):
+    """One layer per stage, which sleeps."""
+
+    def __init__(self, stages: int, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=32, num_hidden_layers=stages, pad_token_id=0, eos_token_id=None, **sizes)
+        self.model = LlamaForCausalLM(config).eval()
+        for layer in self.model.model.layers:
+            layer.mlp = _Slow(layer.mlp, seconds)
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.model(batch).logits
+
+
+def decoder(info: RankInfo, stages: int, seconds: float) -> Any:
+    """A strategy whose module has been set up, with a layer on each stage."""
+    strategy = MegatronStrategy(pipeline_parallel_size=stages, pipeline_split=[1] * stages)
+    trainer = make_trainer(info, strategy)
+    trainer.predict(Decoder(stages, seconds), DataLoader(torch.ones(2, 3, dtype=torch.long), batch_size=2))  # type: ignore[arg-type]
+    return strategy
+
+
+def timed(info: RankInfo, stages: int, seconds: float, batches: int) -> list[float]:
+    """Seconds for all batches, one after the other and as many at once as there are stages."""
+    strategy = decoder(info, stages, seconds)
+    prompts = [[1, 2, 3 + at % 7] for at in range(ROWS * batches)]
+    found = []
+    for groups in (stages, 1, stages):  # the first one connects
+        begun = time.perf_counter()
+        strategy.generate(prompts, batch_size=ROWS, groups=groups, max_new_tokens=NEW, do_sample=False)
+        found.append(time.perf_counter() - begun)
+    return found[1:]
+
+
+def counted(info: RankInfo, stages: int, batches: int, groups: int) -> tuple[int, int] | None:
+    """Waves, and those in which this stage computes; ``None`` for one group."""
+    strategy = decoder(info, stages, 0.0)
+    model: Any = strategy.run.module.model
+    prompt = torch.tensor([[1, 2, 3]] * ROWS)
+    tasks = [partial(model.generate, prompt, max_new_tokens=NEW, do_sample=False) for _ in range(batches)]
+    with torch.no_grad():
+        found = run_tasks(strategy.run.module, tasks, groups)
+    return None if found is None else (found.waves, found.busy)
+
+
+def failing(info: RankInfo, fails: str) -> str:
+    """What one of three groups raises; at once, at its fourth token, or on the stage of the last layer only."""
+    strategy = decoder(info, 2, 0.0)
+    model: Any = strategy.run.module.model
+    prompt, tokens = torch.tensor([[1, 2, 3]] * ROWS), 0
+
+    def counts(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        nonlocal tokens
+        tokens += 1
+        if tokens > 3 and (fails == "later" or (fails == "one stage" and info.rank == 0)):
+            raise RuntimeError("too much")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    def at_once() -> None:
+        raise RuntimeError("too much")
+
+    tasks = [partial(model.generate, prompt, max_new_tokens=NEW, stopping_criteria=[counts]) for _ in range(3)]
+    if fails == "at once":
+        tasks.append(at_once)
+    with torch.no_grad():
+        try:
+            run_tasks(strategy.run.module, tasks, 3)
+        except RuntimeError as error:
+            if fails == "one stage":
+                raise
+            return str(error)
+    return "nothing"
