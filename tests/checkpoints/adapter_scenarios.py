@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import peft
@@ -18,6 +19,17 @@ from tests.parity.train import make_trainer
 
 LOW_RANK: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
+_PARTS = ["q_proj", "v_proj", "o_proj", "down_proj"]
+OTHERS: dict[str, Any] = {
+    "vera": partial(peft.VeraConfig, target_modules=["q_proj"], r=4),
+    "loha": partial(peft.LoHaConfig, target_modules=_PARTS, r=2, init_weights=False),
+    "lokr": partial(peft.LoKrConfig, target_modules=_PARTS, r=2, init_weights=False),
+    "oft": partial(peft.OFTConfig, target_modules=["q_proj"], r=4, oft_block_size=0),
+    "p-tuning": partial(peft.PromptEncoderConfig, num_virtual_tokens=3, encoder_hidden_size=8),
+    "norms": partial(peft.LNTuningConfig, target_modules=["input_layernorm"]),
+    "some tokens": partial(peft.TrainableTokensConfig, target_modules=["embed_tokens"], token_indices=[1, 2, 3]),
+}
+
 
 def base_of(kind: str) -> PreTrainedModel:
     """The pretrained model, in float64; the same each time."""
@@ -28,6 +40,7 @@ def base_of(kind: str) -> PreTrainedModel:
         return GPT2LMHeadModel(GPT2Config(vocab_size=64, use_cache=False, **sizes, **dropouts)).double()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["tie_word_embeddings"] = kind.startswith("tied")
+    sizes["num_key_value_heads"] = {"few prefix": 2, "one": 1}.get(kind, 4)
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes)).double()  # type: ignore[arg-type]
 
 
@@ -47,8 +60,10 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.LoraConfig(target_modules=["v_proj"], lora_bias=True, **LOW_RANK)
     if kind == "gpt2":
         return peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **LOW_RANK)
-    if kind == "prefix":
+    if kind in ("prefix", "few prefix", "one"):
         return peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    if kind in OTHERS:
+        return OTHERS[kind](task_type="CAUSAL_LM")
     if kind == "prompt":
         return peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     if kind == "ia3":
@@ -98,3 +113,20 @@ def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, Any]) -
         warnings.simplefilter("ignore")
         trainer.fit(Adapted(kind))
         trainer.save_checkpoint(path)
+
+
+def held_by_training(info: RankInfo, kind: str, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of Adam's moments on this rank, and of gradients after a step."""
+    module = Adapted(kind)
+    module.configure_optimizers = lambda: torch.optim.Adam(  # type: ignore[method-assign]
+        [parameter for parameter in module.parameters() if parameter.requires_grad]
+    )
+    trainer = make_trainer(info, MegatronStrategy(**sizes), max_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module)
+    (optimizer,) = trainer.optimizers
+    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    held = [sum(one.numel() * one.element_size() for one in found if one.numel() > 1) for found in (state, gradients)]
+    return held[0], held[1]

@@ -83,7 +83,9 @@ def adapter_entries(source: Source, adapter: Adapter, dtype: torch.dtype | None 
             f"adapter {adapter.name!r} is of the kind {adapter.config.get('peft_type')}, of which peft stores what it "
             "computes from the weights; load the checkpoint into the module and call its `save_pretrained`."
         )
-    return {name: stored_entry(source, stored, dtype) for name, stored in adapter.tensors.items()}
+    names = {name: source.aliases.get(stored, stored) for name, stored in adapter.tensors.items()}
+    # buffers that are in no state are in no file of peft's either
+    return {name: stored_entry(source, stored, dtype) for name, stored in names.items() if stored in source.kinds}
 
 
 def stored_entry(source: Source, name: str, dtype: torch.dtype | None) -> TensorToWrite:

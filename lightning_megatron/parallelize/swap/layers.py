@@ -40,6 +40,7 @@ from lightning_megatron.parallelize.reading.kinds import (
     local_class,
 )
 from lightning_megatron.parallelize.reading.low_rank import structure_of
+from lightning_megatron.parallelize.swap.cached_heads import cutting_hook
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
@@ -185,7 +186,9 @@ class Builder:
             )
         if region.sizes is not None and not region.gathered:
             hook = _slicing_hook(region, region.sizes.heads, self.group.size(), self.group.rank())
-            self.module.get_submodule(region.scope).register_forward_pre_hook(hook, with_kwargs=True)
+            scope = self.module.get_submodule(region.scope)
+            scope.register_forward_pre_hook(hook, with_kwargs=True)
+            scope.register_forward_pre_hook(cutting_hook(region.sizes, self.group), with_kwargs=True)
 
     def _head_table(self, name: str) -> None:
         """Split an embedding with one value per head by heads."""

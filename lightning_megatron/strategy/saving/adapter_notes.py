@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_EMBEDDED = ("PROMPT_TUNING", "PREFIX_TUNING")
+
 
 def adapter_notes(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Start of the names of every peft model in a module -> name of an adapter -> what is known of it.
@@ -60,7 +62,8 @@ def _tensors(model: Any, start: str, adapter: str, names: Sequence[str]) -> dict
     config = model.peft_config[adapter]
     if config.is_prompt_learning:
         name = f"prompt_encoder.{adapter}.embedding.weight"
-        plain = not getattr(config, "prefix_projection", False) and name in names
+        kind = str(getattr(config.peft_type, "value", ""))  # others compute what they store by layers of their own
+        plain = kind in _EMBEDDED and not getattr(config, "prefix_projection", False) and name in names
         return {"prompt_embeddings": start + name} if plain else None
     from peft import get_peft_model_state_dict
 
