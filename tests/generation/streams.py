@@ -61,10 +61,15 @@ def loader(rows: int = 4) -> Any:
 
 
 def streamed(
-    info: RankInfo, folder: str, sizes: tuple[int, int, int], streaming: Any, in_memory: bool = False
+    info: RankInfo,
+    folder: str,
+    sizes: tuple[int, int, int],
+    streaming: Any,
+    in_memory: bool = False,
+    others: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Tokens of lists, logits, a loss, and the bytes of weights."""
-    strategy: Any = MegatronStrategy(*sizes, weight_streaming=streaming)
+    """Tokens of lists, logits, a loss, and the bytes of weights; with ``others`` of the strategy's options."""
+    strategy: Any = MegatronStrategy(*sizes, weight_streaming=streaming, **(others or {}))
     trainer = make_trainer(info, strategy)
     module = FromFolder(folder, in_memory)
     logits: Any = trainer.predict(module, loader())

@@ -14,7 +14,10 @@ from tests.generation.streams import KINDS, OPTIONS, odd, paddings, refusals, sa
 from tests.harness import one_process, run_trainers
 
 wide = pytest.mark.wide
-FAMILIES = (*("llama", "gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2", "gpt_neox"),)
+FAMILIES = (
+    *("llama", "gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2", "gpt_neox"),
+    "starcoder2",
+)
 Sizes = tuple[int, int, int]
 
 
@@ -23,8 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def check(folder: Path, sizes: Sizes, streaming: Any, in_memory: bool = False) -> None:
-    ranks = run_trainers(streamed, str(folder), sizes, streaming, in_memory, devices=torch.Size(sizes).numel())
+def check(
+    folder: Path, sizes: Sizes, streaming: Any, in_memory: bool = False, others: dict[str, Any] | None = None
+) -> None:
+    devices = torch.Size(sizes).numel()
+    ranks = run_trainers(streamed, str(folder), sizes, streaming, in_memory, others, devices=devices)
     plain = one_process(streamed, str(folder), (1, 1, 1), None)
     wanted = [expected(folder, TEXTS, 2, max_new_tokens=6, **options) for options in OPTIONS]
     assert plain["tokens"] == wanted
@@ -60,6 +66,19 @@ def test_streaming_at_any_layout(folder: Path, sizes: Sizes, streaming: Any) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streaming_of_a_family(family: str, sizes: Sizes, tmp_path: Path) -> None:
     check(make_folder(tmp_path / "model", family), sizes, "disk")
+
+
+@wide
+@pytest.mark.parametrize(
+    ("others", "sizes"),
+    [
+        *(({"mlp_chunks": 2}, sizes) for sizes in ((1, 1, 1), (2, 1, 1), (1, 1, 2))),
+        *(({"activation_offload": "all"}, sizes) for sizes in ((1, 1, 1), (1, 1, 2))),
+    ],
+    ids=str,
+)
+def test_streaming_beside_options_about_activations(others: dict[str, Any], sizes: Sizes, folder: Path) -> None:
+    check(folder, sizes, "disk", others=others)
 
 
 @wide
