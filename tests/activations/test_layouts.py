@@ -32,6 +32,7 @@ LAYOUTS = [
             ),
             ("hf_qwen2", {PP: 2, "pipeline_schedule": "interleaved", **TOKENS}, {}),
             ("block", {TP: 2, **TOKENS}, {}),
+            ("modules", {PP: 2, "mlp_chunks": 3, **TOKENS}, {}),
             ("block", {TP: 2, **ALL}, {}),
             ("block", {DP: 2, "weight_sharding": True, **TOKENS}, {}),
             ("block", {CP: 3, **TOKENS}, {}),
