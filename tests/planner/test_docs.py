@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster
+import pytest
+
+from lightning_megatron.pipeline.schedules.by_name import make_schedule
+from lightning_megatron.pipeline.schedules.simulation import simulate
+from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster, ModelShape, Recipe
+from lightning_megatron.planner.cost.memory import state_bytes
 from lightning_megatron.planner.model.constants import PRIORS
 from lightning_megatron.planner.runs.runs import MEASURED, read_rows
 
@@ -46,3 +51,18 @@ def test_every_column_of_the_published_file_is_explained() -> None:
     unexplained = set(read_rows(ROOT / "tests" / "data" / "published_runs.csv")[0]) - set(re.findall(r"`(\w+)`", PAGE))
     assert unexplained <= {"source", "verified", "params_b", "iter_s_kind"}
     assert set(re.findall(r"`(\w+)`", PAGE)) >= MEASURED
+
+
+def test_the_numbers_behind_choosing_sizes_are_the_planners() -> None:
+    """18 bytes a parameter, of which 12 are divided by the replicas; 126 and 53 GB; bubbles below 25% and 10%."""
+    page = " ".join((ROOT / "docs" / "choosing_sizes.md").read_text().split())
+    shape = ModelShape(32, 4096, 32, 32000, 2048, gated=True, ffn=11008, tied=False)
+    for replicas, gigabytes in ((1, 126), (8, 53)):
+        recipe = Recipe(data=replicas, global_batch=4 * replicas)
+        each = sum(state_bytes(shape, recipe, 0, 8)) / shape.parameters
+        assert each == pytest.approx(6 + 12 / replicas) and 7 * each == pytest.approx(gigabytes, abs=0.6)
+        assert f"{gigabytes} GB" in page
+    for stages in (2, 4, 8):
+        for times, most in ((4, 0.25), (10, 0.10)):
+            assert simulate(make_schedule("1f1b", stages, times * stages)).bubble_fraction < most
+            assert f"{times} p" in page and f"{round(100 * most)} %" in page

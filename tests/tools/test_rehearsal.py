@@ -88,6 +88,20 @@ def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(setting
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("more", [{}, {"free": "step", "sum": "micro_batch"}])
+def test_weights_shared_out_over_replicas_are_rehearsed(more: dict[str, str]) -> None:
+    """Of P weights a rank keeps P/4, and parts too small to cut; a step gathers all of them at least once."""
+    plain, found = (
+        rehearse(MegatronStrategy(micro_batch_size=4, weight_sharding=sharding), build, world_size=4, rank=1)
+        for sharding in (False, more or True)
+    )
+    whole = plain.bytes_by_kind["weights"]
+    small = 2 * 64 * 4 + 32 * 64 * 4  # the last norm, and positions, may stay whole
+    assert whole / 4 <= found.bytes_by_kind["weights"] <= whole / 4 + small
+    gathers = [entry for entry in found.communication if (entry.phase, entry.operation) == ("step", "all-gather")]
+    assert sum(entry.bytes * entry.count for entry in gathers) >= 0.9 * whole
+
+
 def test_every_parameter_is_on_one_stage_but_tied_ones() -> None:
     strategy = MegatronStrategy(pipeline_parallel_size=4, micro_batch_size=1)
     found = [rehearse(strategy, build, world_size=8, rank=rank) for rank in (0, 2, 4, 6)]
@@ -125,6 +139,7 @@ def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
             "positive layer counts that add up to the 4 layers",
         ),
         ({"pipeline_parallel_size": 2, "activation_recompute": ["*.nothing"]}, 2, "matches no module"),
+        ({"pipeline_parallel_size": 2, "context_parallel_size": 2}, 4, "the stage before sends is of all tokens"),
         ({"loss_chunks": 4}, 1, "a rehearsal counts logits as whole, while `loss_chunks=4`"),
     ],
 )

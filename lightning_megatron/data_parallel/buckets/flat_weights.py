@@ -136,7 +136,8 @@ def take_weights(
         apart: whether this rank's shard is to lie apart, so that the buffer can be freed.
         memory: of the host, for the master weights; ``None`` to keep them on the device.
     """
-    flat = torch.zeros(placement.total, dtype=dtype, device=parameters[0].device)
+    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, or one without memory in a rehearsal
+        flat = parameters[0].new_zeros(placement.total, dtype=dtype)
     low, high = placement.bounds(rank)
     own = flat[low:high].clone() if apart else flat[low:high]
     kept = own if dtype == master else own.to(master)

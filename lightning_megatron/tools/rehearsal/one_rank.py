@@ -86,7 +86,8 @@ def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
         strategy: the strategy in training.
         module: this rank's part of the module.
     """
-    weights = {id(p.untyped_storage()): p for p in module.parameters()}
+    held = [*module.parameters(), *_shards(strategy)]
+    weights = {id(tensor.untyped_storage()): tensor for tensor in held}
     state = [
         tensor
         for optimizer in strategy.optimizers
@@ -100,6 +101,13 @@ def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
         "gradients": bytes_of(gradients),
         "optimizer": bytes_of(optimizer.values()),
     }
+
+
+def _shards(strategy: Any) -> list[Tensor]:
+    """What this rank keeps of weights that replicas share out, which no parameter shows between steps."""
+    made = strategy.run.engine.model_gradients.buckets
+    found = [bucket.weights for bucket in made.buckets if bucket.weights] if made is not None else []
+    return [tensor for weights in found for tensor in (weights.own, weights.flat)]
 
 
 def _gradients(strategy: Any, module: LightningModule) -> list[Tensor]:
@@ -185,8 +193,8 @@ def rehearse(
     if sizes["context"] > 1 and sizes["pipeline"] > 1:
         raise ValueError(
             f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "
-            f"`context_parallel_size={sizes['context']}`; rehearse with `pipeline_parallel_size=1`, or with "
-            "`context_parallel_size=1`."
+            f"`context_parallel_size={sizes['context']}`: what it works out that the stage before sends is of all "
+            "tokens; rehearse with `pipeline_parallel_size=1`, or with `context_parallel_size=1`."
         )
     if strategy.options.mlp_chunks is not None:
         raise ValueError("a rehearsal counts modules as whole; leave `mlp_chunks` out of it, which saves memory.")
