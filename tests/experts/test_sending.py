@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_megatron.experts import sending
+from lightning_megatron.experts.exchange import sending
 from tests.experts.expert_scenarios import TOKENS as SEQUENCE
 from tests.experts.strangers import WIDTH as HIDDEN
 from tests.experts.volume_scenarios import CHOICES, sent

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.experts import sending
+from lightning_megatron.experts.exchange import sending
 from tests.experts.expert_scenarios import TOKENS, Data, Words
 from tests.experts.strangers import WIDTH, Attending, Stacked, feed_forward
 from tests.harness import RankInfo
