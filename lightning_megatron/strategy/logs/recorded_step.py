@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_megatron.mesh.batches import batch_size_of
+from torch import Tensor
+
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors
+from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.traces import LastStageWrites
@@ -23,7 +26,10 @@ class Recorded:
         cut: Cut,
         writes: LastStageWrites,
         chunks: int,
+        batches: BatchWrites | None,
     ) -> None:
+        copies = batches is not None and (chunks > 1 or len(parts) > 1)
+        self._batches, self._parts = batches if copies else None, parts
         self._call, self._recorder, self._writes = call, recorder, writes
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
@@ -38,9 +44,22 @@ class Recorded:
         with self._writes.undone() if self._left[index] else nullcontext():
             self._once.put_back(turn)
             try:
-                return self._call(part)
+                return self._call(part) if self._batches is None else self._on_copy(self._batches, part, index)
             finally:  # a stage ends its run by raising
                 self._once.note(turn, last=not self._left[index])
+
+    def _on_copy(self, batches: BatchWrites, part: Any, index: int) -> Any:
+        copy, pairs = batches.copied(part)
+        try:
+            return self._call(copy)
+        finally:
+            batches.note(pairs, last=not self._left[index], alone=self._is_alone)
+
+    def _is_alone(self, tensor: Tensor) -> bool:
+        """Whether the step is run once on a tensor of a part: on its rows, and for one chunk of layers."""
+        found: list[Tensor] = []
+        map_tensors(self._parts, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+        return self._chunks == 1 and sum(each is tensor for each in found) == 1
 
 
 class RecordedAround:
@@ -55,7 +74,9 @@ class RecordedAround:
         writes: tuple[LastStageWrites, LastStageWrites],
         *,
         reaches_end: bool,
+        batches: BatchWrites,
     ) -> None:
+        self._batches = batches
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
         self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
         self._turns = [0] * len(cut.layers)
@@ -69,7 +90,7 @@ class RecordedAround:
         alike: list[Any] = []
         try:
             with self._writes[0].undone(passes_on=False), self._recording.aside(), self._once.layers(turn, alike):
-                return self._call(part)
+                return self._on_copy(part, last=False)
         finally:
             self._once.set_again(alike)
 
@@ -77,18 +98,25 @@ class RecordedAround:
         """On the whole batch, up to the layers."""
         self._once.put_back(0)
         if not self._reaches_end:
-            return self._whole(batch)
+            return self._whole(batch, last=True)
         with self._writes[1].undone(), self._recording.aside():
-            return self._whole(batch)
+            return self._whole(batch, last=False)
 
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
         self._once.put_back(0)
         self._recorder.begin_micro_batch(self._weight, self._weight)
-        return self._whole(batch)
+        return self._whole(batch, last=True)
 
-    def _whole(self, batch: Any) -> Any:
+    def _whole(self, batch: Any, *, last: bool) -> Any:
         try:
-            return self._call(batch)
+            return self._on_copy(batch, last=last)
         finally:
             self._once.settle()
+
+    def _on_copy(self, batch: Any, *, last: bool) -> Any:
+        copy, pairs = self._batches.copied(batch)
+        try:
+            return self._call(copy)
+        finally:
+            self._batches.note(pairs, last=last, alone=lambda _: False)

@@ -63,7 +63,6 @@ class Joins:
             singles = [0, *(places[-1] for places in self.joins.values())][:_FEW]
             self.joins[len(self.pieces)] = tuple(singles)
             self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
-        self.pieces = [map_tensors(piece, torch.clone) for piece in self.pieces]
 
     def rows(self) -> list[Rows]:
         """The samples of each piece, among those of all."""
@@ -96,7 +95,7 @@ class Tried:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             with self._recording.step() as recorder, self.draws.run(index), eager:
                 self._recorders[index] = recorder
-                return map_tensors(self._call(part), torch.detach)
+                return map_tensors(self._call(map_tensors(part, torch.clone)), torch.detach)
         except Exception as error:
             if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
                 raise

@@ -17,6 +17,7 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.trainer_access import stops
+from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.recorded_step import Recorded, RecordedAround
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
@@ -50,6 +51,7 @@ class ScheduledStep:
         self._compares = self._losses.compares and here
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
+        self._batches = BatchWrites()
         self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
@@ -137,11 +139,14 @@ class ScheduledStep:
             else:
                 schedule = self._context.schedule(len(parts), forward_only=not training)
                 chunks = schedule.chunks if passes is None else 1
-                recorded = Recorded(call, recorder, parts, cut, self._writes, chunks)
+                recorded = Recorded(
+                    call, recorder, parts, cut, self._writes, chunks, self._batches if passes is None else None
+                )
                 step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
                 executor.run(step) if passes is None else passes(step, self._writes.undone)
+            self._batches.finish()
             if repeats is not None and not training:
                 self._context.experts.end()
             return self._stages.outcome(partial(self._merge, step, parts, recorder, cut), name)
@@ -166,7 +171,9 @@ class ScheduledStep:
             bare = LastStageWrites(self._module, layers, lambda child: names[id(child)] not in once)
             self._outside = LastStageWrites(self._module, layers, lambda _: True), bare
         schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
-        calls = RecordedAround(call, self._context.recording, recorder, cut, self._outside, reaches_end=last)
+        calls = RecordedAround(
+            call, self._context.recording, recorder, cut, self._outside, reaches_end=last, batches=self._batches
+        )
         whole = WholeBatch(batch, calls.before, calls.behind)
         return PipelineStep(schedule, calls.layers, cut.layers, name, scales, self._gradients.sink, whole=whole)
 

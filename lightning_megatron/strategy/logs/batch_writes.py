@@ -1,0 +1,76 @@
+"""What the user's step writes into its batch: each run of the step finds the batch as it came.
+
+A stage runs the step once for each of its chunks of layers, and once for each micro-batch, where one process runs it
+once. ``batch["tokens"].add_(1)`` and ``batch["step"] += 1`` would be done as often, and a tensor that all samples share
+would be written by each micro-batch. So a run is given other containers, and copies of small tensors::
+
+    part ──copies──▶ step, chunk 0          what it writes is thrown away
+    part ──copies──▶ step, last chunk       what it writes reaches the batch, when all micro-batches are done
+
+Large tensors are copied once a step was seen to write into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.mesh.batches import map_tensors
+
+_SMALL = 1 << 16  # numbers in a tensor
+
+
+class BatchWrites:
+    """Copies batches for runs of the step, and knows whether it writes into them."""
+
+    def __init__(self) -> None:
+        self._writes = False
+        self._done: list[tuple[Tensor, Tensor]] = []
+
+    def copied(self, part: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+        """A batch for one run, and its tensors, each with the one it stands for."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                return tensor
+            small = self._writes or tensor.numel() <= _SMALL
+            found = tensor.clone() if small else tensor.data  # whose writes do not count for the other rows'
+            pairs.append((tensor, found))
+            return found
+
+        return map_tensors(part, copy), pairs
+
+    def note(self, pairs: Sequence[tuple[Tensor, Tensor]], *, last: bool, alone: Callable[[Tensor], bool]) -> None:
+        """Called behind a run.
+
+        Args:
+            pairs: what :meth:`copied` gave for it.
+            last: whether it was the last on this batch.
+            alone: whether nothing else is run on a tensor.
+
+        Raises:
+            RuntimeError: it has written into a large tensor that it is run on again.
+        """
+        for tensor, copy in pairs:
+            if copy.is_inference() or copy._version == 0:
+                continue
+            if copy.data_ptr() != tensor.data_ptr():
+                self._done += [(tensor, copy)] if last else []
+            elif not alone(tensor):
+                raise RuntimeError(
+                    f"the step writes into a tensor of its batch, of shape {tuple(tensor.shape)}, which it is run on "
+                    "again for other layers or micro-batches. Write into a copy of it (`tensor.clone()`), or let "
+                    "`collate_fn` do it."
+                )
+            self._writes |= tensor.numel() > _SMALL
+
+    def finish(self) -> None:
+        """Called when all micro-batches are done: what the step wrote reaches the batch."""
+        done, self._done = self._done, []
+        with torch.no_grad():
+            for tensor, copy in done:
+                tensor.copy_(copy)
