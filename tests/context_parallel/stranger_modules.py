@@ -17,8 +17,42 @@ from tests.parity.zoo.tasks import TokenTask
 
 HIDDEN, HEADS, WIDTH = 24, 6, 4
 MASKS = ("window", "alibi", "relative", "prefix", "packed", "dead")
-MIXERS = ("eager", "rotary", "convolution", "batch_norm", "cumulative", "grouped")
+MIXERS = ("eager", "rotary", "convolution", "batch_norm", "cumulative", "grouped", "function", "scan")
 POOLED = ("mean", "last", "weighted", "highest", "picked")
+
+
+class Gelu(torch.autograd.Function):
+    """Of each token by itself, as BLOOM has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """By its own backward."""
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(1.7 * x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Of the sigmoid."""
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(1.7 * x)
+        return grads[0] * (gate + 1.7 * x * gate * (1 - gate))
+
+
+class Scan(torch.autograd.Function):
+    """A running sum of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Forwards."""
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Backwards."""
+        return grads[0].flip(1).cumsum(1).flip(1)
+
+
+scan = Scan.apply
 
 
 class Block(nn.Module):
@@ -75,6 +109,10 @@ class Block(nn.Module):
         x = x + self.out(found.transpose(1, 2).reshape(batch, length, -1))
         if self.kind == "cumulative":
             x = x + x.cumsum(1) / torch.arange(1, length + 1)[:, None]
+        if self.kind == "scan":
+            x = x + scan(x) / torch.arange(1, length + 1)[:, None]  # type: ignore[no-untyped-call]
+        if self.kind == "function":
+            return x + Gelu.apply(self.mlp(x))  # type: ignore[no-untyped-call]
         return x + F.gelu(self.mlp(x))
 
 

@@ -11,7 +11,7 @@ from tests.context_parallel.stranger_modules import MASKS, MIXERS, POOLED, train
 from tests.harness import one_process, run_trainers
 
 METHODS = ("gather", "ring", "ulysses")
-FIRST = (("packed", 3, "ring"), ("dead", 2, "ring"), ("window", 2, "ulysses"))
+FIRST = (("packed", 3, "ring"), ("dead", 2, "ring"), ("window", 2, "ulysses"), ("function", 2, "gather"))
 ROWS = [
     row if row in FIRST else pytest.param(*row, marks=pytest.mark.wide)
     for row in itertools.product((*MASKS, *MIXERS, *POOLED), (2, 3), METHODS)

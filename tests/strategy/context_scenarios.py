@@ -18,26 +18,6 @@ from tests.parity.zoo.language import LearnedPositions
 from tests.parity.zoo.tasks import TokenTask
 
 
-class Cubed(torch.autograd.Function):
-    """With a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
-
-
-class Custom(TokenTask):
-    """Applies a function of its own to the logits."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(Cubed.apply(self.net(batch[0])).flatten(0, 1), batch[1].flatten())
-
-
 class Penalty(TokenTask):
     """Adds the norm of a gradient."""
 
@@ -127,7 +107,7 @@ class Evaluated(TokenTask):
         return logits.softmax(-1), logits.argmax(-1)
 
 
-MODULES = {kind.__name__.lower(): kind for kind in (Custom, Penalty, Hooked, Watched, Short, ByHand)}
+MODULES = {kind.__name__.lower(): kind for kind in (Penalty, Hooked, Watched, Short, ByHand)}
 
 
 def every_loop(info: RankInfo, context: int, method: str) -> dict[str, Any]:

@@ -305,10 +305,13 @@ class GradientBuckets:
         if bucket.adds:
             return False
         if not self._copy_late and parameter.grad is not view and parameter.grad is not None:
-            if parameter.dtype != view.dtype:
-                raise RuntimeError(_changed(bucket.names[index], view.dtype, parameter.dtype))
             view.copy_(parameter.grad)
-            parameter.grad = view
+            try:
+                parameter.grad = view
+            except RuntimeError as error:
+                if parameter.dtype == view.dtype:
+                    raise
+                raise RuntimeError(_changed(bucket.names[index], view.dtype, parameter.dtype)) from error
         bucket.touched[index] = True
         if bucket.launched and self._reduce and not bucket.shared:
             raise RuntimeError(
