@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.layers.products import (
+from lightning_megatron.layers.multiply.products import (
     PendingProducts,
     PutOff,
     add_bias,
@@ -26,8 +26,8 @@ from lightning_megatron.layers.products import (
     sharded_product,
     share_input,
 )
+from lightning_megatron.layers.multiply.weight_view import WHOLE, Operand, autocast_input
 from lightning_megatron.layers.streams import RankStream
-from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input
 from lightning_megatron.layers.whole import SplitDim, WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import Range

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.layers.logits import VocabParallelLogits
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
+from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
+from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.shared_input import ColumnEntry, may_put_off, operand_of
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
-from lightning_megatron.layers.weight_view import autocast_input
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import (
     check_divisible,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.layers.products import PendingProducts, Products, sharded_product, share_input
+from lightning_megatron.layers.multiply.products import PendingProducts, Products, sharded_product, share_input
+from lightning_megatron.layers.multiply.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.layers.streams import RankStream
-from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.pickling import OfOneRank
 

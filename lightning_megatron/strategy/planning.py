@@ -33,13 +33,14 @@ from lightning_megatron.planner.topology import (
     stage_speeds,
     step_volumes,
 )
-from lightning_megatron.strategy.context import check_context_run
-from lightning_megatron.strategy.expert_checks import check_expert_run
 from lightning_megatron.strategy.lightning.trainer_access import trainer_of, training_data
-from lightning_megatron.strategy.options import FACTS, Options
-from lightning_megatron.strategy.recipes import recipe_of_run
-from lightning_megatron.strategy.together import check_activations_run
-from lightning_megatron.strategy.weight_checks import check_sharded_weights
+from lightning_megatron.strategy.options.context_checks import check_context_run
+from lightning_megatron.strategy.options.expert_checks import check_expert_run
+from lightning_megatron.strategy.options.left_to_planner import FACTS
+from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.recipes import recipe_of_run
+from lightning_megatron.strategy.options.together import check_activations_run
+from lightning_megatron.strategy.options.weight_checks import check_sharded_weights
 
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
 

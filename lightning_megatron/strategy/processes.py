@@ -30,7 +30,7 @@ from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_e
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 

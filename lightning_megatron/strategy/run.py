@@ -28,13 +28,15 @@ from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy import checks
+from lightning_megatron.strategy.assembly.alike import synchronize
+from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.assembly.assembler import Assembler
+from lightning_megatron.strategy.assembly.layer_split import whole_view
+from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_callbacks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
-from lightning_megatron.strategy.context import check_context_run
-from lightning_megatron.strategy.expert_checks import check_batches, check_expert_ranks, check_expert_run
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -43,18 +45,18 @@ from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.logs.routing import LogRouting
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options import checks
+from lightning_megatron.strategy.options.context_checks import check_context_run
+from lightning_megatron.strategy.options.expert_checks import check_batches, check_expert_ranks, check_expert_run
+from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.together import check_activations_run, check_draws_run
+from lightning_megatron.strategy.options.weight_checks import check_sharded_weights, check_streamed_weights
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.alike import synchronize
-from lightning_megatron.strategy.step.assembly import Assembled, Assembler, whole_view
-from lightning_megatron.strategy.step.refusals import check_backward
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
-from lightning_megatron.strategy.together import check_activations_run, check_draws_run
-from lightning_megatron.strategy.weight_checks import check_sharded_weights, check_streamed_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

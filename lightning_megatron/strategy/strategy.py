@@ -27,12 +27,10 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.mesh.layout import resolve_layout
-from lightning_megatron.mesh.lazy import offered
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
-from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy import options as given
+from lightning_megatron.strategy import questions
 from lightning_megatron.strategy.generation.lists import continue_prompts
 from lightning_megatron.strategy.lightning.distributed import leaving_meta_tensors, move_optimizers
 from lightning_megatron.strategy.lightning.launcher import Launcher
@@ -40,6 +38,8 @@ from lightning_megatron.strategy.lightning.precision import MegatronPrecision, m
 from lightning_megatron.strategy.lightning.restoring import restore_now
 from lightning_megatron.strategy.lightning.trainer_access import is_under_way, present, seed_workers, show_device_mesh
 from lightning_megatron.strategy.memory.memory_report import memory_report
+from lightning_megatron.strategy.options import options as given
+from lightning_megatron.strategy.options.documented import documents_options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, report_of, start_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
@@ -48,17 +48,16 @@ from lightning_megatron.strategy.world import World
 if TYPE_CHECKING:
     from lightning_megatron.parallelize import ParallelReport
     from lightning_megatron.planner import Plan, Prediction, Recipe
-    from lightning_megatron.strategy.rehearsed import Rehearsal
 
 
-@given.documents_options
+@documents_options
 class MegatronStrategy(ParallelStrategy):
     """Trains an ordinary LightningModule with pipeline and data parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
     pipeline stages × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and
     weights are those of one process (schedule: SC21, arXiv 2104.04473). The arguments are described by
-    :class:`~lightning_megatron.strategy.options.Options`, and below by ``help``.
+    :class:`~lightning_megatron.strategy.options.options.Options`, and below by ``help``.
 
     Raises:
         ValueError: an argument is out of range, or sizes do not fit the number of devices.
@@ -72,7 +71,8 @@ class MegatronStrategy(ParallelStrategy):
     plan: Plan | None = None
     context_report, loss_report, activation_report = map(report_of, ("tokens", "heads", "traffic"))
     records_timeline = property(lambda self: self.options.engine().record_timeline)
-    generate, memory_report = continue_prompts, memory_report
+    generate, memory_report, measured_timeline = continue_prompts, memory_report, questions.measured_timeline
+    gradient_norm, explain, rehearse = questions.gradient_norm, questions.explain, questions.rehearse
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(
@@ -378,23 +378,3 @@ class MegatronStrategy(ParallelStrategy):
     def skipped_steps(self) -> int:
         """Updates left out in this run because a loss or gradient was not finite."""
         return self._run.skipped_steps if self._run is not None else 0
-
-    def measured_timeline(self) -> Timeline | None:
-        """When each computation of the latest step ran, in seconds; ``None`` with one stage; collective."""
-        return self.run.engine.measured_timeline()
-
-    def gradient_norm(self, parameters: Any | None = None) -> Tensor:
-        """2-norm over the whole model of the gradients of all, or of this rank's given, parameters; collective."""
-        return self.run.gradient_norm(self.optimizers, parameters)
-
-    def explain(self, module: torch.nn.Module | None = None) -> str:
-        """The tensor-parallel plan as a table: of the module in training, or the one that a whole module would get."""
-        return given.explain_plan(self.options, module, self.parallel_report)
-
-    def rehearse(
-        self, module: pl.LightningModule | Callable[[], Any], batch: Any = None, *, world_size: int, rank: int = 0,
-        devices_per_node: int = 8, **trainer: Any,
-    ) -> Rehearsal:  # fmt: skip
-        """One step as ``rank`` of ``world_size`` would; see :func:`lightning_megatron.tools.rehearsal.rehearse`."""
-        launch = {"world_size": world_size, "rank": rank, "devices_per_node": devices_per_node}
-        return offered("rehearse")(self, module, batch, **launch, **trainer)

@@ -22,7 +22,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions, StageLinks
-from lightning_megatron.strategy.step.alike import materialize
+from lightning_megatron.strategy.assembly.alike import materialize
 
 
 class World:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.data_parallel.offload.steps import _Job
 from lightning_megatron.mesh.messages import host_link as link
-from lightning_megatron.strategy import offload_checks
+from lightning_megatron.strategy.options import offload_checks
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, train
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.layers.float8 import BACKWARD, FLOAT8, FORWARD, fits, float8_linear, scaled
 from lightning_megatron.layers.linear import RowParallelLinear
+from lightning_megatron.layers.multiply.float8 import BACKWARD, FLOAT8, FORWARD, fits, float8_linear, scaled
 from lightning_megatron.pipeline.forwards.factors import add_up
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients

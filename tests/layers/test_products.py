@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.products import SIXTEEN_BIT, PendingProducts, sharded_product, share_input, whole_product
-from lightning_megatron.layers.weight_view import TRANSPOSED, Operand, widened_product
+from lightning_megatron.layers.multiply.products import (
+    SIXTEEN_BIT,
+    PendingProducts,
+    sharded_product,
+    share_input,
+    whole_product,
+)
+from lightning_megatron.layers.multiply.weight_view import TRANSPOSED, Operand, widened_product
 from lightning_megatron.pipeline.forwards.factors import Factors, add_up
 from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 

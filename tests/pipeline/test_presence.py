@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Source

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.float8 import FLOAT8
+from lightning_megatron.layers.multiply.float8 import FLOAT8
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.compiled import compile_layers
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry

@@ -13,7 +13,7 @@ from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS
 from lightning_megatron.planner.model.software import LIGHTNING, MEGATRON_CORE, PYTORCH_FSDP
 from lightning_megatron.planner.search.longest import longest_sequence
 from lightning_megatron.planner.search.savings import chunks_of_loss
-from lightning_megatron.strategy.recipes import arguments_of
+from lightning_megatron.strategy.options.recipes import arguments_of
 
 A800 = replace(Cluster.named("A800"), nvlink=200e9)
 H100 = Cluster.named("H100")

@@ -14,7 +14,7 @@ from lightning_megatron.planner.cost.stage_layers import mixtures_of_ranks
 from lightning_megatron.planner.model.software import MEGATRON_CORE
 from lightning_megatron.planner.runs.runs import read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import score_row
-from lightning_megatron.strategy.recipes import arguments_of
+from lightning_megatron.strategy.options.recipes import arguments_of
 
 H100 = Cluster.named("H100")
 MIXTRAL = {

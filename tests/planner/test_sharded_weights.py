@@ -16,8 +16,8 @@ from lightning_megatron.planner.model.software import LIGHTNING, MEGATRON_CORE, 
 from lightning_megatron.planner.runs.runs import read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import score_row
 from lightning_megatron.planner.search.savings import variants
-from lightning_megatron.strategy.options import Options
-from lightning_megatron.strategy.recipes import arguments_of
+from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.recipes import arguments_of
 
 DATA = Path(__file__).parents[1] / "data"
 A100, H100 = Cluster.named("A100-80"), Cluster.named("H100")

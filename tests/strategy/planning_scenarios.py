@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.strategy.options.recipes import recipe_of_run
 from lightning_megatron.strategy.planning import precision_of
-from lightning_megatron.strategy.recipes import recipe_of_run
 from lightning_megatron.tools.rehearsal.paper import Ledger
 from tests.harness import RankInfo, ReusedProcesses
 from tests.harness.links import linked

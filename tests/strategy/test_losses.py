@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -22,7 +22,7 @@ from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.loss.written import Join, judge
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for

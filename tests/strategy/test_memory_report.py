@@ -18,7 +18,7 @@ from lightning_megatron.planner.cost.memory import peak_memory
 from lightning_megatron.strategy.memory.expected import Expected, held_savings, savings
 from lightning_megatron.strategy.memory.ledger import Bytes
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options.options import Options
 from tests.harness import JobFailed, run_trainers
 from tests.models.scenarios import CONFIGS
 from tests.strategy.memory_report_scenarios import measured, too_large

@@ -25,8 +25,8 @@ from lightning_megatron.planner.topology import (
     rank_numbers,
     stage_speeds,
 )
+from lightning_megatron.strategy.options.recipes import arguments_of, recipe_of_run
 from lightning_megatron.strategy.planning import _shardings, _without
-from lightning_megatron.strategy.recipes import arguments_of, recipe_of_run
 from tests.harness import run_trainers
 from tests.strategy.planning_scenarios import train
 from tests.tools.rehearsal_scenarios import SmallGPT

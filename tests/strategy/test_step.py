@@ -12,9 +12,9 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.finality import WholeFinality
@@ -22,7 +22,7 @@ from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.uncut import UncutModule
 from lightning_megatron.strategy.loss.loss_checks import LossChecks
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.among_stages import OneStage
 from lightning_megatron.strategy.step.engine import StepEngine
 from lightning_megatron.strategy.step.plain_step import PlainStep

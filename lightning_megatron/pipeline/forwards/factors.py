@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, bias_gradient
-from lightning_megatron.layers.weight_view import gradient_dtype
+from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, bias_gradient
+from lightning_megatron.layers.multiply.weight_view import gradient_dtype
 
 
 class Factors(NamedTuple):

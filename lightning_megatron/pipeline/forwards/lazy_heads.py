@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.logits import VocabParallelLogits
+from lightning_megatron.layers.multiply.products import SIXTEEN_BIT
+from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.pieces import noted_rules  # noqa: F401  (gives LazyLogits its rules)
 from lightning_megatron.layers.pieces.head_rows import Pieces
 from lightning_megatron.layers.pieces.lazy_logits import LazyLogits, computed
-from lightning_megatron.layers.products import SIXTEEN_BIT
-from lightning_megatron.layers.weight_view import autocast_input
 from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages.collectives import copy_to_group, gather_for_shards

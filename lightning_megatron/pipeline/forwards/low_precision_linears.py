@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.layers.float8 import FLOAT8, MULTIPLE, fits, float8_linear
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.weight_view import TRANSPOSED, WHOLE, autocast_input
+from lightning_megatron.layers.multiply.float8 import FLOAT8, MULTIPLE, fits, float8_linear
+from lightning_megatron.layers.multiply.weight_view import TRANSPOSED, WHOLE, autocast_input
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.forwards.weight_gradients import is_plain_linear, is_sharded_linear

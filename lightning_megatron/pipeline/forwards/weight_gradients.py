@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.attend import attend_heads
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
-from lightning_megatron.layers.float8 import FLOAT8
 from lightning_megatron.layers.linear import ColumnParallelLinear
-from lightning_megatron.layers.products import SIXTEEN_BIT, Products, of_its_own
-from lightning_megatron.layers.weight_view import autocast_input
+from lightning_megatron.layers.multiply.float8 import FLOAT8
+from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, of_its_own
+from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.pipeline.forwards.factors import Factors
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import outwards
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.repeated.follower import CallFollower

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import graph_behind, in_backward
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.key_value_caches import is_cache
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
 from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.presence import Presence

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.mesh.random_streams import SegmentStreams, collect_rng_state, restore_rng_state
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams, collect_rng_state, restore_rng_state
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.presence import Part

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
+from lightning_megatron.mesh.draws.segment_hooks import PartHooks
 from lightning_megatron.mesh.key_value_caches import in_caches, with_own_caches
-from lightning_megatron.mesh.random_streams import SegmentStreams
-from lightning_megatron.mesh.segment_hooks import PartHooks
 from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.autograd import put_back
 from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE, Away, make_real
 from lightning_megatron.pipeline.elsewhere.listing import install_listings

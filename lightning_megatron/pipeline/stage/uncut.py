@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.mesh.random_streams import SegmentStreams
-from lightning_megatron.mesh.segment_hooks import SegmentHooks
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
+from lightning_megatron.mesh.draws.segment_hooks import SegmentHooks
 from lightning_megatron.pipeline.cut.partition import parts_outside
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron.mesh.random_streams import collect_rng_state, restore_rng_state
+from lightning_megatron.mesh.draws.random_streams import collect_rng_state, restore_rng_state
 from lightning_megatron.strategy.data.walk import (
     Walk,
     fetch_state,

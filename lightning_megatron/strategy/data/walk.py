@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.mesh.draws.random_streams import collect_rng_state, restore_rng_state
 from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.mesh.random_streams import collect_rng_state, restore_rng_state
 from lightning_megatron.strategy.data.generators import generators_in, restore_states, states_of
 from lightning_megatron.strategy.data.workers import NotingIterator
 

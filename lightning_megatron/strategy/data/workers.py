@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_megatron.mesh.random_streams import collect_rng_state, restore_rng_state
+from lightning_megatron.mesh.draws.random_streams import collect_rng_state, restore_rng_state
 from lightning_megatron.strategy.data.generators import generators_in, restore_states, states_of
 
 _CPU = torch.device("cpu")

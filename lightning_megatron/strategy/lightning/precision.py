@@ -73,7 +73,7 @@ class MegatronMixedPrecision(_GlobalClip, Precision):  # type: ignore[misc]
 
     Linears, convolutions and embeddings hold 16-bit weights; gradients are accumulated, summed and applied in float32.
     ``"fp8-mixed"`` is ``"bf16-mixed"`` but for the products of the linears in the trunk's layers, which are of 8-bit
-    numbers; see `lightning_megatron.layers.float8`.
+    numbers; see `lightning_megatron.layers.multiply.float8`.
 
     Args:
         precision: ``"bf16-mixed"``, ``"16-mixed"`` or ``"fp8-mixed"``.

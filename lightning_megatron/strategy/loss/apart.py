@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import map_tensors
-from lightning_megatron.mesh.same_draws import SameDraws
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor

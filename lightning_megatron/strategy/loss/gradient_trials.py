@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import Started, raw_all_reduce, start_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD

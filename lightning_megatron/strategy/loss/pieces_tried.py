@@ -11,8 +11,8 @@ import torch
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.mesh.same_draws import SameDraws
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
 from lightning_megatron.strategy.loss.tables import Name

@@ -15,9 +15,9 @@ from lightning_megatron.planner.search.savings import chunks_of_loss
 from lightning_megatron.strategy.data.walk import batch_size_of
 from lightning_megatron.strategy.memory.ledger import Bytes
 from lightning_megatron.strategy.memory.whole_shape import shape_of
-from lightning_megatron.strategy.options import Options
+from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.recipes import recipe_of_run
 from lightning_megatron.strategy.planning import detected_cluster, precision_of, sample_length
-from lightning_megatron.strategy.recipes import recipe_of_run
 
 
 @dataclass(frozen=True)

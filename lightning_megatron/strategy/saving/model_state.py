@@ -21,8 +21,8 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
+from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
-from lightning_megatron.strategy.step.assembly import Assembled
 
 
 class PartOfState(dict[str, Any]):

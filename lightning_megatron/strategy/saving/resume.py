@@ -20,10 +20,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_megatron.mesh.draws.random_streams import collect_rng_state
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.mesh.random_streams import collect_rng_state
 from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoader
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
 from lightning_megatron.strategy.lightning.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters

@@ -38,6 +38,7 @@ from lightning_megatron.checkpoints.state.stored import (
 )
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, plain_if_whole
+from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
@@ -56,7 +57,6 @@ from lightning_megatron.strategy.saving.resume import (
     replica_state,
 )
 from lightning_megatron.strategy.saving.state_on_disk import StateOnDisk
-from lightning_megatron.strategy.step.assembly import Assembled
 
 
 class Saving:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.buckets.low_precision import has_narrow_weights
 from lightning_megatron.mesh.batches import checksum
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.clock import StepClock, gather_timeline
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.finality import StageFinality, WholeFinality

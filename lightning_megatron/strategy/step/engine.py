@@ -19,15 +19,16 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.experts.exchange.taking_part import Calls, StepCalls
 from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.assembly.refusals import check_by_hand
 from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.loss.loss_checks import LossChecks
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
@@ -35,7 +36,6 @@ from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.drawn_steps import DrawnStep
 from lightning_megatron.strategy.step.plain_step import PlainStep
-from lightning_megatron.strategy.step.refusals import check_by_hand
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
 from lightning_megatron.strategy.step.step_context import Stages, StepContext

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.experts.exchange.taking_part import StepCalls
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.random_streams import SegmentStreams
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline

@@ -15,15 +15,15 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
-from lightning_megatron.strategy import checks
-from lightning_megatron.strategy.expert_checks import check_expert_optimizers
+from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
-from lightning_megatron.strategy.offload_checks import host_plan, refuse_own_split
+from lightning_megatron.strategy.options import checks
+from lightning_megatron.strategy.options.expert_checks import check_expert_optimizers
+from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
+from lightning_megatron.strategy.options.weight_checks import check_sharders, watches_steps, watches_whole_weights
 from lightning_megatron.strategy.processes import Processes
-from lightning_megatron.strategy.step.assembly import Assembled
-from lightning_megatron.strategy.weight_checks import check_sharders, watches_steps, watches_whole_weights
 
 
 def prepare_updates(

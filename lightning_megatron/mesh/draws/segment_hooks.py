@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 
 
 class SegmentHooks:

@@ -25,7 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.layers.weight_view import WHOLE, Operand, autocast_input, gradient_dtype, widened_product
+from lightning_megatron.layers.multiply.weight_view import (
+    WHOLE,
+    Operand,
+    autocast_input,
+    gradient_dtype,
+    widened_product,
+)
 from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
 from lightning_megatron.mesh.messages.collectives import (
     copy_to_group,
@@ -97,7 +103,8 @@ class Products:
 
 
 SIXTEEN_BIT = Products(product, input_gradient, weight_gradient)
-"""Products of the unchanged factors, 16-bit in mixed precision; for 8-bit ones see `lightning_megatron.layers.float8`.
+"""Products of the unchanged factors, 16-bit in mixed precision; those of 8 bits are in
+`lightning_megatron.layers.multiply.float8`.
 """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -24,29 +24,24 @@ from lightning_megatron.pipeline.forwards.recompute import Recompute, check_reco
 from lightning_megatron.pipeline.schedules.instructions import Placement
 from lightning_megatron.planner.topology import Placement as TopologyPlacement
 from lightning_megatron.planner.topology import Topology
-from lightning_megatron.strategy import checks
 from lightning_megatron.strategy.activations.install import ActivationOffload, ActivationOptions, MlpChunks
-from lightning_megatron.strategy.context import check_context
-from lightning_megatron.strategy.expert_checks import check_experts
+from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
-from lightning_megatron.strategy.recipes import arguments_of
-from lightning_megatron.strategy.recipes import explain_plan as explain_plan
-from lightning_megatron.strategy.step.assembly import ModuleOptions
-from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
-from lightning_megatron.strategy.together import check_activations, check_draws
-from lightning_megatron.strategy.weight_checks import (
+from lightning_megatron.strategy.options import checks
+from lightning_megatron.strategy.options.context_checks import check_context
+from lightning_megatron.strategy.options.expert_checks import check_experts
+from lightning_megatron.strategy.options.left_to_planner import check_layout
+from lightning_megatron.strategy.options.recipes import arguments_of as arguments_of
+from lightning_megatron.strategy.options.together import check_activations, check_draws
+from lightning_megatron.strategy.options.weight_checks import (
     check_weight_sharding,
     check_weight_streaming,
     optimizer_sharding_of,
 )
+from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Recipe
-
-Strategy = TypeVar("Strategy")
-
-FACTS = ("batch_size", "seq", "heads", "shape", "cluster")
-"""What the planner has to know of a run, and can be told with ``layout_options``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,29 +220,7 @@ class Options:
         check_offload(self)
         check_draws(self)
         check_activations(self)
-        self._check_layout()
-
-    def _check_layout(self) -> None:
-        """Refuse a layout that is both left to the planner and given, and options of the planner that it has not."""
-        if self.layout not in (None, "auto"):
-            raise ValueError(f"`layout={self.layout!r}` must be 'auto' or left out.")
-        given = [name for name, value in _DEFAULTS.items() if getattr(self, name) != value]
-        if self.layout == "auto" and given:
-            name = given[0]
-            raise ValueError(
-                f"`layout='auto'` chooses `{name}`, but `{name}={getattr(self, name)!r}` is given; leave it out, or "
-                "limit the search with `layout_options={'tensor': ..., 'pipeline': ..., 'micro_batch': ..., "
-                "'schedules': (...)}`."
-            )
-        if not self.layout_options:
-            return
-        from lightning_megatron.planner import Limits  # takes time to import, and most runs ask for nothing
-
-        known = {*FACTS, *(field.name for field in fields(Limits))}
-        if unknown := sorted(set(self.layout_options) - known):
-            raise ValueError(f"`layout_options` has {unknown}; known options are {', '.join(sorted(known))}.")
-        if not self.asks_the_planner:
-            raise ValueError("`layout_options` is given without `layout='auto'` or `topology`; leave it out.")
+        check_layout(self)
 
     @property
     def asks_the_planner(self) -> bool:
@@ -355,32 +328,3 @@ class Options:
             layout=None,
             layout_options=self.layout_options if self.topology is not None else None,
         )
-
-
-_DEFAULTS = {
-    field.name: field.default
-    for field in fields(Options)
-    if field.name
-    in (
-        *("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "sequence_parallel"),
-        *("micro_batch_size", "pipeline_schedule", "virtual_pipeline_parallel_size", "activation_recompute"),
-    )
-}
-"""Options that ``layout="auto"`` chooses, which therefore must not be given beside it."""
-
-
-_LIGHTNINGS = """
-        accelerator: see Lightning.
-        parallel_devices: see Lightning.
-        cluster_environment: see Lightning.
-        checkpoint_io: see Lightning; by default ``MegatronCheckpointIO``.
-        precision_plugin: see Lightning."""
-
-
-def documents_options(strategy: type[Strategy]) -> type[Strategy]:
-    """Class decorator: describe the options, and Lightning's own arguments, in front of what the class raises."""
-    if strategy.__doc__ and Options.__doc__:  # `python -OO` leaves them out
-        section = Options.__doc__.partition("    Args:\n")[2].partition("\n    Raises:\n")[0].rstrip("\n ")
-        described = f"    Args:\n{section}{_LIGHTNINGS}\n\n    Raises:\n"
-        strategy.__doc__ = strategy.__doc__.replace("    Raises:\n", described, 1)
-    return strategy

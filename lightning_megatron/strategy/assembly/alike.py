@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.draws.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import outwards, unit_of
-from lightning_megatron.mesh.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
 from lightning_megatron.parallelize.reading.kinds import as_written
 
 _CHUNK_BYTES = 256 * 1024 * 1024

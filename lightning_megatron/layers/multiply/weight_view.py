@@ -2,8 +2,8 @@
 
 Autograd accepts a gradient in a wider dtype than that of the weight only for a parameter itself, not for a tensor that
 was sliced or cast from it. The product of two 16-bit factors should be added to a float32 main gradient without being
-rounded first. The functions of `lightning_megatron.layers.products` therefore take whole parameters and apply an
-`Operand` inside::
+rounded first. The functions of `lightning_megatron.layers.multiply.products` therefore take whole parameters and apply
+an `Operand` inside::
 
     forward    parameter ─rows, transposition, autocast─▶ weight [out, in], 16 bits
     backward   gradᵀ x, float32 ─rows, transposition─▶ gradient of the parameter, float32

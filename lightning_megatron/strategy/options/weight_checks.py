@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, watches_weights
-from lightning_megatron.strategy.together import check_module_with, check_options_with, refuse_with
+from lightning_megatron.strategy.options.together import check_module_with, check_options_with, refuse_with
 
 _WITHOUT = {
     "compile_layers": False,

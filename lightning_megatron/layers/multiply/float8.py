@@ -21,8 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.products import Products, input_gradient, product, weight_gradient, whole_product
-from lightning_megatron.layers.weight_view import WHOLE, Operand
+from lightning_megatron.layers.multiply.products import (
+    Products,
+    input_gradient,
+    product,
+    weight_gradient,
+    whole_product,
+)
+from lightning_megatron.layers.multiply.weight_view import WHOLE, Operand
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_megatron.context_parallel.region import check_options
-from lightning_megatron.strategy.together import check_module_with, check_options_with, check_size, refuse_with
+from lightning_megatron.strategy.options.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_CONTEXT = {
     "compile_layers": False,

@@ -8,10 +8,6 @@ The order matters, and is the same on every rank::
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -25,134 +21,34 @@ from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
 from lightning_megatron.mesh.draws.mode import LayoutDraws
-from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.mesh.mesh import ExpertGroups, Holders, ParallelMesh
-from lightning_megatron.mesh.random_streams import SegmentStreams
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
+from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize.plan.row import SEQUENCE_SPLIT
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.pipeline.elsewhere.twins import shown_whole
-from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile, compile_layers
+from lightning_megatron.pipeline.forwards.compiled import check_compile, compile_layers
 from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
 from lightning_megatron.pipeline.forwards.lifted import lift_compilation
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
-from lightning_megatron.pipeline.forwards.recompute import Recompute, recompute_layers
+from lightning_megatron.pipeline.forwards.recompute import recompute_layers
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.activations.host_copies import Traffic
-from lightning_megatron.strategy.activations.install import ActivationOptions, arrange
-from lightning_megatron.strategy.activations.mlp_pieces import MlpPieces
-from lightning_megatron.strategy.generation.streaming import StreamedWeights, Streaming, stream_weights
+from lightning_megatron.strategy.activations.install import arrange
+from lightning_megatron.strategy.assembly import alike
+from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.assembly.layer_split import LayerSplit
+from lightning_megatron.strategy.assembly.module_options import ModuleOptions
+from lightning_megatron.strategy.assembly.refusals import already_cut, check_own_split
+from lightning_megatron.strategy.generation.streaming import stream_weights
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
-from lightning_megatron.strategy.step import alike
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine, layers_of
-from lightning_megatron.strategy.step.refusals import already_cut, already_split, check_own_split
 from lightning_megatron.strategy.world import World
 
 if TYPE_CHECKING:
-    from lightning_megatron.experts.split import ExpertSplit
     from lightning_megatron.parallelize import ParallelReport
-
-
-@dataclass(frozen=True)
-class ModuleOptions:
-    """How the user wants the module divided; see ``MegatronStrategy``. ``stage_speeds`` follow from its topology."""
-
-    pipeline_layers: str
-    pipeline_split: str | Sequence[int]
-    pipeline_placement: Mapping[str, str] | None
-    activation_recompute: Recompute
-    compile_layers: CompileOptions
-    tensor_plan: str | Mapping[str, str]
-    context: Mapping[str, str]
-    activations: ActivationOptions
-    loss_chunks: int | str | None = None
-    experts: int = 1
-    stage_speeds: tuple[float, ...] | None = None
-    streaming: Streaming | None = None
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How an earlier run split a module over tensor-parallel or expert ranks; kept with it, like the cut itself."""
-
-    size: int
-    state: TensorState
-    report: ParallelReport | None
-    experts: int = 1
-
-    def __deepcopy__(self, memo: Any) -> _Split:
-        """The same: it tells of names and slices, and holds the group, which cannot be copied."""
-        return self
-
-
-def whole_view(module: pl.LightningModule) -> AbstractContextManager[None] | None:
-    """Shows a module that this process has divided, in whichever run, as one process has it; ``None`` for others."""
-    stage, split = Stage.of(module), Marks.of(module).get(_Split)
-    if stage is not None:
-        return shown_whole(module, stage.presence)
-    if split is None or split.state.is_trivial:
-        return None
-    return shown_whole(module, Presence.uncut(module, split.state.table, split.state.rank))
-
-
-@dataclass(frozen=True)
-class Assembled:
-    """What a run needs of a module.
-
-    Attributes:
-        module: this rank's part.
-        engine: runs its steps.
-        tensor_state: how its tensors are split.
-        report: the tensor-parallel plan, where layers were split.
-        streams: random numbers of micro-batches and layers.
-        groups: process group of every kind of holders that this rank belongs to, besides replicas of one stage.
-        tokens: where tokens are split over context ranks; ``None`` without them.
-        heads: whose logits are computed in pieces; ``None`` where they are whole.
-        traffic: counts what layers keep in host memory; ``None`` where they keep nothing there.
-        pieces: modules that run in pieces of the tokens; ``None`` where all run whole.
-        streamed: weights that are read when a layer needs them; ``None`` where all are in memory.
-    """
-
-    module: pl.LightningModule
-    engine: StepEngine
-    tensor_state: TensorState
-    report: ParallelReport | None
-    streams: SegmentStreams
-    groups: dict[Holders, Any]
-    tokens: TokenRegion | None = None
-    heads: LazyHeads | None = None
-    traffic: Traffic | None = None
-    pieces: MlpPieces | None = None
-    streamed: StreamedWeights | None = None
-
-    def open(self) -> None:
-        """Let layers and heads of the module take part in what steps do."""
-        for part in (self.tokens, self.heads, self.pieces, self.streamed):
-            if part is not None:
-                part.open()
-
-    def close(self) -> None:
-        """Leave them as they were."""
-        for part in (self.tokens, self.heads, self.pieces, self.streamed):
-            if part is not None:
-                part.close()
-
-    def in_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A step of the user's with split tokens, logits in pieces and streamed weights, where there are such."""
-        for part in (self.heads, self.tokens, self.pieces, self.streamed):
-            if part is not None:
-                step = functools.partial(part.run, step)
-
-        return step
-
-    @property
-    def needs_gradients(self) -> bool:
-        """Whether gradients have to be summed over ranks or micro-batches, so that there must be buckets."""
-        return self.engine.sums_gradients and not self.engine.splits_itself
 
 
 class Assembler:
@@ -208,7 +104,7 @@ class Assembler:
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
-        tensor_state, report = self._split_layers(module)
+        tensor_state, report = self._layer_split().split(module)
         alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
         if stage is not None:
@@ -289,52 +185,10 @@ class Assembler:
                 return self._mesh.group("tensor_parallel"), row.name
         return None
 
-    def _split_layers(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
-        """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
-        tensor, experts = self._mesh.layout.tensor, self._options.experts
-        earlier = Marks.of(module).get(_Split)
-        if earlier is not None or Stage.of(module) is not None:
-            before = (earlier.size, earlier.experts) if earlier is not None else (1, 1)
-            if before[0] != tensor:
-                raise RuntimeError(already_split("tensor_parallel_size", before[0], tensor))
-            if before[1] != experts:
-                raise RuntimeError(already_split("expert_parallel_size", before[1], experts))
-        if (tensor == 1 and experts == 1) or splits_itself(module):
-            return TensorState(), None
-        if earlier is None:
-            earlier = Marks.of(module).put(self._split_now(module, tensor, experts))
-        return earlier.state, earlier.report
-
-    def _split_now(self, module: pl.LightningModule, tensor: int, experts: int) -> _Split:
-        """Share out experts, and split the layers around them over the tensor group."""
-        groups, table, report = self._mesh.expert_groups(experts), {}, None
-        split = self._find_experts(module, groups)
-        group = self._mesh.group("tensor_parallel") if tensor > 1 else None
-        if group is not None:
-            from lightning_megatron.parallelize import parallelize
-
-            with self._precision.forward_context():
-                report = parallelize(
-                    *(module, group, self._options.tensor_plan, self._engine_options.sequence_parallel),
-                    splits_input=self._mesh.layout.context == 1,
-                    whole=() if split is None else split.report.split,
-                )
-            table = report.parameters
-        if split is not None and groups is not None:
-            on_shards = () if report is None else report.partial_gradients
-            table |= split.cut(groups, on_shards=on_shards).table
-            rank_zero_info(f"`expert_parallel_size={experts}`: {split.report.explain()}.")
-        state = TensorState(table, group, None if groups is None else groups.group)
-        return _Split(tensor, state, report, experts)
-
-    def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
-        """The experts that ranks are to share out; ``None`` if they are not to."""
-        if groups is None:
-            return None
-        from lightning_megatron.experts.split import ExpertSplit
-
-        with self._precision.forward_context():
-            return ExpertSplit(module, groups.size, per_replica=self._engine_options.expert_balance is not None)
+    def _layer_split(self) -> LayerSplit:
+        asked, steps = self._options, self._engine_options
+        given = asked.tensor_plan, steps.sequence_parallel, asked.experts, steps.expert_balance is not None
+        return LayerSplit(self._mesh, self._precision, *given)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

@@ -1,0 +1,41 @@
+"""What users ask a strategy about its run, or about one that has not begun: methods of ``MegatronStrategy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_megatron.mesh.lazy import offered
+from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.strategy.options.recipes import explain_plan
+
+if TYPE_CHECKING:
+    from lightning_megatron.strategy.rehearsed import Rehearsal
+
+
+def measured_timeline(strategy: Any) -> Timeline | None:
+    """When each computation of the latest step ran, in seconds; ``None`` with one stage; collective."""
+    return strategy.run.engine.measured_timeline()
+
+
+def gradient_norm(strategy: Any, parameters: Any | None = None) -> Tensor:
+    """2-norm over the whole model of the gradients of all, or of this rank's given, parameters; collective."""
+    return strategy.run.gradient_norm(strategy.optimizers, parameters)
+
+
+def explain(strategy: Any, module: torch.nn.Module | None = None) -> str:
+    """The tensor-parallel plan as a table: of the module in training, or the one that a whole module would get."""
+    return explain_plan(strategy.options, module, strategy.parallel_report)
+
+
+def rehearse(
+    strategy: Any, module: pl.LightningModule | Callable[[], Any], batch: Any = None, *, world_size: int, rank: int = 0,
+    devices_per_node: int = 8, **trainer: Any,
+) -> Rehearsal:  # fmt: skip
+    """One step as ``rank`` of ``world_size`` would; see :func:`lightning_megatron.tools.rehearsal.rehearse`."""
+    launch = {"world_size": world_size, "rank": rank, "devices_per_node": devices_per_node}
+    return offered("rehearse")(strategy, module, batch, **launch, **trainer)
