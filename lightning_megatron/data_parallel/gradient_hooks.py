@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 
@@ -91,6 +92,7 @@ class HookedGradients:
         self.sink, self._parameters, self._seen, self._own = sink, list(parameters), seen, own
         self._hooked: list[_Hooked] = []
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
+        self._without = -1  # hooks registered in this process when parameters were seen to have none of the user's
 
     @property
     def scatters(self) -> bool:
@@ -107,12 +109,15 @@ class HookedGradients:
         """
         self._put_back()
         self.sink.begin(fresh=fresh, reduce=reduce, divide_by=divide_by, scale=scale, once=once)
+        if RemovableHandle.next_id == self._without:  # no hook has been registered since
+            return
         own = self._own  # all of them are there now
         some = [
             (name, p)
             for name, p in self._parameters
             if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own  # type: ignore[attr-defined]
         ]
+        self._without = -1 if some else RemovableHandle.next_id
         hooked = [hooks for name, p in some if (hooks := _Hooked.on(name, p)) is not None]
         if not hooked:
             return

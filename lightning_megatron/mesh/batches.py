@@ -28,7 +28,9 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ValueError: the batch holds neither.
     """
-    size = _first_size(batch)
+    size = _size_of_plain(batch)
+    if size is None:
+        size = _first_size(batch)
     if size is None:
         size = _first_length(batch)
     if size is None:
@@ -37,6 +39,18 @@ def batch_size_of(batch: Any) -> int:
             "micro-batches; return tensors whose dimension 0 is the batch."
         )
     return size
+
+
+def _size_of_plain(batch: Any) -> int | None:
+    """The size of the usual batch, a tuple or list of tensors of one length; ``None`` for any other."""
+    if type(batch) is not tuple and type(batch) is not list:
+        return None
+    length: Any = None
+    for item in batch:
+        if item.__class__ is not Tensor or not item.shape or (length is not None and item.shape[0] != length):
+            return None
+        length = item.shape[0]
+    return length  # type: ignore[no-any-return]
 
 
 def _first_size(batch: Any) -> int | None:
@@ -252,7 +266,7 @@ def signature(value: Any) -> Any:
 def shape_signature(batch: Any) -> Any:
     """Shapes and dtypes of the tensors in ``batch``: the key under which stages remember activation shapes."""
     if isinstance(batch, Tensor):
-        return (tuple(batch.shape), str(batch.dtype))
+        return (batch.shape, batch.dtype)
     return tuple(shape_signature(child) for child in _children(batch))
 
 

@@ -168,6 +168,11 @@ class WholeView:
 
     def _put_back(self, entry: _SeenBetween, parameter: Tensor) -> bool:
         """Cut a parameter and its gradient again; returns whether somebody still holds the gathered memory."""
+        if entry.part is None and not self._gradients:  # nothing was gathered, as after most hooks
+            parameter.__class__ = entry.kind
+            gradient = parameter.grad
+            if gradient is None or gradient.shape == parameter.shape:
+                return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient = parameter.grad
             kept = self._cut(entry, parameter)

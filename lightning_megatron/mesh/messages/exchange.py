@@ -46,6 +46,7 @@ class Exchange:
         own, size, transport = group.rank(), group.size(), Transport(group)
         self._group, self._form = group, received[own]
         self._messages: list[Message] = []
+        self._awaited: Message | None = None
         for distance in range(1, size):  # every rank starts with a different peer
             to, source = (own + distance) % size, (own - distance) % size
             self._messages.append(transport.send(sent[to], to))
@@ -55,13 +56,15 @@ class Exchange:
         """Wait until all tensors are received, and the sent ones may be changed."""
         with waits.on(self.told):
             for message in self._messages:
-                message.wait()
-        self._messages = []
+                self._awaited = message
+                message.arrive()
+        self._messages, self._awaited = [], None
 
     def told(self) -> waits.Waiting:
         """Description of the wait, for reports of hanging ranks."""
         what = f"messages of {waits.numbers(self._form)} among {waits.members(self._group)}"
-        return waits.Waiting(what, waits.ranks_of(self._group))
+        inner = None if self._awaited is None else self._awaited.told()
+        return waits.Waiting(what, waits.ranks_of(self._group)) if inner is None else inner.after(what)
 
 
 def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:

@@ -43,7 +43,12 @@ class Message:
         """Wait until the tensor has arrived, or the peer has fetched it (on a GPU: make the current stream wait)."""
         if self._work is not None:
             with waits.on(self.told):
-                self._work.wait()
+                self.arrive()
+
+    def arrive(self) -> None:
+        """The same, for a caller that tells what it waits for."""
+        if self._work is not None:
+            self._work.wait()
         self._work = self._tensor = None
 
     def told(self) -> waits.Waiting | None:
@@ -87,10 +92,14 @@ class Transport:
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
         """Start sending a contiguous tensor to rank ``to`` of the group; it must not change until it is waited for."""
         channel = self._channels.get(to)
-        with waits.on(_fetching, self.group, to):
-            if channel is not None:
+        if channel is not None:
+            with waits.on(_fetching, self.group, to):
                 return Message(channel.send(tensor, tag), to, self.group, None, False)
+        try:
             work = dist.isend(tensor, group=self.group, tag=tag, group_dst=to)
+        except BaseException as error:  # it does not block, but the peer may be gone
+            waits.mark(error)
+            raise
         return Message(work, to, self.group, tensor, False)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Message:

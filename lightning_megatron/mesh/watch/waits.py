@@ -40,6 +40,10 @@ class Waiting:
     what: str
     ranks: tuple[int, ...] = ()
 
+    def after(self, what: str) -> Waiting:
+        """The same, for the sake of something that is named first."""
+        return Waiting(f"{what}: {self.what}", self.ranks)
+
 
 class within:
     """Says what the body is about; the body waits only where it enters :class:`on`.
@@ -76,7 +80,7 @@ class on(within):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _entered.remove(self)
         if error is not None:
-            setattr(error, _MARK, True)
+            mark(error)
 
 
 _entered: list[within] = []
@@ -101,6 +105,11 @@ def waiting(call: str = "") -> Waiting | None:
         told.append(found.what)
         ranks = ranks or found.ranks
     return Waiting(": ".join(reversed(told[:_PARTS])), ranks)
+
+
+def mark(error: BaseException) -> None:
+    """Say that ``error`` may be the echo of another rank's failure, as of what leaves :class:`on`."""
+    setattr(error, _MARK, True)
 
 
 def interrupted(error: BaseException) -> bool:

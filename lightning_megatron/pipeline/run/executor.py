@@ -101,9 +101,12 @@ class PipelineExecutor:
             stack.enter_context(waits.within(self.told))
             if self._clock is not None and step.training:
                 self._clock.run(step.schedule, self.followed(program))
-            else:
+            elif step.goes_on is not None:
                 for act, slot in self.followed(program):
                     act(slot)
+            else:  # the same, without asking before each
+                for act, self._slot in program:
+                    act(self._slot)
             self._slot = None
             self.links.finish()
 

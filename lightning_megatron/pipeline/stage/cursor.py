@@ -13,7 +13,6 @@ A :class:`StageCursor` follows the layer calls of one run and does the replacing
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -174,8 +173,11 @@ class StageCursor:
 
     def follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of a layer in its turn."""
-        with nullcontext() if self._watch is None else self._watch.paused():
+        if self._watch is None:
             output = self._follow(index, call, args, kwargs)
+        else:
+            with self._watch.paused():
+                output = self._follow(index, call, args, kwargs)
         if index < self._layers - 1:
             self._streams.leave(index)
         return output
@@ -336,9 +338,9 @@ class StageCursor:
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
         alone = alone and self.received.span is None and self.tokens is None
-        if index == self.first and alone and self._watch is None and args and type(args[0]) is Tensor:
-            if become(args[0], self.received.tensors[0], self.training):
-                self.received.tensors[0] = args[0]
+        alone = alone and index == self.first and self._watch is None and bool(args)
+        if alone and become(args[0], self.received.tensors[0], self.training):  # the usual case, without its nests
+            self.received.tensors[0] = args[0]
             return (self._arrived(0), *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if index == self.first:

@@ -72,6 +72,8 @@ class LayerHooks:
         }
         self._kind = type("HiddenParameter", (_HiddenParameter,), {"_owner": self})
         self._running: list[str] = []
+        self._looked: dict[int, list[int]] = {}  # by id of a module: keys of its hooks when they were looked at
+        self._known = -1  # hooks registered in this process when the last step began
 
     def _has_part(self, part: nn.Module) -> bool:
         return any(id(parameter) in self._parts for parameter in part._parameters.values())
@@ -79,13 +81,17 @@ class LayerHooks:
     def look(self) -> None:
         """Before a step: refuse hooks that came late, and have the others find their weights hidden or whole."""
         for part in self._hooked:
-            if part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks:
+            keys = [*part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks]
+            if keys and keys != self._looked.get(id(part)):
                 self._look_at(part)
+                self._looked[id(part)] = keys
+        self._known = RemovableHandle.next_id
 
     def called(self, reader: nn.Module) -> None:
         """A module that reads split parameters is called: refuse hooks that the step has put into it."""
-        for part in self._within.get(id(reader), ()):
-            self._refuse_late(part)
+        if RemovableHandle.next_id != self._known:
+            for part in self._within.get(id(reader), ()):
+                self._refuse_late(part)
 
     def _look_at(self, part: nn.Module) -> None:
         if id(part) in self._within and any(each is part for each in self._within[id(part)]):
@@ -153,6 +159,7 @@ class LayerHooks:
 
     def remove(self) -> None:
         """Give the user's hooks back."""
+        self._looked, self._known = {}, -1
         for part in self._hooked:
             for table in _TABLES:
                 hooks = getattr(part, table)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
-from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.absent import Absent
+from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
 from lightning_megatron.strategy.loss.tables import NUMBERS, Table, appended_names, found_again, is_users, spelled
@@ -24,6 +25,7 @@ from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
 
 _NEW = "new"
+_WATCHED = frozenset((*NUMBERS, Tensor, list))
 _SHORT = 64  # entries of a list that are compared one by one
 
 
@@ -96,12 +98,12 @@ class OncePerBatch:
         written = {(id(slot.values), slot.key) for slot in self._slots}
         lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
         self._watched = [
-            (table.values, key, value, _mark(value))
+            (table.values, key, value, _mark(value) if isinstance(value, (Tensor, list)) else None)
             for table in (self._tables if len(sizes) > 1 else ())
             for key, value in table.values.items()
-            if (isinstance(value, (*NUMBERS, Tensor)) or type(value) is list)
-            and (id(table.values), key) not in written
-            and id(value) not in lists
+            if (value.__class__ in _WATCHED or isinstance(value, (*NUMBERS, Tensor)))
+            and (not written or (id(table.values), key) not in written)
+            and (not lists or id(value) not in lists)
             and is_users(key)
         ]
 
@@ -156,9 +158,10 @@ class OncePerBatch:
         Raises:
             RuntimeError: in place and by a later micro-batch than the first; what it was before is not known any more.
         """
+        known = len(self._slots)
         for values, key, value, inside in self._watched if count > 1 else ():
             now = values.get(key, MISSING)
-            if now is value and _is_as_marked(now, inside):
+            if now is value and (inside is None or _is_as_marked(now, inside)):
                 continue
             passing = isinstance(now, list) and key not in appended_names(type(self._root)) and has_graph(now)
             if passing or source_of((value, now)) is not None:
@@ -171,7 +174,8 @@ class OncePerBatch:
             slot.start = value, Contents(value, old) if isinstance(value, list) else None
             slot.left = [old] * (self._runs - 1)
             self._slots.append(slot)
-        self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
+        if len(self._slots) > known:
+            self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
 
     def _has(self, values: Any, key: Any) -> bool:
         return any(slot.values is values and slot.key == key for slot in self._slots)
@@ -292,7 +296,8 @@ def _kind_of_new(before: Any, left: Sequence[Any]) -> str:
 def _mark(value: Any) -> Any:
     """What tells that a value was written to in place."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
+        elsewhere = value.__class__ is Absent or value.__class__ is Away  # another stage judges it
+        return None if elsewhere or value.is_inference() else value._version
     if isinstance(value, list):
         return value.copy() if len(value) <= _SHORT else len(value)
     return None
