@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,6 +30,7 @@ from lightning_megatron.pipeline.stage import order, trunk_output
 from lightning_megatron.pipeline.stage.arguments import flatten, made_by_layers, other_tensors, same_nests
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import AnswersLayers, FirstCall, InnerCall, LayerCall, PartCall
+from lightning_megatron.pipeline.stage.crossed import Crossed
 from lightning_megatron.pipeline.stage.final_state import trains
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.pipeline.stage.split_tokens import SplitsTokens, become_split, boundary_of
@@ -53,10 +53,10 @@ class StageCursor:
         self._trunk = trunk
         self._streams = streams
         self.side_effects = side_effects
-        self._side_indices: dict[tuple[int, str], tuple[int, ...]] = {}
         self.watch_plan = WatchPlan()
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
+        self._crossed = Crossed()
         self.stand_ins = StandIns(side_effects.device)
         self.tokens: SplitsTokens | None = None
         self.running = False
@@ -108,8 +108,7 @@ class StageCursor:
         self.stand_ins.begin(received, watch)
         self.computes_parts = self._starts and not self.side_effects.looks and not self.tells_always
         self.micro_batch, self.received, self.sent = micro_batch, received, Boundary()
-        self._aliases: dict[int, tuple[Any, Tensor]] = {}
-        self._made, self._filled = dict[int, Tensor](), dict[int, Tensor]()
+        self._crossed.begin()
         self._next, self.running, self.parameters_read = called, True, False
         ahead = range(1 + self.first, 2 + self.stop)
         self._streams.enter_micro_batch(micro_batch, ahead, whole=self.first == self.stop)
@@ -124,7 +123,7 @@ class StageCursor:
         if self.received.written:
             self._writers.add((self.first, self.stop))
         self.received = self.sent = Boundary()
-        self._aliases, self._made = {}, {}
+        self._crossed.begin()
         if self._watch is not None:
             self.watch_plan.note_run((self.first, self.stop), self.where)
             self._watch = None
@@ -201,8 +200,9 @@ class StageCursor:
         args, kwargs = self._substitute(index, call, args, kwargs)
         self._streams.enter_ahead(1 + index)
         output = note(self.stand_ins.noted.layers, index, self._compute(call, args, kwargs))
-        if type(output) is not Tensor or self._made:
-            self._made = made_by_layers(self._made, (args, kwargs), output)
+        crossed = self._crossed
+        if type(output) is not Tensor or crossed.made:
+            crossed.made = made_by_layers(crossed.made, (args, kwargs), output)
         if index == self._layers - 1:
             if self._trunk_only:
                 luggage = self.side_effects.pack()
@@ -283,10 +283,12 @@ class StageCursor:
         return note(self.stand_ins.noted.parts, self.stand_ins.number(call.index), output)
 
     def _capture(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = self._fill(flatten(args, kwargs))
+        crossed = self._crossed
+        leaves = crossed.fill(flatten(args, kwargs))
         main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
-        side = self._side_of(leaves, main) if self.stop else other_tensors(leaves, main)
-        tensors = [self._original(leaves[index]) for index in (*main, *side)]
+        where = self.stop, self.where, self._trunk
+        side = crossed.side_of(leaves, main, *where, self._watch) if self.stop else other_tensors(leaves, main)
+        tensors = [crossed.original(leaves[index]) for index in (*main, *side)]
         for tensor in tensors:
             if tensor.__class__ is not Tensor:
                 refuse_away(tensor, f"an argument of layer {self.stop} of `{self._trunk}`")
@@ -299,32 +301,6 @@ class StageCursor:
         self.sent.forms = self.stand_ins.all_forms()
         raise StageDone
 
-    def _side_of(self, leaves: list[Any], main: tuple[int, ...]) -> tuple[int, ...]:
-        """Arguments besides the hidden state that the next stage cannot compute: found by watching, then remembered.
-        What has a gradient always belongs to them, and so does what a layer gave.
-        """
-        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in main]
-        given = {i for i, leaf in tensors if id(leaf) in self._made or id(leaf) in self._aliases}
-        known = self._side_indices.get((self.stop, self.where), ())
-        if self._watch is not None:
-            foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._aliases]
-            refuse_away(foreign, f"an argument of layer {self.stop} of `{self._trunk}`")
-            known = tuple(i for i, leaf in tensors if self._watch.travels(leaf) or id(leaf) in self._aliases)
-        if torch.is_grad_enabled():
-            known = tuple(i for i, leaf in tensors if leaf.requires_grad or i in known)
-            self._side_indices[self.stop, self.where] = known
-        return tuple(i for i, _ in tensors if i in known or i in given)
-
-    def _fill(self, leaves: list[Any]) -> list[Any]:
-        """Arguments of a layer, with what the first layer got in the place of ``None``."""
-        if not self._filled:
-            return leaves
-        return [self._filled.get(at) if leaf is None else leaf for at, leaf in enumerate(leaves)]
-
-    def _original(self, tensor: Tensor) -> Tensor:
-        alias = self._aliases.get(id(tensor))
-        return alias[1] if alias is not None else tensor
-
     def _substitute(
         self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -334,7 +310,8 @@ class StageCursor:
         possible (`become`), so that user code which kept a reference (``x = layer(x) + x``) sees it too. Where it is
         not, the pair is noted as an alias, and later layers that are handed the stand-in get the tensor.
         """
-        if self._starts or (index > self.first and not self._aliases and not self._filled):
+        crossed = self._crossed
+        if self._starts or (index > self.first and not crossed.aliases and not crossed.filled):
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
         alone = alone and self.received.span is None and self.tokens is None
@@ -346,7 +323,7 @@ class StageCursor:
         if index == self.first:
             self._insert_received(leaves)
         else:
-            leaves = self._fill([self._original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            leaves = crossed.fill([crossed.original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
         return same_nests(args, new_args), same_nests(kwargs, new_kwargs)
 
@@ -369,9 +346,9 @@ class StageCursor:
                     self.received.tensors[place] = stand_in
                 tensor = self._arrived(place)
             if stand_in is None:  # this micro-batch alone would need no mask
-                self._filled[leaf.index] = self._made[id(tensor)] = tensor
+                self._crossed.filled[leaf.index] = self._crossed.made[id(tensor)] = tensor
             elif new and not became:
-                self._aliases[id(stand_in)] = (stand_in, tensor)
+                self._crossed.aliases[id(stand_in)] = (stand_in, tensor)
             used.add(id(stand_in))
             leaves[leaf.index] = tensor
             if self._watch is not None:
