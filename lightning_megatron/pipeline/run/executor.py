@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +26,13 @@ from lightning_megatron.pipeline.run.around import Around
 from lightning_megatron.pipeline.run.clock import StepClock
 from lightning_megatron.pipeline.run.finality import Final, Finality
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
+from lightning_megatron.pipeline.run.moves import Move, Program, bind
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, trained_loss_of
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf, StageRun
 
 Place = tuple[int, int]
-Move = tuple[Callable[[Slot], None], Slot]
-Program = list[Move]
 
 
 class PipelineExecutor:
@@ -169,19 +167,10 @@ class PipelineExecutor:
         steps = schedule.instructions[self._stage.stage]
         split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
         slots = compile_stage(schedule, self._stage.stage, post_early=early)
-        program: Program = []
         finals: Mapping[int, Final] = {}
         if announces:
             finals = self._finality.after(schedule, self._weight_gradients().parameters if split else frozenset())
-        for slot in slots:
-            final = finals.get(slot.position, False)
-            announced = bool(final) and slot.action.name.startswith("BACKWARD")
-            note = replace(slot, action=Action.FINAL)
-            if announced:
-                program.append((partial(self.announce, final), note))
-            program.append((actions[slot.action], slot))
-            if announced:
-                program.append((partial(self.announce, False), note))
+        program = bind(slots, actions, finals, self.announce)
         self._programs[id(schedule)] = (split, program, schedule)
         return split, program
 
