@@ -42,6 +42,7 @@ class Piece:
         update: the parameter that stands in for it in the optimizer; a view of the master weights.
         grad: its gradient, a view of this rank's shard of the main gradients.
         host: in its place, what the optimizer steps on in host memory, where it does that.
+        stepped: the one of both that is in the optimizer, and the key of its state.
     """
 
     name: str
@@ -49,11 +50,10 @@ class Piece:
     update: nn.Parameter
     grad: Tensor
     host: nn.Parameter | None = None
+    stepped: nn.Parameter = field(init=False)
 
-    @property
-    def stepped(self) -> nn.Parameter:
-        """The parameter in the optimizer, and the key of its state."""
-        return self.update if self.host is None else self.host
+    def __post_init__(self) -> None:
+        self.stepped = self.update if self.host is None else self.host
 
 
 @dataclass(frozen=True)

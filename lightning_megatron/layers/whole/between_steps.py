@@ -158,7 +158,15 @@ class WholeView:
             for _, gradient in _alive(self._gradients):
                 gradient.__class__ = self._kinds.tensor
             return
-        kept = [entry.parts.name for entry, parameter in _alive(self._parameters) if self._put_back(entry, parameter)]
+        kept, touched = [], bool(self._gradients)
+        for entry, parameter in _alive(self._parameters):
+            if entry.part is None and not touched:  # nothing was gathered, as by most hooks
+                parameter.__class__ = entry.kind
+                found = parameter.grad
+                if found is None or found.shape == parameter.shape:
+                    continue
+            if self._put_back(entry, parameter):
+                kept.append(entry.parts.name)
         if kept and not forgiving:
             raise RuntimeError(
                 f"`{self._hook}` keeps a view of the whole `{kept[0]}`, of which every rank holds a part: it was "
@@ -168,11 +176,6 @@ class WholeView:
 
     def _put_back(self, entry: _SeenBetween, parameter: Tensor) -> bool:
         """Cut a parameter and its gradient again; returns whether somebody still holds the gathered memory."""
-        if entry.part is None and not self._gradients:  # nothing was gathered, as after most hooks
-            parameter.__class__ = entry.kind
-            gradient = parameter.grad
-            if gradient is None or gradient.shape == parameter.shape:
-                return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient = parameter.grad
             kept = self._cut(entry, parameter)

@@ -87,10 +87,8 @@ class StandIns:
             if self._joined is None or self._joined.agrees(place, form_of(output)):
                 return output
             return self._again(self._joined, place, call, args, kwargs)
-        with self._unwatched():
-            first = first_tensor(args, kwargs) if reuse else None
-            sentinel = call.sentinel
-            return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, first))
+        first = first_tensor(args, kwargs) if reuse else None
+        return self._filled(form, call, first)
 
     def of_part(self, call: PartCall, args: Any, kwargs: Any) -> Any:
         """What a part outside of the trunk gives."""
@@ -98,9 +96,15 @@ class StandIns:
         form = None if self.told is None else self.told.parts.get(place)
         if form is None:
             return note(self.noted.parts, place, self._abstract(call, args, kwargs, False))
-        with self._unwatched():
-            sentinel = call.sentinel
-            return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, None))
+        return self._filled(form, call, None)
+
+    def _filled(self, form: Any, call: LayerCall | PartCall, first: Tensor | None) -> Any:
+        """Stand-ins in a form; ``first`` in the place of one like it."""
+        sentinel = call.sentinel
+        if self._watch is None:
+            return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, first))
+        with self._watch.paused():
+            return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, first))
 
     def _abstract(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool) -> Any:
         with self._unwatched():

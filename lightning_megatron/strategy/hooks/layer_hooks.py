@@ -89,8 +89,11 @@ class LayerHooks:
 
     def called(self, reader: nn.Module) -> None:
         """A module that reads split parameters is called: refuse hooks that the step has put into it."""
-        if RemovableHandle.next_id != self._known:
-            for part in self._within.get(id(reader), ()):
+        if RemovableHandle.next_id == self._known:
+            return
+        for part in self._within.get(id(reader), ()):
+            keys = [*part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks]
+            if keys and keys != self._looked.get(id(part)):
                 self._refuse_late(part)
 
     def _look_at(self, part: nn.Module) -> None:

@@ -25,8 +25,18 @@ from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
 
 _NEW = "new"
-_WATCHED = frozenset((*NUMBERS, Tensor, list))
 _SHORT = 64  # entries of a list that are compared one by one
+
+
+class _Watched(dict[type, bool]):
+    """Whether values of a class are watched, asked once per class."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, (*NUMBERS, Tensor)) or kind is list
+        return self[kind]
+
+
+_WATCHED = _Watched()
 
 
 @dataclass
@@ -101,7 +111,7 @@ class OncePerBatch:
             (table.values, key, value, _mark(value) if isinstance(value, (Tensor, list)) else None)
             for table in (self._tables if len(sizes) > 1 else ())
             for key, value in table.values.items()
-            if (value.__class__ in _WATCHED or isinstance(value, (*NUMBERS, Tensor)))
+            if _WATCHED[value.__class__]
             and (not written or (id(table.values), key) not in written)
             and (not lists or id(value) not in lists)
             and is_users(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -329,4 +330,4 @@ class SeveralStages:
 
 def _trained(parameters: Iterable[nn.Parameter]) -> float:
     """Number that changes when parameters are frozen or unfrozen."""
-    return float(hash(tuple(parameter.requires_grad for parameter in parameters)) % (1 << 32))
+    return float(hash(tuple(map(attrgetter("requires_grad"), parameters))) % (1 << 32))
