@@ -26,6 +26,8 @@ LINES_OF_A_FILE = 400
 LINES_OF_A_FUNCTION = 60
 CIRCLES = 0
 CLASSES_IN_THE_CHAIN = 1
+CLASSES_IN_ANY_CHAIN = 4
+FLOORS_BETWEEN_ROOMS = 7
 WALKS_OVER_FORWARDS = 0
 ASSERTS_OF_PRESENCE = 7
 MOCKS = 0
@@ -130,7 +132,19 @@ def test_the_top_of_the_package_shows_few_names() -> None:
 
 def test_every_room_has_a_floor() -> None:
     assert {room(name) for name in modules()} == set(FLOORS)
-    assert max(FLOORS.values()) <= 7
+    assert max(FLOORS.values()) <= FLOORS_BETWEEN_ROOMS
+
+
+def test_no_way_down_is_longer_than_the_floors() -> None:
+    below: dict[str, set[str]] = defaultdict(set)
+    for name, others in arrows().items():
+        below[room(name)] |= {room(other) for other in others} - {room(name)}
+
+    def floor(name: str) -> int:
+        return 1 + max((floor(other) for other in below[name]), default=0)
+
+    heights = {name: floor(name) for name in FLOORS}
+    assert max(heights.values()) <= FLOORS_BETWEEN_ROOMS, heights
 
 
 def test_imports_point_down() -> None:
@@ -168,18 +182,44 @@ def test_functions_are_short() -> None:
     assert lengths[-1][0] <= LINES_OF_A_FUNCTION, lengths[-3:]
 
 
-def test_the_strategy_is_a_short_chain_of_classes() -> None:
-    bases = {
+@functools.cache
+def bases() -> dict[str, list[str]]:
+    """By class of the package, the names of the classes that it is made of."""
+    return {
         node.name: [ast.unparse(base) for base in node.bases]
         for name in modules()
         for node in ast.walk(tree(name))
         if isinstance(node, ast.ClassDef)
     }
 
-    def chain(name: str) -> int:
-        return 1 + max((chain(base) for base in bases[name] if base in bases and base != name), default=0)
 
+def chain(name: str) -> int:
+    return 1 + max((chain(base) for base in bases()[name] if base in bases() and base != name), default=0)
+
+
+def test_the_strategy_is_a_short_chain_of_classes() -> None:
     assert chain("MegatronStrategy") <= CLASSES_IN_THE_CHAIN
+
+
+def test_classes_stand_on_few_others() -> None:
+    assert max(map(chain, bases())) <= CLASSES_IN_ANY_CHAIN, max(bases(), key=chain)
+
+
+def test_attributes_are_put_past_classes_of_others_in_few_places() -> None:
+    gluers = {
+        name
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Subscript)
+        and isinstance(target.value, ast.Attribute)
+        and target.value.attr == "__dict__"
+        and ast.unparse(target.value.value) != "self"
+        and not isinstance(target.slice, ast.Name)
+    }
+    allowed = {"pipeline.forwards.entry", "data_parallel.buckets.flat_weights"}  # where torch, or pickle, looks for it
+    assert gluers <= allowed, gluers - allowed
 
 
 def test_lightning_is_imported_in_one_room() -> None:
