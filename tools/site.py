@@ -31,7 +31,7 @@ OTHERS = "Everything else"
 
 def arguments() -> dict[str, str]:
     """By argument, what the docstring of ``Options`` says about it, as Markdown in one line."""
-    tree = ast.parse((STRATEGY / "options.py").read_text(encoding="utf-8"))
+    tree = ast.parse((STRATEGY / "options" / "options.py").read_text(encoding="utf-8"))
     options = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options")
     text = (ast.get_docstring(options) or "").partition("Args:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n      +.*)*)", text, re.M)

@@ -82,7 +82,7 @@ def test_messages_are_read_through_names_functions_and_conditions(tmp_path: Path
 
 
 def test_messages_are_read_through_functions_of_other_modules() -> None:
-    path = errors.PACKAGE / "strategy" / "step" / "assembly.py"
+    path = errors.PACKAGE / "strategy" / "assembly" / "layer_split.py"
     assert "by an earlier run and holds this rank's part" in " ".join(errors.raised(path)), (
         "made by a function of another module"
     )
