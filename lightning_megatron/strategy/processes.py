@@ -21,6 +21,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_megatron.checkpoints.state.as_built import noting_construction
+from lightning_megatron.mesh.draws.construction import Construction
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
 from lightning_megatron.mesh.messages import objects
@@ -57,6 +59,7 @@ class Processes:
         device: this rank's; the CPU until the processes connect.
         exit_of: exit status of a process that this one started, by its number; ``None`` of others.
         explain: adds to an error of this rank what a run knows of it, before other ranks hear of it.
+        constructions: what built modules on the meta device that are to run on these processes.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Processes:
         self._hang_s = None if hang_timeout is None else hang_timeout.total_seconds()
         self.exit_of: Callable[[int], int | None] = _of_others
         self.explain: Callable[[BaseException], None] = _as_it_is
+        self.constructions: list[Construction] = []
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
 
@@ -81,6 +85,12 @@ class Processes:
         """Options and numbers: a copy, or what another process unpickles, has met nobody yet."""
         unmet = {"_mesh": None, "_watch": None, "_runs": 0, "exit_of": _of_others, "explain": _as_it_is}
         return self.__dict__ | unmet | {"device": torch.device("cpu"), "backend": self._given}
+
+    @contextmanager
+    def building(self, empty: bool) -> Generator[None, None, None]:
+        """Build tensors on the CPU, or nowhere; note how those come about that have no memory."""
+        with noting_construction(self.constructions), torch.device("meta" if empty else "cpu"):
+            yield
 
     def rank_of(self, launched: int) -> int:
         """Global rank of the process that was launched as number ``launched``: another where a topology says so."""

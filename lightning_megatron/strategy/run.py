@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoints.state.as_built import note_places
 from lightning_megatron.checkpoints.state.pretrained import has_start, start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
@@ -384,7 +385,9 @@ def start_run(
     engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
     assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
-    assembled = assembler.assemble(module, syncs, has_start(module, options.initial_weights))
+    loads = has_start(module, options.initial_weights)
+    note_places(module, processes.constructions, in_order=not loads)
+    assembled = assembler.assemble(module, syncs, loads)
     if (path := start_from(module, options.initial_weights)) is not None:
         ModelState(assembled, processes.mesh).fill_from(path)
     return Run(trainer, assembled, processes, precision, options, io)

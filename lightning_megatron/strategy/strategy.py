@@ -255,7 +255,7 @@ class MegatronStrategy(ParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build tensors on the CPU (or nowhere, with ``empty_init``): the stage moves to its device once it is cut."""
-        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+        with self._processes.building(bool(empty_init)), self.precision_plugin.tensor_init_context():
             yield
 
     def teardown(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.checkpoints.state.as_built import fill_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
@@ -44,9 +45,10 @@ class World:
         """What tells this rank of other ranks' failures; arguments of :class:`FailureWatch`."""
         return FailureWatch(*args, **kwargs)
 
-    def materialize(self, module: nn.Module, *args: Any) -> None:
+    def materialize(self, module: nn.Module, device: torch.device, seed: int, table: Any, *args: Any) -> None:
         """Give memory and values to what is on the meta device; arguments of :func:`materialize`."""
-        materialize(module, *args)
+        fill_as_built(module, device, seed, table)
+        materialize(module, device, seed, table, *args)
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
         """Messages to the other stages of this rank's pipeline; collective over it.

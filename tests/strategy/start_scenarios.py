@@ -135,6 +135,72 @@ def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded
     return noted.whole, noted.seen
 
 
+class Wide(TokenTask):
+    """Layers of 8 MiB each, built without memory.
+
+    Args:
+        in_hook: build them in ``configure_model``; else they are there.
+    """
+
+    def __init__(self, in_hook: bool) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCABULARY, 1024), nn.ModuleList()
+        self.head = nn.Linear(1024, VOCABULARY)
+        if not in_hook:
+            self.fill()
+
+    def fill(self) -> None:
+        self.layers.extend(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+
+    def configure_model(self) -> None:
+        if not self.layers:
+            with torch.device("meta"):
+                self.fill()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Peak(Callback):
+    """Notes by how much this process's memory has risen at most, and a sum of its weights, when training starts."""
+
+    def __init__(self) -> None:
+        self.before, self.risen, self.last = 0, 0, 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        self.before = _resident("VmHWM")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.risen = _resident("VmHWM") - self.before
+
+
+def _resident(what: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def peak(info: RankInfo, layout: tuple[int, int], in_hook: bool) -> tuple[int, dict[str, Tensor]]:
+    """Bytes that a process has needed to start at most, and the whole module's weights (rank 0)."""
+    torch.manual_seed(1)
+    strategy = MegatronStrategy(tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1], micro_batch_size=2)
+    noted, start = Peak(), Start()
+    trainer = make_trainer(info, strategy, max_steps=1, limit_val_batches=0, callbacks=[noted, start])
+    if in_hook:
+        module = Wide(in_hook)
+    else:
+        with trainer.init_module(empty_init=True):
+            module = Wide(in_hook)
+    trainer.fit(module)
+    return noted.risen, {name: value for name, value in start.whole.items() if "15" in name}
+
+
 def fit_with(info: RankInfo, kind: str, arguments: dict[str, Any]) -> None:
     """One step of a network of `NETS` with a strategy of these arguments."""
     make_trainer(info, MegatronStrategy(**arguments), max_steps=1, limit_val_batches=0).fit(Built(kind, late=False))

@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import run_trainers
 from tests.harness.remember import remembered
-from tests.strategy.start_scenarios import start
+from tests.strategy.start_scenarios import peak, start
 
 
 def run(layout: tuple[int, int], *args: Any) -> list[Any]:
@@ -46,6 +46,35 @@ def assert_identical(got: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 )
 def test_with_a_seed_split_and_whole_modules_start_bit_for_bit_alike(kind: str, late: bool, layout: Any) -> None:
     assert_identical(run(layout, kind, late, True, None)[0][0], alone(kind, late, True, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("gpt", (2, 2)),
+        ("encoder", (1, 2)),
+        ("gpt2", (1, 2)),
+        pytest.param("drop_in", (2, 2), marks=pytest.mark.wide),
+        pytest.param("llama", (2, 2), marks=pytest.mark.wide),
+    ],
+)
+def test_built_without_memory_a_module_starts_as_if_it_had_been_built_whole(kind: str, layout: Any) -> None:
+    """Constructors' own draws, copies of one layer, and Hugging Face's initialisation."""
+    assert_identical(run(layout, kind, True, True, None)[0][0], alone(kind, False, True, None))
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("layout", "in_hook"), [((1, 2), True), pytest.param((2, 2), False, marks=pytest.mark.wide)])
+def test_a_process_needs_its_part_and_a_tensor_or_two_to_start(layout: tuple[int, int], in_hook: bool) -> None:
+    """16 layers of 8 MiB: 128 MiB in a process that builds all of it."""
+    ranks = run_trainers(peak, layout, in_hook, devices=layout[0] * layout[1])
+    for outcome in ranks:
+        own = 128 * MIB // layout[1]
+        assert own / layout[0] < outcome.value[0] < own / layout[0] + 40 * MIB, outcome.value[0] / MIB
+    (last,) = ranks[0].value[1].values()
+    assert last.std() > 0
 
 
 def test_modules_above_a_layer_may_change_what_it_drew() -> None:

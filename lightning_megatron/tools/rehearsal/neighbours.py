@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.checkpoints.state.as_built import fill_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
@@ -25,6 +26,7 @@ from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
 from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary
 from lightning_megatron.pipeline.stage.cursor import StageDone
+from lightning_megatron.strategy.step.alike import materialize
 from lightning_megatron.strategy.world import World
 from lightning_megatron.tools.rehearsal.weightless import Weightless
 
@@ -88,9 +90,10 @@ class PaperWorld(World):
         """Make a failure watch without other ranks."""
         return _NoWatch(*args, **kwargs)
 
-    def materialize(self, module: nn.Module, *args: Any) -> None:
+    def materialize(self, module: nn.Module, device: torch.device, seed: int, table: Any, *args: Any) -> None:
         """Materialize the parameters as in a launch, for the same errors, and then free their memory."""
-        super().materialize(module, *args)
+        fill_as_built(module, device, seed, table, values=False)
+        materialize(module, device, seed, table, *args)
         self._mode.weightless(module)
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:

@@ -1,0 +1,197 @@
+"""Weights of a module that was built on the meta device: what its constructors would have made of it on the CPU.
+
+A model larger than a host is built in ``configure_model`` under ``torch.device("meta")``, or in
+``trainer.init_module(empty_init=True)``. What its constructors do there is noted. Once the module is divided, each rank
+does it again, one tensor at a time, and keeps its part, in values and random numbers of one process::
+
+    one process   wte  h.0  h.1  h.2  h.3  head                 draws and keeps all
+    stage 1 of 2   ·    ·    ·   h.2  h.3  head                 draws all, keeps three (with tensor ranks, slices)
+
+Models of Hugging Face's leave out their own initialisation on the meta device; here it runs as on the CPU. Parts with a
+tensor whose values cannot be told (memory that nobody has written to, numbers of a generator of one's own) are left to
+:func:`~lightning_megatron.strategy.step.alike.materialize`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.layers.table import ParameterSharding
+from lightning_megatron.mesh.draws.construction import Construction, Place, seen_at
+from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
+from lightning_megatron.mesh.parts.names import parent, unit_of
+from lightning_megatron.mesh.replaced import Replacements
+
+
+@contextmanager
+def noting_construction(constructions: list[Construction]) -> Iterator[None]:
+    """Note what is built on the meta device inside, in a new member of ``constructions``."""
+    constructions.append(Construction())
+    with constructions[-1].noting(_let_draw):
+        yield
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Where the values of a module's tensors come from, by name; until it has them.
+
+    Attributes:
+        places: in which construction, and where in it.
+        in_order: whether random numbers are those of one process. Otherwise they are drawn for what is here only.
+    """
+
+    places: Mapping[str, tuple[Construction, Place]]
+    in_order: bool
+
+
+def note_places(module: nn.Module, constructions: list[Construction], *, in_order: bool) -> None:
+    """Note by name where the values of a module's tensors come from, before it is divided; empties ``constructions``.
+
+    Args:
+        module: as its author's code has built it.
+        constructions: what may have.
+        in_order: whether random numbers are to be those of one process; not worth its time where files have the values.
+    """
+    places, unknown = dict[str, tuple[Construction, Place]](), set[str]()
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if not tensor.is_meta:
+            continue
+        found = ((each, place) for each in constructions if (place := each.place_of(tensor)) is not None)
+        if (first := next(found, None)) is None:
+            unknown.add(unit_of(parent(name)))
+        else:
+            places[name] = first
+    constructions.clear()
+    known = {name: place for name, place in places.items() if unit_of(parent(name)) not in unknown}
+    if known:
+        Marks.of(module).put(_Built(known, in_order))
+
+
+def fill_as_built(
+    module: nn.Module,
+    device: torch.device,
+    base_seed: int,
+    table: Mapping[str, ParameterSharding],
+    *,
+    values: bool = True,
+) -> None:
+    """Allocate what is on the meta device, and give it the values that its constructors noted; the rest stays there.
+
+    Collective over all ranks, which draw from the random state of the first.
+
+    Args:
+        module: this rank's part of the module.
+        device: where to allocate.
+        base_seed: equal on all ranks; of random numbers that are not those of one process.
+        table: how each parameter is split over tensor-parallel ranks.
+        values: ``False`` for memory alone.
+    """
+    built = Marks.of(module).take(_Built)
+    if built is None:
+        return
+    wanted: dict[Construction, dict[int, list[Callable[[torch.UntypedStorage], None]]]] = {}
+    for construction, _ in built.places.values():
+        if construction not in wanted:
+            wanted[construction] = {}
+            if values:
+                _start_alike(construction, device)
+    memo: dict[int, nn.Parameter] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        for leaf, tensor in (*child._parameters.items(), *child._buffers.items()):
+            full = f"{name}.{leaf}" if name else leaf
+            if tensor is None or not tensor.is_meta or full not in built.places:
+                continue
+            construction, place = built.places[full]
+            local = _allocated(child, leaf, tensor, device, memo)
+            take = _Taker(local, place, table.get(full))
+            wanted[construction].setdefault(place.memory, []).append(take)
+    if values:
+        for construction, takers in wanted.items():
+            each = {memory: _All(these) for memory, these in takers.items()}
+            construction.replay(each, None if built.in_order else base_seed)
+
+
+class _Taker:
+    """Takes this rank's part of a tensor out of memory that has its values."""
+
+    def __init__(self, local: Tensor, place: Place, entry: ParameterSharding | None) -> None:
+        self._local, self._place, self._entry = local, place, entry
+
+    def __call__(self, content: torch.UntypedStorage) -> None:
+        whole, entry = seen_at(content, self._place), self._entry
+        with torch.no_grad():
+            self._local.copy_(whole if entry is None or entry.replicated else entry.spec.slice_full(whole))
+
+
+class _All:
+    def __init__(self, takers: Sequence[Callable[[torch.UntypedStorage], None]]) -> None:
+        self._takers = takers
+
+    def __call__(self, content: torch.UntypedStorage) -> None:
+        for take in self._takers:
+            take(content)
+
+
+def _allocated(
+    module: nn.Module, leaf: str, tensor: Tensor, device: torch.device, memo: dict[int, nn.Parameter]
+) -> Tensor:
+    if leaf in module._buffers:
+        module._buffers[leaf] = buffer = torch.empty_like(tensor, device=device)
+        return buffer
+    if id(tensor) not in memo:
+        memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), requires_grad=tensor.requires_grad)
+    module._parameters[leaf] = memo[id(tensor)]
+    return memo[id(tensor)]
+
+
+def _start_alike(construction: Construction, device: torch.device) -> None:
+    """Let all ranks draw from the random state of global rank 0."""
+    for start in construction.starts if dist.is_initialized() else ():
+        sent = start.to(device)
+        raw_broadcast(sent, 0, None)
+        start.copy_(sent)
+
+
+def _let_draw(replaced: Replacements) -> bool:
+    """Let models of Hugging Face's initialise themselves on the meta device; not while they are loaded from files."""
+    library = sys.modules.get("transformers.modeling_utils")
+    model: Any = getattr(library, "PreTrainedModel", None)
+    if model is None:
+        return True
+    if not isinstance(model.init_weights, _InitWeights):
+        replaced.put(model, "init_weights", _InitWeights(model, model.init_weights))
+    return not _runs(model.from_pretrained)
+
+
+class _InitWeights:
+    """Stands for ``PreTrainedModel.init_weights``, which draws nothing on the meta device."""
+
+    def __init__(self, kind: Any, function: Any) -> None:
+        self._kind, self._function = kind, function
+
+    def __get__(self, model: Any, kind: Any = None) -> Any:
+        return self if model is None else lambda: self(model)
+
+    def __call__(self, model: Any) -> None:
+        if torch.empty(0).is_meta and not _runs(self._kind.from_pretrained):
+            model.initialize_weights()
+        self._function(model)
+
+
+def _runs(method: Any) -> bool:
+    """Whether a method is among the calls that are under way."""
+    code = getattr(getattr(method, "__func__", method), "__wrapped__", getattr(method, "__func__", method)).__code__
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
