@@ -45,10 +45,13 @@ class World:
         """What tells this rank of other ranks' failures; arguments of :class:`FailureWatch`."""
         return FailureWatch(*args, **kwargs)
 
-    def materialize(self, module: nn.Module, device: torch.device, seed: int, table: Any, *args: Any) -> None:
+    def materialize(
+        self, module: nn.Module, device: torch.device, seed: int, table: Any, settle: Any | None = None
+    ) -> None:
         """Give memory and values to what is on the meta device; arguments of :func:`materialize`."""
-        fill_as_built(module, device, seed, table)
-        materialize(module, device, seed, table, *args)
+        if settle is None:  # else layers get memory one after the other, and give it back
+            fill_as_built(module, device, seed, table)
+        materialize(module, device, seed, table, settle)
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
         """Messages to the other stages of this rank's pipeline; collective over it.

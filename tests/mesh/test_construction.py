@@ -121,6 +121,16 @@ def test_values_and_the_random_state_behind_them_are_those_of_a_construction_wit
         assert len({id(value) for value in found.values()}) == 1
 
 
+def test_what_is_built_in_memory_meanwhile_is_built_as_ever() -> None:
+    torch.manual_seed(3)
+    wanted, state = values_of(Own()), torch.get_rng_state()
+    torch.manual_seed(3)
+    with noting_construction([]):
+        found = values_of(Own())
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_where_files_have_the_values_only_what_is_here_is_drawn_and_the_random_state_stays() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()

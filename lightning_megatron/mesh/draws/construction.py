@@ -370,7 +370,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func == _IS_META:
+        if func == _IS_META and func(*args):
             asks: Any = sys._getframe(1)
             while asks.f_code.co_name == "__torch_function__":  # of modes inside of this one, such as `torch.device`
                 asks = asks.f_back

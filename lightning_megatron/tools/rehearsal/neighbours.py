@@ -90,10 +90,12 @@ class PaperWorld(World):
         """Make a failure watch without other ranks."""
         return _NoWatch(*args, **kwargs)
 
-    def materialize(self, module: nn.Module, device: torch.device, seed: int, table: Any, *args: Any) -> None:
+    def materialize(
+        self, module: nn.Module, device: torch.device, seed: int, table: Any, settle: Any | None = None
+    ) -> None:
         """Materialize the parameters as in a launch, for the same errors, and then free their memory."""
         fill_as_built(module, device, seed, table, values=False)
-        materialize(module, device, seed, table, *args)
+        materialize(module, device, seed, table, settle)
         self._mode.weightless(module)
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
