@@ -135,9 +135,8 @@ class Run:
         self._clipping: HandClipping | None = None
         several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_parallel_size > 1
         if several and not self.engine.splits_itself:
-            self._clipping = HandClipping(
-                self.module, gradients.presence, Stage.of(self.module), gradients.norm, self._whole_hooks
-            )
+            stage = Stage.of(self.module)
+            self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, self._whole_hooks)
             self._clipping.start()
 
     def gradient_norm(self, optimizers: Sequence[Optimizer], parameters: Any | None = None) -> Tensor:

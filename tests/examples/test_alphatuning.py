@@ -54,6 +54,7 @@ def scaling(info: RankInfo, options: dict[str, Any] | None) -> Found:
     "options",
     [
         {"pipeline_parallel_size": 2, "data_parallel_size": 2, "micro_batch_size": 2},
+        {"data_parallel_size": 2},
         *(
             pytest.param(options, marks=wide)
             for options in (

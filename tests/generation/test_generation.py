@@ -32,7 +32,7 @@ def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str) 
             tokens, (values,) = outcome.value
             assert tokens == expected[0], (rank, tokens, expected[0])
             if data == 1:
-                assert values == pytest.approx(expected[1][0], rel=1e-9)
+                assert values == pytest.approx(expected[1][0], rel=1e-6)  # a loss in float32
             continue
         assert outcome.value == expected, (rank, outcome.value, expected)
 

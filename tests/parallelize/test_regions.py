@@ -21,8 +21,8 @@ from lightning_megatron.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLogits,
-    products,
 )
+from lightning_megatron.layers.multiply import products
 from lightning_megatron.parallelize import parallelize
 from tests.harness import run_ranks
 from tests.harness.twins import (

@@ -100,16 +100,24 @@ def activations(
     return {"in_flight": counter.most / one, "left": counter.left, "one": one}
 
 
+def storages() -> dict[int, int]:
+    """Bytes of all memory of tensors in this process, by its address."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.device.type == "cpu":  # isinstance would wake lazy proxies
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return found
+
+
 class HeldAtStart(Callback):
-    """Measures all tensors that the process holds when training starts."""
+    """Measures all tensors that the process holds when training starts, beside those of earlier runs in it."""
+
+    def __init__(self) -> None:
+        self.before = set(storages())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.collect()
-        storages = {}
-        for found in gc.get_objects():
-            if issubclass(type(found), Tensor) and found.device.type == "cpu":  # isinstance would wake lazy proxies
-                storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
-        self.tensor_bytes = sum(storages.values())
+        self.tensor_bytes = sum(size for place, size in storages().items() if place not in self.before)
         self.owned = sum(parameter.numel() for parameter in pl_module.parameters())
         self.names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
 

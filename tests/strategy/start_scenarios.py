@@ -82,16 +82,17 @@ class Built(TokenTask):
     Args:
         kind: key of `NETS`.
         late: build it in ``configure_model``, on the meta device.
+        device: where it is built there.
     """
 
-    def __init__(self, kind: str, late: bool) -> None:
+    def __init__(self, kind: str, late: bool, device: str = "meta") -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.at = kind, device
         self.net: Any = None if late else NETS[kind]()
 
     def configure_model(self) -> None:
         if self.net is None:
-            with torch.device("meta"):
+            with torch.device(self.at):
                 self.net = NETS[self.kind]()
 
     def loss(self, batch: Any) -> Tensor:
@@ -113,7 +114,9 @@ class Start(Callback):
         self.whole = {name: value.clone() for name, value in whole.items()}
 
 
-def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded: bool, load: str | None) -> Any:
+def start(
+    info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded: bool, load: str | None, device: str = "meta"
+) -> Any:
     """The whole initial model (rank 0) and what a hook of this rank sees of it.
 
     Args:
@@ -123,12 +126,13 @@ def start(info: RankInfo, layout: tuple[int, int], kind: str, late: bool, seeded
         late: build it on the meta device.
         seeded: seed every rank alike; else every rank draws its own weights.
         load: path of a state that is loaded into the module before the Trainer sees it.
+        device: where a late one is built.
     """
     noted = Start()
     torch.manual_seed(1 if seeded else 1 + info.rank)
     strategy = MegatronStrategy(tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1], micro_batch_size=2)
     trainer = make_trainer(info, strategy, max_steps=1, limit_val_batches=0, callbacks=[noted])
-    module = Built(kind, late)
+    module = Built(kind, late, device)
     if load is not None:
         module.load_state_dict(torch.load(Path(load), weights_only=True))
     trainer.fit(module)
@@ -150,18 +154,21 @@ class Wide(TokenTask):
             self.fill()
 
     def fill(self) -> None:
-        self.layers.extend(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+        self.layers.extend(nn.Linear(1024, 1024, bias=False, dtype=torch.float64) for _ in range(32))
 
     def configure_model(self) -> None:
         if not self.layers:
             with torch.device("meta"):
                 self.fill()
 
-    def loss(self, batch: Any) -> Tensor:
-        x = self.embed(batch[0])
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -198,7 +205,7 @@ def peak(info: RankInfo, layout: tuple[int, int], in_hook: bool) -> tuple[int, d
         with trainer.init_module(empty_init=True):
             module = Wide(in_hook)
     trainer.fit(module)
-    return noted.risen, {name: value for name, value in start.whole.items() if "15" in name}
+    return noted.risen, {name: value for name, value in start.whole.items() if "31" in name}
 
 
 def fit_with(info: RankInfo, kind: str, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ Large tensors are copied once a step was seen to write into one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from lightning_megatron.mesh.batches import map_tensors
 _SMALL = 1 << 16  # numbers in a tensor
 
 
+class _Given(NamedTuple):
+    """A tensor of a batch, the one that a run has in its place, and whether that has memory of its own."""
+
+    tensor: Tensor
+    given: Tensor
+    is_copy: bool
+
+
 class BatchWrites:
     """Copies batches for runs of the step, and knows whether it writes into them."""
 
@@ -30,21 +38,21 @@ class BatchWrites:
         self._writes = False
         self._done: list[tuple[Tensor, Tensor]] = []
 
-    def copied(self, part: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-        """A batch for one run, and its tensors, each with the one it stands for."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+    def copied(self, part: Any) -> tuple[Any, list[_Given]]:
+        """A batch for one run, and what it was given of tensors."""
+        pairs: list[_Given] = []
 
         def copy(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
                 return tensor
             small = self._writes or tensor.numel() <= _SMALL
             found = tensor.clone() if small else tensor.data  # whose writes do not count for the other rows'
-            pairs.append((tensor, found))
+            pairs.append(_Given(tensor, found, small))
             return found
 
         return map_tensors(part, copy), pairs
 
-    def note(self, pairs: Sequence[tuple[Tensor, Tensor]], *, last: bool, alone: Callable[[Tensor], bool]) -> None:
+    def note(self, pairs: Sequence[_Given], *, last: bool, alone: Callable[[Tensor], bool]) -> None:
         """Called behind a run.
 
         Args:
@@ -55,10 +63,10 @@ class BatchWrites:
         Raises:
             RuntimeError: it has written into a large tensor that it is run on again.
         """
-        for tensor, copy in pairs:
+        for tensor, copy, is_copy in pairs:
             if copy.is_inference() or copy._version == 0:
                 continue
-            if copy.data_ptr() != tensor.data_ptr():
+            if is_copy:
                 self._done += [(tensor, copy)] if last else []
             elif not alone(tensor):
                 raise RuntimeError(

@@ -124,10 +124,13 @@ class StepEngine:
             self.whole = StepByHand(self._context, stage, self._in_parts, copies)
 
     def step(self, batch: Any) -> Step:
-        """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
+        """The way that a batch of training takes: the plain one with one stage and one micro-batch of no weight."""
+        if not self._module.automatic_optimization:
+            return self.whole
+        if self._options.loss_weight is not None and self._mesh.layout.data > 1:  # replicas' batches are weighed too
+            return self._in_parts
         size = self._options.micro_batch_size
-        whole = size == "auto" or not self._module.automatic_optimization or batch_size_of(batch) <= int(size)
-        return self.whole if whole else self._in_parts
+        return self.whole if size == "auto" or batch_size_of(batch) <= int(size) else self._in_parts
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""

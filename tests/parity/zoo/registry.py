@@ -157,7 +157,6 @@ REFUSED_TOKENS = {
     "reentrant": r"use_reentrant=False",
     **dict.fromkeys(("stages", "convolutions"), r"\[batch, tokens, features\]|repeated layers"),
     "hooked": "would be given the gradient of this rank",
-    "hf_bloom": "torch's functions do not see",
 }
 ZOO: dict[str, Specimen] = {
     **{name: Specimen(build) for name, build in (_PLAIN | _KEPT).items()},
