@@ -49,7 +49,7 @@ class CustomFunctions:
             return call(*args)
         shards = [value for value in args if isinstance(value, TokenShards)]
         if shards and _is_cut_alike(args, shards):
-            key = (cls, torch.is_grad_enabled(), *map(_kind_of, args))
+            key = (cls, shards[0]._dim, torch.is_grad_enabled(), *map(_kind_of, args))
             if key not in self._by_rows:
                 self._by_rows[key] = _goes_by_rows(call, cls, args, shards[0]._dim)
             if self._by_rows[key]:
@@ -73,8 +73,14 @@ def _is_cut_alike(args: Sequence[Any], shards: Sequence[TokenShards]) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
+    """What a trial depends on: no number of tokens, and no fraction, such as a factor that is annealed."""
     if isinstance(value, Tensor):
-        return type(value), tuple(value.shape), value.dtype, value.requires_grad
+        shape = list(value.shape)
+        if isinstance(value, TokenShards):
+            shape[value._dim] = _ROWS
+        return type(value), tuple(shape), value.dtype, value.requires_grad
+    if isinstance(value, float):
+        return float
     try:
         hash(value)
     except TypeError:
