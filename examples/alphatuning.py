@@ -26,14 +26,22 @@ import torch.nn.functional as F
 from dpo import counting
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
-from tuning import TINY, add_layout, add_training, load_model, make_trainer, save
+from tuning import (
+    IGNORED,
+    TINY,
+    add_layout,
+    add_training,
+    count_targets,
+    load_model,
+    make_loaders,
+    make_parser,
+    make_trainer,
+    parse,
+    save,
+)
 
 from lightning_megatron import MegatronStrategy
-
-HELD_OUT = 0.2
-IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 def build_tiny_model() -> PreTrainedModel:
@@ -141,11 +149,6 @@ def collate(rows: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def count_targets(batch: dict[str, Tensor]) -> int:
-    """Tokens of a micro-batch that take part in the loss; the first of a row is never predicted."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
-
-
 def load_rows(args: argparse.Namespace) -> tuple[list[list[int]], Any]:
     """Token ids of each text, at most ``--sequence``, and the tokenizer; ``None`` for the tiny model's bytes."""
     texts = [pair["prompt"] + pair["chosen"] for pair in counting(args.texts, args.seed)]
@@ -156,22 +159,11 @@ def load_rows(args: argparse.Namespace) -> tuple[list[list[int]], Any]:
     return [row[: args.sequence] for row in ids], tokenizer
 
 
-def make_loaders(rows: list[list[int]], args: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
-    """Of training and of held-out rows."""
-    split = len(rows) - int(len(rows) * HELD_OUT)
-    options = {"batch_size": args.batch // args.data_parallel, "collate_fn": cast(Any, collate)}
-    training = DataLoader(cast(Any, rows[:split]), shuffle=True, drop_last=True, **options)
-    return training, DataLoader(cast(Any, rows[split:]), **options)
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
-    parser = argparse.ArgumentParser(
-        description="Training of the scales of a quantised model with pipeline x data parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser, task = make_parser(
+        "Training of the scales of a quantised model with pipeline x data parallelism.", builds="a small Llama"
     )
-    task = parser.add_argument_group("model and texts")
-    task.add_argument("--model", default=TINY, help=f"folder or hub name; {TINY!r} builds a small Llama from scratch")
     task.add_argument("--data", type=Path, metavar="FILE", help="JSON lines; without it, texts count up")
     task.add_argument("--texts", type=int, default=240, help="texts to make up without --data")
     task.add_argument("--sequence", type=int, default=64, help="longest text, in tokens")
@@ -180,10 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     training = add_training(parser, micro_batch=4, steps=60, output="runs/alphatuning")
     training.set_defaults(lr=1e-2)
     training.add_argument("--batch", type=int, default=16, help="texts per step, over all replicas")
-    args = parser.parse_args()
-    if args.batch % args.data_parallel:
-        parser.error(f"--batch {args.batch} must be divisible by --data-parallel {args.data_parallel}")
-    return args
+    return parse(parser)
 
 
 def main() -> None:
@@ -191,7 +180,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers|.*in eval mode at the start of training")
     L.seed_everything(args.seed, verbose=False)
     rows, tokenizer = load_rows(args)
-    training, held_out = make_loaders(rows, args)
+    training, held_out = make_loaders(rows, collate, args)
     module = AlphaTuning(coded(load_model(args.model, build_tiny_model), args.bits).train(), args.lr)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     sizes += [(buffer.numel(), False) for buffer in module.buffers()]

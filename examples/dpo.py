@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import warnings
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -26,13 +25,11 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
-from tuning import TINY, add_layout, add_training, load_model, make_trainer, save
+from tuning import TINY, add_layout, add_training, load_model, make_loaders, make_parser, make_trainer, parse, save
 
 from lightning_megatron import MegatronStrategy
 
-HELD_OUT = 0.2
 Pair = dict[str, list[int]]
 """Token ids of "prompt", "chosen" and "rejected"."""
 
@@ -168,22 +165,11 @@ def collate(pairs: list[Pair]) -> dict[str, Tensor]:
     return {"tokens": tokens.view(len(pairs), 2, -1), "answers": answers.view(len(pairs), 2, -1)}
 
 
-def make_loaders(pairs: Sequence[Pair], args: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
-    """Of training and of held-out pairs."""
-    split = len(pairs) - int(len(pairs) * HELD_OUT)
-    options = {"batch_size": args.batch // args.data_parallel, "collate_fn": cast(Callable[..., Any], collate)}
-    training = DataLoader(cast(Any, pairs[:split]), shuffle=True, drop_last=True, **options)
-    return training, DataLoader(cast(Any, pairs[split:]), **options)
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
-    parser = argparse.ArgumentParser(
-        description="Direct preference optimisation with pipeline x data (x tensor) parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser, task = make_parser(
+        "Direct preference optimisation with pipeline x data (x tensor) parallelism.", builds="a small GPT-2"
     )
-    task = parser.add_argument_group("model and preferences")
-    task.add_argument("--model", default=TINY, help=f"folder or hub name; {TINY!r} builds a small GPT-2 from scratch")
     task.add_argument("--data", type=Path, metavar="FILE", help="JSON lines; without it, counting up is preferred")
     task.add_argument("--pairs", type=int, default=240, help="pairs to make up without --data")
     task.add_argument("--sequence", type=int, default=64, help="longest prompt and answer together, in tokens")
@@ -191,10 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     training = add_training(parser, micro_batch=2, steps=60, output="runs/dpo")
     training.add_argument("--batch", type=int, default=16, help="pairs per step, over all replicas")
     training.add_argument("--beta", type=float, default=0.1, help="how strongly the reference holds the policy")
-    args = parser.parse_args()
-    if args.batch % args.data_parallel:
-        parser.error(f"--batch {args.batch} must be divisible by --data-parallel {args.data_parallel}")
-    return args
+    return parse(parser)
 
 
 def main() -> None:
@@ -202,7 +185,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers|.*in eval mode at the start of training")
     L.seed_everything(args.seed, verbose=False)
     pairs, tokenizer = load_pairs(args)
-    training, held_out = make_loaders(pairs, args)
+    training, held_out = make_loaders(pairs, collate, args)
     module = DirectPreference(load_model(args.model, build_tiny_model), args.beta, args.lr)
     trainer = make_trainer(args, max_epochs=-1, log_every_n_steps=1, check_val_every_n_epoch=None)
     before = trainer.validate(module, held_out, verbose=False)[0]

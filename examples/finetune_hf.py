@@ -34,12 +34,21 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
-from tuning import TINY, add_layout, add_training, load_model, make_trainer, save
+from tuning import (
+    IGNORED,
+    TINY,
+    add_layout,
+    add_training,
+    count_targets,
+    load_model,
+    make_parser,
+    make_trainer,
+    save,
+)
 
 from lightning_megatron import MegatronStrategy, data
 
 TINY_VOCABULARY = 512
-IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 def build_tiny_model() -> PreTrainedModel:
@@ -83,11 +92,6 @@ class FineTuning(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-def count_targets(batch: dict[str, Tensor]) -> int:
-    """Tokens of a micro-batch that take part in the loss; the first of a row is never predicted."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 class Rows(L.LightningDataModule):
@@ -171,12 +175,10 @@ def cache_folder(args: argparse.Namespace) -> Path:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune a Hugging Face causal language model with pipeline x data (x tensor) parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser, task = make_parser(
+        "Fine-tune a Hugging Face causal language model with pipeline x data (x tensor) parallelism.",
+        builds="a small Llama",
     )
-    task = parser.add_argument_group("model and text")
-    task.add_argument("--model", default=TINY, help=f"folder or hub name; {TINY!r} builds a small Llama from scratch")
     task.add_argument("--data", default=STANDARD_LIBRARY, metavar="SOURCE", help="folder, file or hub dataset")
     task.add_argument("--examples", type=int, default=4000, help="rows to use, a tenth of them held out")
     task.add_argument("--sequence", type=int, default=64, help="longest row in tokens")

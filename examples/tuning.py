@@ -1,24 +1,41 @@
-"""What ``finetune_hf.py`` and ``dpo.py`` share: a layout, a Trainer, and Hugging Face folders in and out.
+"""What ``finetune_hf.py``, ``dpo.py`` and ``alphatuning.py`` share: layouts, Trainers, batches, folders of models.
 
-Kept apart from both because neither is about it. What makes each of them its own job, the loss, the batches and what is
+Kept apart from them because none is about it. What makes each of them its own job, the loss, the batches and what is
 trained, stands in the script.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import RunReport
 
 TINY = "tiny"
+HELD_OUT = 0.2
+IGNORED = -100  # the label that Hugging Face's losses leave out
+
+
+def make_parser(description: str, builds: str) -> tuple[argparse.ArgumentParser, Any]:
+    """A command line whose help shows defaults, and its first group, which takes a model and JSON lines.
+
+    Args:
+        description: Of the script.
+        builds: What the tiny model is.
+    """
+    shows_defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=shows_defaults)
+    task = parser.add_argument_group("model and data")
+    task.add_argument("--model", default=TINY, help=f"folder or hub name; {TINY!r} builds {builds} from scratch")
+    return parser, task
 
 
 def add_layout(parser: argparse.ArgumentParser, data_parallel: int, tensor: int) -> None:
@@ -40,6 +57,27 @@ def add_training(parser: argparse.ArgumentParser, micro_batch: int, steps: int, 
     training.add_argument("--seed", type=int, default=1, help="for the tiny model's weights and the order of rows")
     training.add_argument("--output", type=Path, default=Path(output), help="for the trained model")
     return training
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with a ``--batch`` that replicas can share; ends the process otherwise."""
+    args = parser.parse_args()
+    if args.batch % args.data_parallel:
+        parser.error(f"--batch {args.batch} must be divisible by --data-parallel {args.data_parallel}")
+    return args
+
+
+def make_loaders(rows: Sequence[Any], collate: Callable[..., Any], args: argparse.Namespace) -> tuple[DataLoader, ...]:
+    """Of training rows and of those held out, in batches of one replica."""
+    split = len(rows) - int(len(rows) * HELD_OUT)
+    options: dict[str, Any] = {"batch_size": args.batch // args.data_parallel, "collate_fn": collate}
+    training = DataLoader(cast(Any, rows[:split]), shuffle=True, drop_last=True, **options)
+    return training, DataLoader(cast(Any, rows[split:]), **options)
+
+
+def count_targets(batch: dict[str, Tensor]) -> int:
+    """Tokens of a micro-batch that take part in the loss; the first of a row is never predicted."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def make_trainer(args: argparse.Namespace, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -56,16 +56,30 @@ def decoder(info: RankInfo, stages: int, seconds: float) -> Any:
     return strategy
 
 
-def timed(info: RankInfo, stages: int, seconds: float, batches: int) -> list[float]:
-    """Seconds for all batches, one after the other and as many at once as there are stages."""
+class Timed(NamedTuple):
+    """Seconds for all batches.
+
+    Attributes:
+        alone: one after the other.
+        together: as many at once as there are stages.
+        computed: of ``together``, what this process's threads computed; the rest it slept and waited.
+    """
+
+    alone: float
+    together: float
+    computed: float
+
+
+def timed(info: RankInfo, stages: int, seconds: float, batches: int) -> Timed:
+    """Lists of prompts on stages that sleep."""
     strategy = decoder(info, stages, seconds)
     prompts = [[1, 2, 3 + at % 7] for at in range(ROWS * batches)]
     found = []
     for groups in (stages, 1, stages):  # the first one connects
-        begun = time.perf_counter()
+        begun, computed = time.perf_counter(), time.process_time()
         strategy.generate(prompts, batch_size=ROWS, groups=groups, max_new_tokens=NEW, do_sample=False)
-        found.append(time.perf_counter() - begun)
-    return found[1:]
+        found.append((time.perf_counter() - begun, time.process_time() - computed))
+    return Timed(found[1][0], *found[2])
 
 
 def counted(info: RankInfo, stages: int, batches: int, groups: int) -> tuple[int, int] | None:
