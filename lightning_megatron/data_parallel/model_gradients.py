@@ -258,10 +258,9 @@ class ModelGradients:
             return self.windows.step()
         return self._late.step() if self._late is not None else nullcontext()
 
-    def end_step(self) -> None:
-        """Spread weights over the replicas again, once a step's last backward has run."""
-        if self.windows is not None:
-            self.windows.end_step()
+    def end_step(self) -> str:
+        """Spread weights again, once a step's last backward has run; returns what it has chosen for later steps."""
+        return self.windows.end_step() if self.windows is not None else ""
 
     def finish_gather(self) -> None:
         """Wait for weights under way, and make whole what is spread over the replicas; collective over them."""

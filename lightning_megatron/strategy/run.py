@@ -57,7 +57,7 @@ from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointI
 from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.step import Outcome, Window
-from lightning_megatron.strategy.step.updates import prepare_updates, show_weights
+from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -244,7 +244,7 @@ class Run:
         autograd = functools.partial(self._autograd, optimizer, args, kwargs)
         with self._processes.naming_failures(), self._everyone:
             self._step.backward(loss, autograd, self._window)
-            self.engine.model_gradients.end_step()
+            end_step(self.engine.model_gradients, self._processes)
             if self.engine.has_stages and self._reduces:
                 self.engine.note_gradients()
             self._check_gradients()

@@ -193,6 +193,13 @@ def test_weights_that_stay_whole_to_the_end_of_a_step_are_gathered_once() -> Non
         assert count["opened"] == 8 * 5 + 5
 
 
+def test_layers_are_freed_in_every_step_of_several_micro_batches_the_first_included() -> None:
+    for value in check(Setup((1, 2, 1), {"weight_sharding": {"free": "layer"}, "micro_batch_size": 2})):
+        count = value["count"]
+        tied = count["whole"] - 4 * count["largest"]
+        assert count["most"] <= 3 * count["largest"] + tied
+
+
 def test_gradients_that_are_summed_behind_micro_batches_take_shards_and_three_layers() -> None:
     options = {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 1}
     for value in check(Setup((1, 2, 1), options)):

@@ -306,13 +306,14 @@ def spread(
         found[id(window)] = window
         now[0] = max(now[0], sum(window.live_bytes for window in found.values()))
 
-    def ending(self: StepWindows) -> None:
-        ends(self)
+    def ending(self: StepWindows) -> str:
+        said = ends(self)
         count.most, now[0] = max(count.most, now[0]), 0
         count.between.append(sum(window.live_bytes for window in self.windows))
         sizes = [sum(p.numel() * p.element_size() for p in window.parameters) for window in self.windows]
         count.whole, count.largest = sum(sizes), max(sizes)
         count.kept = sum(window.kept_bytes for window in self.windows)
+        return said
 
     Window.open, StepWindows.end_step, Window.start = opening, ending, starting  # type: ignore[method-assign]
     Bucket.allocate = allocating  # type: ignore[method-assign]

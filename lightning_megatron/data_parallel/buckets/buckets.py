@@ -99,6 +99,11 @@ class GradientBuckets:
         return self._watched
 
     @property
+    def reduces(self) -> bool:
+        """Whether this batch's gradients are summed over the replicas, for an update."""
+        return self._reduce
+
+    @property
     def scatters(self) -> bool:
         """Whether reductions are reduce-scatters, after which each rank holds only its shard of the sums."""
         sharings = (self._replicas, *self._shared.values())

@@ -124,7 +124,8 @@ def views(
         contiguous: whether to leave out the strides of parameters that are laid out otherwise.
     """
     if contiguous and sum(placement.sizes[:-1]) == placement.offsets[-1]:  # no gaps: one call for all
-        return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
+        with torch._C.DisableTorchFunction():  # which reads shapes only, whoever watches uses
+            return list(torch._C._nn.unflatten_dense_tensors(flat[: sum(placement.sizes)], [*parameters]))
     return [
         _view_like(flat[offset : offset + parameter.numel()], parameter, contiguous=contiguous)
         for offset, parameter in zip(placement.offsets, parameters, strict=True)

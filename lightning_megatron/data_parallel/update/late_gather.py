@@ -24,6 +24,10 @@ from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 
 _VIEWS = ("data", "T", "mT", "H", "mH", "real", "imag")
+_SIZES = frozenset(
+    ("numel", "nelement", "size", "dim", "ndimension", "element_size", "get_device")
+    + ("is_floating_point", "is_complex", "__len__", "__hash__", "requires_grad_")
+)
 
 
 class LateGather:
@@ -158,7 +162,10 @@ class UseWatch(TorchFunctionMode):
 
 
 def _reads_values(func: Any) -> bool:
-    """Whether a call may read or replace values: false if it asks for an attribute such as ``shape`` or ``grad``."""
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+    """Whether a call may read or replace values: false if it asks for a size, or an attribute such as ``grad``."""
+    name = getattr(func, "__name__", "")
+    if name in _SIZES:
+        return False
+    if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
     return True

@@ -22,12 +22,12 @@ class ShardedWeights:
     Attributes:
         shard: how many neighbouring replicas share one copy; ``None`` for all of them.
         free: when the whole weights of a layer are freed: behind the ``layer``, or at the end of the ``step``;
-            ``auto``: of the step, where that fits.
+            ``auto``: of the step, where it has several micro-batches and that fits.
         sums: when gradients are summed and cut: behind each ``micro_batch``, or once a ``step``.
     """
 
     shard: int | None = None
-    free: Literal["auto", "layer", "step"] = "layer"
+    free: Literal["auto", "layer", "step"] = "auto"
     sums: Literal["micro_batch", "step"] = "step"
 
 
@@ -40,7 +40,7 @@ def sharded_weights_of(value: Any) -> ShardedWeights | None:
     said = option_dict("weight_sharding", value, _KEYS)
     if said is None:
         return None
-    shard, free, sums = said.get("shard"), said.get("free", "layer"), said.get("sum", "step")
+    shard, free, sums = said.get("shard"), said.get("free", "auto"), said.get("sum", "step")
     if shard is not None and (isinstance(shard, bool) or not isinstance(shard, int) or shard < 2):
         raise ValueError(
             f"`weight_sharding={{'shard': {shard!r}}}` must be a whole number of replicas above 1; without 'shard', "

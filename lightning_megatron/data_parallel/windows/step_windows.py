@@ -28,9 +28,10 @@ from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.late_gather import UseWatch
 from lightning_megatron.data_parallel.windows.ahead import Ahead
+from lightning_megatron.data_parallel.windows.freeing import Freeing
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 from lightning_megatron.data_parallel.windows.spread import Spread
-from lightning_megatron.data_parallel.windows.window import Window, WindowOwner, has_room
+from lightning_megatron.data_parallel.windows.window import Window, WindowOwner
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import HandsOn, in_backward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -50,7 +51,7 @@ class StepWindows:
 
     Attributes:
         windows: in the order of the layers.
-        keeps: whether windows stay open to the end of a step.
+        freeing: decides whether windows stay open to the end of a step.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class StepWindows:
         watches_weights: bool = False,
     ) -> None:
         asked = asked or ShardedWeights()
-        self.keeps, self._asks_for_room = asked.free == "step", asked.free == "auto"
         self._ahead, self._sums = Ahead(), asked.sums == "micro_batch"
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
@@ -78,8 +78,10 @@ class StepWindows:
             )
             for number, name in enumerate(spread.modules)
         ]
+        self.freeing = Freeing(asked.free, self.windows)
         self._of = {id(parameter): window for window in self.windows for parameter in window.parameters}
         self._recent: list[Window] = []
+        self._behind = False  # a backward, or still before it
         self._active = False
         self._opened: dict[int, int] = {}
         opens = defaultdict[str, list[Window]](list)
@@ -132,6 +134,7 @@ class StepWindows:
         self._hide_all()
         self._opened = {id(window): window.opened for window in self.windows}
         self._ahead.begin()
+        self.freeing.begin()
         self._active = True
         with UseWatch(self.hold_used):
             yield
@@ -143,16 +146,21 @@ class StepWindows:
         for window in self.windows if self._active else ():
             self._hold(window)
 
-    def end_step(self) -> None:
-        """Once the step's last backward has run: close all windows, or show all weights to code that may look."""
+    def end_step(self) -> str:
+        """Once the step's last backward has run: close all windows, or show all weights to code that may look.
+
+        Returns:
+            When later steps free weights, in words, if this one has settled that.
+        """
         if not self._active:
-            return
-        self._active = False
-        self._decide()
+            return ""
+        self._active, before = False, self.freeing.chosen
+        self.freeing.end(updates=self._buckets.reduces)
         if self._stays_whole:
             self.show_all()
         else:
             self._hide_all()
+        return self.freeing.chosen if self.freeing.chosen != before else ""
 
     def hold_used(self, parameter: Tensor) -> None:
         """Let a weight that is used outside of its layer be whole to the end of the step."""
@@ -170,20 +178,18 @@ class StepWindows:
                 f"`{window.name}`, or pass `weight_sharding=False`."
             )
 
-    def _decide(self) -> None:
-        """With ``free="auto"``, after the first step: keep windows open where that saves gathers, and fits."""
-        if not self._asks_for_room or not self.windows:
-            return
-        self._asks_for_room = False
-        several = any(window.opened - self._opened[id(window)] > 2 for window in self.windows)
-        self.keeps = several and has_room(self.windows)
-
     def _hold(self, window: Window) -> None:
         self.open(window)
         window.held = True
 
     def open(self, window: Window) -> None:
         """Make a window's weights whole, in a step."""
+        if self._behind and not window.is_open and not in_backward():  # the next micro-batch's forward
+            self._release(len(self._recent))
+            self._behind = False
+        if not (window.is_open or window.coming):  # another one was gathered ahead: the step goes another way
+            for other in (other for other in self.windows if other.coming):
+                other.close()
         if not window.is_open:
             window.open()
             self._ahead.opened(window)
@@ -197,11 +203,14 @@ class StepWindows:
         """The layer's forward is through; in a backward its backward follows."""
         if in_backward():
             self.need(window)
-        elif window.held or self.keeps:
             return
-        elif self._ahead.next is window:  # its backward follows
+        self.freeing.ran(window)
+        if window.held or self.freeing.keeps:
+            return
+        if self._ahead.next is window:  # its backward follows
             self._ahead.opened(window)
             self._use(window)
+            self._behind = False
         else:
             self._forget(window)
             window.close()
@@ -210,20 +219,26 @@ class StepWindows:
         """Open a window in a backward, and close the one that was needed longest ago."""
         if not self._active or window.held:
             return
+        self._behind = True
         self.open(window)
+        self.freeing.look()
         self._use(window)
 
     def _use(self, window: Window) -> None:
         self._forget(window)
         self._recent.append(window)
-        if len(self._recent) > self._most_recent:
+        self._release(len(self._recent) - self._most_recent)
+        self.gather_ahead()
+
+    def _release(self, count: int) -> None:
+        """Close the windows that were needed longest ago."""
+        for _ in range(count):
             oldest = self._recent.pop(0)
             if self._sums:
                 oldest.agree()
                 self._buckets.add_up(oldest.trained)
-            if not (oldest.held or self.keeps):
+            if not (oldest.held or self.freeing.keeps):
                 oldest.close()
-        self.gather_ahead()
 
     def _forget(self, window: Window) -> None:
         self._recent = [other for other in self._recent if other is not window]

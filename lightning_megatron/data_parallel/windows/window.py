@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
-from lightning_megatron.data_parallel.offload.host_memory import free_bytes
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 
 
@@ -148,15 +147,6 @@ class Window:
                 "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
                 "every replica must run the same layers in the same order; pass `weight_sharding=False`."
             )
-
-
-def has_room(windows: Sequence[Window]) -> bool:
-    """Whether every replica has twice the memory free that all whole weights take; collective over the replicas."""
-    bucket = next(bucket for window in windows for bucket in window.buckets)
-    group, device = bucket.sharing.shard_group, bucket.parameters[0].device
-    needs = sum(parameter.numel() * parameter.element_size() for window in windows for parameter in window.parameters)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes(None) // bucket.sharing.shards
-    return bool(raw_all_gather(torch.tensor([int(free >= 2 * needs)], device=device), 0, group).all())
 
 
 class WindowOwner(Protocol):

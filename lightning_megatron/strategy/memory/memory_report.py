@@ -25,6 +25,7 @@ class RankMemory:
         held: bytes that it keeps now, between steps.
         predicted: by the planner, at the fullest moment of a step; ``None`` where it knows no such model.
         step: of the latest step that was measured, over its time; ``None`` before one was.
+        freeing: when weights that replicas share are freed and why, once the run has chosen that itself.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class RankMemory:
     held: Bytes
     predicted: Bytes | None
     step: StepBytes | None
+    freeing: str = ""
 
     @property
     def peak(self) -> Bytes | None:
@@ -62,7 +64,8 @@ class MemoryReport:
         widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         said = f"not predicted: {self.not_predicted}" if self.not_predicted else "in brackets what the planner expects"
-        return "\n".join([f"Memory in MiB, {when}; {said}", *lines])
+        chosen = [f"rank {one.rank}: `weight_sharding` has {one.freeing}" for one in self.ranks if one.freeing]
+        return "\n".join([f"Memory in MiB, {when}; {said}", *lines, *chosen])
 
 
 def _cells(one: RankMemory, kinds: Sequence[str]) -> list[str]:
@@ -87,10 +90,12 @@ def memory_report(strategy: Any) -> MemoryReport:
     trainer = present(trainer_of(run.module), "Trainer")
     found = expected(trainer, run.module)
     place = strategy.mesh.coordinates
-    here = held(run.module, run.engine.model_gradients, trainer.optimizers, strategy.root_device)
+    gradients = run.engine.model_gradients
+    here = held(run.module, gradients, trainer.optimizers, strategy.root_device)
     step = Marks.of(run.module).get(StepBytes)
     predicted = None if isinstance(found, str) else found.bytes_of(place.pipeline)
-    ranks = objects.gather(RankMemory(strategy.mesh.rank, str(place), here, predicted, step))
+    chosen = gradients.windows.freeing.chosen if gradients.windows is not None else ""
+    ranks = objects.gather(RankMemory(strategy.mesh.rank, str(place), here, predicted, step, chosen))
     return MemoryReport(ranks, found if isinstance(found, str) else "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -24,6 +25,8 @@ from lightning_megatron.strategy.options.expert_checks import check_expert_optim
 from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
 from lightning_megatron.strategy.options.weight_checks import check_sharders, watches_steps, watches_whole_weights
 from lightning_megatron.strategy.processes import Processes
+
+_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # shown by Lightning; each stage has its say
 
 
 def prepare_updates(
@@ -115,6 +118,13 @@ def _least_independence(
         shards = 1
     checks.check_independence(optimizers, least, layout, shards, lowered)
     return least
+
+
+def end_step(gradients: ModelGradients, processes: Processes) -> None:
+    """Behind a step's last backward: spread weights again, and say once per stage when they are freed from now on."""
+    chosen, where = gradients.end_step(), processes.mesh.coordinates
+    if chosen and where.data == where.tensor == where.context == 0:
+        _log.info("%s: `weight_sharding` goes on with %s.", processes.place, chosen)
 
 
 def show_weights(gradients: ModelGradients, processes: Processes) -> None:
