@@ -24,9 +24,16 @@ from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 
 _VIEWS = ("data", "T", "mT", "H", "mH", "real", "imag")
-_SIZES = frozenset(
-    ("numel", "nelement", "size", "dim", "ndimension", "element_size", "get_device")
-    + ("is_floating_point", "is_complex", "__len__", "__hash__", "requires_grad_")
+_SIZES = (
+    "numel",
+    "nelement",
+    "size",
+    "dim",
+    "ndimension",
+    "__len__",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
 )
 
 

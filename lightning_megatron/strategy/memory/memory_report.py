@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_megatron.mesh.marks import Marks
@@ -93,8 +93,11 @@ def memory_report(strategy: Any) -> MemoryReport:
     gradients = run.engine.model_gradients
     here = held(run.module, gradients, trainer.optimizers, strategy.root_device)
     step = Marks.of(run.module).get(StepBytes)
+    freeing = None if gradients.windows is None else gradients.windows.freeing
+    chosen = "" if freeing is None else freeing.chosen
+    if freeing is not None and chosen and not isinstance(found, str):
+        found = replace(found, recipe=replace(found.recipe, free="step" if freeing.keeps else "layer"))
     predicted = None if isinstance(found, str) else found.bytes_of(place.pipeline)
-    chosen = gradients.windows.freeing.chosen if gradients.windows is not None else ""
     ranks = objects.gather(RankMemory(strategy.mesh.rank, str(place), here, predicted, step, chosen))
     return MemoryReport(ranks, found if isinstance(found, str) else "")
 
