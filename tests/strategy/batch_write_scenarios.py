@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.parity.zoo.tasks import Task
 from tests.pipeline.buffer_scenarios import Block
 
 SEQUENCE = 6
-KINDS = ("tokens", "targets", "shared", "key")
+KINDS = ("tokens", "targets", "shared", "key", "alias", "nested", "behind")
 
 
 class Net(nn.Module):
@@ -53,7 +54,13 @@ class Writes(Task):
     def _collate(self, rows: list[Tensor]) -> dict[str, Any]:
         tokens = default_collate(rows)
         scale = torch.linspace(0.5, 1.5, SEQUENCE, dtype=torch.float64)
-        return {"tokens": tokens, "targets": tokens.roll(-1, 1), "scale": scale}
+        return {"tokens": tokens, "targets": tokens.roll(-1, 1), "scale": scale, "again": tokens[:, 1:], "more": {}}
+
+    val_dataloader = train_dataloader
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Does the same."""
+        self.log("loss", self.training_step(batch, batch_idx), batch_size=len(batch["tokens"]))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Changes something first, so that doing it twice is another step."""
@@ -66,7 +73,15 @@ class Writes(Task):
         elif self.kind == "key":
             batch["tokens"] = (batch["tokens"] + 1) % VOCABULARY
             batch["count"] = batch.get("count", 0) + 1
+        elif self.kind == "alias":
+            batch["again"].add_(1).remainder_(VOCABULARY)
+        elif self.kind == "nested":
+            batch["more"]["seen"] = [batch.pop("targets").clone(), batch["tokens"]]
+            batch["targets"] = batch["more"]["seen"][0]
         logits = self.net(batch["tokens"], batch["scale"])
+        if self.kind == "behind":
+            batch["best"] = logits.argmax(-1)
+            batch["targets"][batch["best"] == batch["targets"]] = 0
         return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()) * batch.get("count", 1)
 
 
@@ -80,7 +95,13 @@ class Sees(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Copies them."""
-        self.batches.append({key: torch.as_tensor(value).clone() for key, value in batch.items()})
+        self.batches.append(copy.deepcopy(batch))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, _: int = 0
+    ) -> None:
+        """Copies them."""
+        self.batches.append(copy.deepcopy(batch))
 
 
 def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -93,3 +114,12 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], k
     state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     whole = layout is None or layout[1] == 1
     return {"state": {name: value.clone() for name, value in state.items()}, "batches": sees.batches if whole else []}
+
+
+def evaluate(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Validates; what is logged, and batches as hooks see them behind their step."""
+    torch.manual_seed(7)
+    sees = Sees()
+    trainer = trainer_for(info, layout, arguments, callbacks=[sees])
+    (logged,) = trainer.validate(Writes(kind, BATCH).double(), verbose=False)
+    return {"logged": logged, "batches": sees.batches}

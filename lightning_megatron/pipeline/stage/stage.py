@@ -294,11 +294,10 @@ class Stage:
     def _discover(self, micro_batch: int, step: Callable[[Any, int], Any], batch: Any, received: Boundary) -> StageRun:
         """First evaluation run: with gradients on, to learn which layer arguments depend on parameters."""
         with torch.inference_mode(False), torch.enable_grad():
-            copy = map_tensors(batch, torch.clone)
             for tensor in received.tensors:
                 tensor.requires_grad_(tensor.is_floating_point())
             try:
-                output = step(copy, micro_batch)
+                output = step(batch, micro_batch)
             except StageDone:
                 sent = self.cursor.sent
                 sent.tensors = [tensor.detach() for tensor in sent.tensors]

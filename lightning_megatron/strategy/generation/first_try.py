@@ -18,6 +18,7 @@ import torch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import Attempt, StartOver, sources
+from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -33,9 +34,9 @@ def calls_again(context: StepContext, call: Callable[[Any], Any], part: Any) -> 
         call: the step.
         part: the micro-batch.
     """
-    attempt, stages = Attempt(context.module, part), context.stages
+    attempt, stages = Attempt(context.module), context.stages
     eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-    step = PipelineStep(context.schedule(1, forward_only=True), lambda batch, _: call(batch), [part], TRIAL)
+    step = PipelineStep(context.schedule(1, forward_only=True), lambda batch, _: call(whole_copy(batch)), [part], TRIAL)
     trial, records = context.streams.trial(), context.recording.step()
     with trial, stages.running(part, 1, training=False) as executor, records, eager:
         executor.run(step)

@@ -39,22 +39,19 @@ class StartOver:
 
 
 class Attempt:
-    """A step that may have to be started over: its batch, and what the module is like before it.
+    """A step that may have to be started over, and what the module is like before it.
 
     Args:
         module: the user's.
-        batch: of the step.
     """
 
-    def __init__(self, module: pl.LightningModule, batch: Any) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         self._traces = Traces(module)
-        self._batch = map_tensors(batch, torch.clone)
 
-    def take_back(self) -> Any:
-        """Leave the module as it was; returns the batch as it was."""
+    def take_back(self) -> None:
+        """Leave the module as it was."""
         with torch._C.DisableTorchFunction():
             self._traces.put_back()
-        return self._batch
 
 
 class Repeats:
@@ -82,9 +79,9 @@ class Repeats:
             self._known[name] = generates(type(self._module), name)
         return self._known[name]
 
-    def attempt(self, name: str, batch: Any) -> Attempt | None:
+    def attempt(self, name: str) -> Attempt | None:
         """What is needed to start a step over; ``None`` where that is known not to happen."""
-        return None if self.includes(name) else Attempt(self._module, batch)
+        return None if self.includes(name) else Attempt(self._module)
 
     def note(self, name: str) -> None:
         """Say that the step of this name has called the layers again."""

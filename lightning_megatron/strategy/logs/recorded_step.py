@@ -28,8 +28,7 @@ class Recorded:
         chunks: int,
         batches: BatchWrites | None,
     ) -> None:
-        copies = batches is not None and (chunks > 1 or len(parts) > 1)
-        self._batches, self._parts = batches if copies else None, parts
+        self._batches, self._parts = batches, parts
         self._call, self._recorder, self._writes = call, recorder, writes
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
@@ -49,11 +48,11 @@ class Recorded:
                 self._once.note(turn, last=not self._left[index])
 
     def _on_copy(self, batches: BatchWrites, part: Any, index: int) -> Any:
-        copy, pairs = batches.copied(part)
+        copy = batches.copied(part)
         try:
-            return self._call(copy)
+            return self._call(copy.value)
         finally:
-            batches.note(pairs, last=not self._left[index], alone=self._is_alone)
+            batches.note(copy, index, last=not self._left[index], alone=self._is_alone)
 
     def _is_alone(self, tensor: Tensor) -> bool:
         """Whether the step is run once on a tensor of a part: on its rows, and for one chunk of layers."""
@@ -115,8 +114,8 @@ class RecordedAround:
             self._once.settle()
 
     def _on_copy(self, batch: Any, *, last: bool) -> Any:
-        copy, pairs = self._batches.copied(batch)
+        copy = self._batches.copied(batch)
         try:
-            return self._call(copy)
+            return self._call(copy.value)
         finally:
-            self._batches.note(pairs, last=last, alone=lambda _: False)
+            self._batches.note(copy, 0, last=last, alone=lambda _: False)

@@ -34,6 +34,7 @@ from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
@@ -120,7 +121,7 @@ class AroundTrial:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             with eager:
-                return map_tensors(self._call(map_tensors(batch, torch.clone)), torch.detach)
+                return map_tensors(self._call(whole_copy(batch)), torch.detach)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
                 if writes is not None:

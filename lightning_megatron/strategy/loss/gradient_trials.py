@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
-from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.batches import batch_size_of, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
@@ -30,6 +30,7 @@ from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
 from lightning_megatron.strategy.hooks.backward_code import BackwardCode
+from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
@@ -125,7 +126,7 @@ class GradientTrial:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
         try:
             with self._context.recording.aside(), self.draws.run(index), self._around, eager:
-                output = call(map_tensors(piece, torch.clone))
+                output = call(whole_copy(piece))
                 trained_loss_of(output)
                 return output
         except Exception as error:

@@ -14,6 +14,7 @@ from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Changes, Traces
@@ -95,7 +96,7 @@ class Tried:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             with self._recording.step() as recorder, self.draws.run(index), eager:
                 self._recorders[index] = recorder
-                return map_tensors(self._call(map_tensors(part, torch.clone)), torch.detach)
+                return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:
             if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
                 raise

@@ -85,6 +85,8 @@ class OutcomeDelivery:
             extra["output"] = map_tensors(outcome.output, lambda tensor: tensor.detach().cpu())
         if outcome.state:
             extra["state"] = map_tensors(outcome.state, lambda tensor: tensor.detach().cpu())
+        if outcome.batch is not None:
+            extra["batch"] = map_tensors(outcome.batch, lambda tensor: tensor.detach().cpu())
         blob = objects.encode(extra or None)
         header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
@@ -123,8 +125,9 @@ class OutcomeDelivery:
         to_device = lambda tensor: tensor.to(self._device)  # noqa: E731
         output = map_tensors(extra.get("output"), to_device)
         state = map_tensors(extra.get("state", []), to_device)
+        batch = map_tensors(extra.get("batch"), to_device)
         loss = values[0].to(_LOSS_DTYPES[dtype]) if dtype >= 0 else None
-        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state, bool(stop))
+        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state, bool(stop), batch)
 
     def _new_header(self) -> Tensor:
         return torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_megatron.mesh.batches import batch_size_of, map_tensors, twice
+from lightning_megatron.mesh.batches import batch_size_of, twice
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.places import Lesson
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
+from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.pieces_tried import Tried
@@ -86,7 +86,7 @@ class Drawing:
         if draws is None or draws.knows(name) or (len(parts) == 1 and self._replicas == 1):
             return
         stages = self._context.stages
-        pieces = [map_tensors(piece, torch.clone) for piece in (parts[0], twice(parts[0]))]
+        pieces = [whole_copy(piece) for piece in (parts[0], twice(parts[0]))]
         tried = Tried(
             call, self._context.recording, Traces(self._context.module, beside=True), _Pieces(pieces, {}), stages
         )

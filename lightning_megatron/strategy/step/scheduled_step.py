@@ -52,6 +52,7 @@ class ScheduledStep:
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
         self._batches = BatchWrites()
+        self._on_copies = self._mesh.layout.pipeline > 1  # the other stages are told what a step writes into its batch
         self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
@@ -94,10 +95,10 @@ class ScheduledStep:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
         self._stages.begin_evaluation()
         repeats = self._stages.repeats
-        attempt = repeats.attempt(name, batch) if repeats is not None else None
+        attempt = repeats.attempt(name) if repeats is not None else None
         outcome = self._evaluate(call, batch, name)
         if attempt is not None and repeats is not None and isinstance(outcome.output, StartOver):
-            batch = attempt.take_back()
+            attempt.take_back()
             repeats.note(name)
             outcome = self._evaluate(call, batch, name)
         return outcome
@@ -139,17 +140,18 @@ class ScheduledStep:
             else:
                 schedule = self._context.schedule(len(parts), forward_only=not training)
                 chunks = schedule.chunks if passes is None else 1
-                recorded = Recorded(
-                    call, recorder, parts, cut, self._writes, chunks, self._batches if passes is None else None
-                )
+                batches = self._batches if self._on_copies or chunks > 1 or len(parts) > 1 else None
+                recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches)
                 step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
+            self._batches.begin(batch)
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
                 executor.run(step) if passes is None else passes(step, self._writes.undone)
-            self._batches.finish()
             if repeats is not None and not training:
                 self._context.experts.end()
-            return self._stages.outcome(partial(self._merge, step, parts, recorder, cut), name)
+            outcome = self._stages.outcome(partial(self._merge, step, batch, parts, recorder, cut), name)
+            self._batches.apply(batch, outcome.batch)
+            return outcome
 
     def _step_around(
         self,
@@ -177,7 +179,7 @@ class ScheduledStep:
         whole = WholeBatch(batch, calls.before, calls.behind)
         return PipelineStep(schedule, calls.layers, cut.layers, name, scales, self._gradients.sink, whole=whole)
 
-    def _merge(self, step: PipelineStep, parts: list[Any], recorder: LogRecorder, cut: Cut) -> Outcome:
+    def _merge(self, step: PipelineStep, batch: Any, parts: list[Any], recorder: LogRecorder, cut: Cut) -> Outcome:
         """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""
         weights = cut.weights
         outputs = [step.outputs.get(index) for index in range(len(parts))]  # none, where the step is left out
@@ -195,7 +197,8 @@ class ScheduledStep:
         if self._compares:
             self._losses.compare(loss, step.name, self._device)
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
-        outcome = Outcome(logs, loss, output, stop=stops(self._module))
+        written = self._batches.finish(batch, sizes, weights, step.name)
+        outcome = Outcome(logs, loss, output, stop=stops(self._module), batch=written)
         self._mean.start(outcome, trains=step.name == "training_step")
         self._mean.finish(outcome)
         return outcome

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.strategy.logs.batch_writes import BatchChanges
 from lightning_megatron.strategy.logs.step_logs import StepLogs, combine
 
 
@@ -33,6 +34,7 @@ class Outcome:
         output: what the step returned, merged for the whole batch; a training step's loss aside.
         state: changes to the module's plain attributes.
         stop: whether the step has asked the Trainer to stop, on any replica.
+        batch: what the step has left in its batch; ``None`` if nothing.
     """
 
     logs: StepLogs
@@ -40,6 +42,7 @@ class Outcome:
     output: Any = None
     state: list[Any] = field(default_factory=list)
     stop: bool = False
+    batch: BatchChanges | None = None
 
     def training_output(self) -> Any:
         """What ``training_step`` returned, for the whole batch: the loss, or a dict with it."""
