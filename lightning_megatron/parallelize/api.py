@@ -123,15 +123,19 @@ def _decide(
     sequence_parallel: bool,
     example: Any,
     whole: Collection[str] = (),
+    unlike: Collection[str] = (),
 ) -> tuple[Blueprint, SequencePlan | None]:
     """All decisions about a module, which does not change. Compiled parts run uncompiled in the trials."""
     if not isinstance(plan, (str, Mapping)):
         raise ValueError(f"`plan` must be 'auto' or a dict of patterns and styles, not {plan!r}.")
     with torch.compiler.set_stance("force_eager"):
-        study = study_of(module, plan)
+        study = study_of(module, plan, unlike)
         apart = Parts(whole)
         kept = [name for name, _ in study.module.named_modules() if study.originals(name)[0] in apart] if whole else ()
         blueprint = draw_up(study.module, size, plan, example, kept)
+        across = next(filter(None, (study.list_across(region.members) for region in blueprint.regions)), None)
+        if across is not None:  # layers that are split by turns
+            return _decide(module, size, plan, sequence_parallel, example, whole, (*unlike, across))
         sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
         carried = None if sequence is None else sequence.carried_over(study, module)
         return carried_over(blueprint, study, module), carried

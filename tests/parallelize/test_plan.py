@@ -37,6 +37,28 @@ def test_module_without_weights_gets_the_plan_of_the_same_module_with_weights(na
     assert all(torch.equal(before[key], after[key]) for key in before) and not hasattr(real, "_sharding")
 
 
+class Chain(nn.Module):
+    """Layers of one kind, of which two are split as a pair; an odd one is left."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        with torch.device(device):
+            self.embed = nn.Embedding(VOCABULARY, 16)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_layers_without_weights_that_are_split_by_turns_do_not_stand_for_each_other():
+    on_meta, on_cpu = explain(Chain("meta"), 2), explain(Chain("cpu"), 2)
+    assert on_meta.parameters == on_cpu.parameters
+    assert not on_cpu.parameters["layers.0.weight"].replicated
+
+
 def test_strategy_explains_the_plan_of_a_module_before_any_process_starts():
     strategy = MegatronStrategy(tensor_parallel_size=2)
     assert strategy.explain(hugging_face("gpt2")) == explain(hugging_face("gpt2"), 2).explain()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +146,19 @@ class Wide(TokenTask):
 
     Args:
         in_hook: build them in ``configure_model``; else they are there.
+        layers: how many.
     """
 
-    def __init__(self, in_hook: bool) -> None:
+    def __init__(self, in_hook: bool, layers: int = 32) -> None:
         super().__init__()
+        self.count = layers
         self.embed, self.layers = nn.Embedding(VOCABULARY, 1024), nn.ModuleList()
         self.head = nn.Linear(1024, VOCABULARY)
         if not in_hook:
             self.fill()
 
     def fill(self) -> None:
-        self.layers.extend(nn.Linear(1024, 1024, bias=False, dtype=torch.float64) for _ in range(32))
+        self.layers.extend(nn.Sequential(_narrow(1024, 512), _narrow(512, 1024)) for _ in range(self.count))
 
     def configure_model(self) -> None:
         if not self.layers:
@@ -174,6 +178,10 @@ class Wide(TokenTask):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def _narrow(into: int, out: int) -> nn.Linear:
+    return nn.Linear(into, out, bias=False, dtype=torch.float64)
+
+
 class Peak(Callback):
     """Notes by how much this process's memory has risen at most, and a sum of its weights, when training starts."""
 
@@ -181,6 +189,8 @@ class Peak(Callback):
         self.before, self.risen, self.last = 0, 0, 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         self.before = _resident("VmHWM")
 
@@ -195,15 +205,20 @@ def _resident(what: str) -> int:
 
 def peak(info: RankInfo, layout: tuple[int, int], in_hook: bool) -> tuple[int, dict[str, Tensor]]:
     """Bytes that a process has needed to start at most, and the whole module's weights (rank 0)."""
+    _start_wide(info, layout, in_hook, layers=4)  # imports what a start needs
+    return _start_wide(info, layout, in_hook, layers=32)
+
+
+def _start_wide(info: RankInfo, layout: tuple[int, int], in_hook: bool, layers: int) -> tuple[int, dict[str, Tensor]]:
     torch.manual_seed(1)
     strategy = MegatronStrategy(tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1], micro_batch_size=2)
     noted, start = Peak(), Start()
     trainer = make_trainer(info, strategy, max_steps=1, limit_val_batches=0, callbacks=[noted, start])
     if in_hook:
-        module = Wide(in_hook)
+        module = Wide(in_hook, layers)
     else:
         with trainer.init_module(empty_init=True):
-            module = Wide(in_hook)
+            module = Wide(in_hook, layers)
     trainer.fit(module)
     return noted.risen, {name: value for name, value in start.whole.items() if "31" in name}
 

@@ -10,7 +10,7 @@ repetitions. It has random weights on the CPU, and a mapping from its names to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,11 @@ class Study:
 
         return rename
 
+    def list_across(self, names: Iterable[str]) -> str | None:
+        """The shortened list of which ``names`` lie in several layers, so that one cannot stand for others."""
+        places = [place for name in names if (place := self._place(name)) is not None]
+        return next((place[0] for place in places if any(o[0] == place[0] and o[1] != place[1] for o in places)), None)
+
     def _place(self, name: str) -> tuple[str, int, str] | None:
         """The shortened list that contains ``name``, the index in it, and the rest of the name; else None."""
         for prefix in self.kept:
@@ -69,10 +74,10 @@ class Study:
         return None
 
 
-def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study:
+def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto", whole: Collection[str] = ()) -> Study:
     """The module itself, or a copy with random weights if parameters are on the meta device.
 
-    The lists of the copy are shortened, unless the plan names layers by number.
+    The lists of the copy are shortened, but for those called ``whole``, and unless the plan names layers by number.
     """
     if not any(parameter.is_meta for parameter in module.parameters()):
         return Study(module, {})
@@ -81,7 +86,7 @@ def study_of(module: nn.Module, plan: str | Mapping[str, str] = "auto") -> Study
     numbered = not isinstance(plan, str) and any(part.isdigit() for p in plan for part in p.split("."))
     for name, part in [] if numbered else list(stand_in.named_modules()):
         nested = name in Parts(kept)
-        if isinstance(part, nn.ModuleList) and len(part) > 2 and not nested:
+        if isinstance(part, nn.ModuleList) and len(part) > 2 and not nested and name not in whole:
             kept[name] = _shorten(part)
     _materialise(stand_in)
     return Study(stand_in, kept)
