@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.exchange.taking_part import Calls
-from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts, try_blocks
+from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts, cut_blocks, try_blocks
+from lightning_megatron.experts.kinds.inner_cut import InnerCut, with_block
 from lightning_megatron.experts.kinds.listed import ListedExperts, lead_list, listed_experts, routes
-from lightning_megatron.experts.kinds.probe import draws, mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.kinds.probe import cut_one, cut_stacked, draws, mixes_samples, try_listed, try_stacked
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import lead
 from lightning_megatron.experts.routers import ABOVE
@@ -25,6 +28,8 @@ from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.parallelize.reading.copy import copy_of
+
+_Verdict = TypeVar("_Verdict")
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,26 @@ class ExpertSplit:
     Args:
         module: whole, the same on every rank except for the values of its parameters.
         size: over how many ranks.
+        parts: over how many further ones each expert is cut.
         per_replica: whether what a module makes of a whole batch is meant to be that of each replica.
 
     Attributes:
         report: what was found.
 
     Raises:
-        ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks.
+        ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks; or they
+            cannot be cut.
     """
 
-    def __init__(self, module: nn.Module, size: int, *, per_replica: bool = False) -> None:
-        self._module, self.report = module, ExpertReport()
-        self._found = _Finder(module, size, self.report, per_replica).found()
+    def __init__(self, module: nn.Module, size: int, parts: int = 1, *, per_replica: bool = False) -> None:
+        self._module, self._parts, self.report = module, parts, ExpertReport()
+        self._found = _Finder(module, size, parts, self.report, per_replica).found()
         for mixture in self._found:
             if mixture.count % size:
                 raise ValueError(_indivisible(mixture.name, mixture.count, size))
             self.report.split[mixture.name] = mixture.count
         if not self._found:
-            raise ValueError(_none_found(module, self.report, size))
+            raise ValueError(_none_found(module, self.report, size, parts))
 
     def cut(self, groups: ExpertGroups, *, on_shards: Collection[str] = ()) -> ExpertReport:
         """Leave each rank its own, in place. Collective over the ranks of a stage.
@@ -102,7 +109,8 @@ class ExpertSplit:
             parameters = self._module.get_submodule(mixture.name).named_parameters(mixture.name)
             sees_some = any(name in on_shards for name, _ in parameters)
             folding = Folding(None if sees_some else groups.tensor)
-            mixture.cut(Owners(mixture.count, groups.group, calls, mixture.name, folding), self.report.table)
+            owners = Owners(mixture.count, groups.group, calls, mixture.name, folding, self._parts)
+            mixture.cut(owners, self.report.table)
         return self.report
 
 
@@ -112,13 +120,15 @@ class _Finder:
     Args:
         module: whole.
         size: over how many ranks they are to be shared out.
+        parts: over how many further ones each expert is to be cut.
         report: told what looks like experts, but is none.
         per_replica: see :class:`ExpertSplit`.
     """
 
-    def __init__(self, module: nn.Module, size: int, report: ExpertReport, per_replica: bool) -> None:
+    def __init__(self, module: nn.Module, size: int, parts: int, report: ExpertReport, per_replica: bool) -> None:
         self._module, self._size, self._report, self._per_replica = module, size, report, per_replica
-        self._tried: dict[object, tuple[str, tuple[int, int]]] = {}
+        self._parts = parts
+        self._tried: dict[object, Any] = {}
         self._names: dict[int, list[str]] = {}
         for name, child in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(child), []).append(name)
@@ -147,7 +157,9 @@ class _Finder:
         if why:
             self._report.whole[name] = why
             return None
-        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table))
+        cutting = cut_blocks if blocked_experts(experts) else cut_stacked
+        inner = self._inner(name, experts, lambda copied: cutting(copied, count, self._parts))
+        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table, inner))
 
     def _listed(self, name: str, experts: nn.Module) -> Found | None:
         count = listed_experts(experts)
@@ -171,17 +183,30 @@ class _Finder:
             self._report.whole[name] = why
             return None
         self._refuse_mixing(above, router)
+        first = next(experts.children())
+        inner = self._inner(name, first, lambda copied: cut_one(copied, widths[0], self._parts))
 
         def cut(owners: Owners, table: ShardTable) -> None:
+            own = None if inner is None else inner.at(owners.part)
             for number, expert in enumerate(experts.children()):
-                _cut_one(expert, self._names[id(expert)][0], number, owners, table)
-            lead_list(router, ListedExperts(above, path, widths, owners))
+                _cut_one(expert, self._names[id(expert)][0], number, owners, table, own)
+            lead_list(router, ListedExperts(above, path, widths, owners, own))
 
         return Found(name, count, cut)
 
-    def _try(
-        self, module: nn.Module, path: str, trial: Callable[[nn.Module], tuple[str, tuple[int, int]]]
-    ) -> tuple[str, tuple[int, int]]:
+    def _inner(self, name: str, experts: nn.Module, trial: Callable[[nn.Module], InnerCut | str]) -> InnerCut | None:
+        """How experts are cut; ``None`` if they are not to be."""
+        if self._parts == 1:
+            return None
+        found = self._try(experts, " inner", trial)
+        if isinstance(found, str):
+            raise ValueError(
+                f"the experts of `{name}` cannot be cut over `expert_tensor_parallel_size={self._parts}`: {found}; use "
+                "`expert_tensor_parallel_size=1`."
+            )
+        return found
+
+    def _try(self, module: nn.Module, path: str, trial: Callable[[nn.Module], _Verdict]) -> _Verdict:
         """The verdict of a trial, the same for modules that are alike."""
         settings = tuple(
             sorted((n, str(v)) for n, v in vars(module).items() if isinstance(v, int | float | str | bool))
@@ -191,7 +216,7 @@ class _Finder:
             copied = copy_of(module)
             meta = any(parameter.is_meta for parameter in module.parameters())
             self._tried[key] = trial(copied.to_empty(device="cpu") if meta else copied.cpu())
-        return self._tried[key]
+        return cast(_Verdict, self._tried[key])
 
     def _refuse_mixing(self, name: str, module: nn.Module) -> None:
         if isinstance(module, MoE):  # whose capacity is that of all replicas, and whose noise is drawn beside experts
@@ -233,24 +258,35 @@ def _not_apart(router: nn.Module, experts: nn.Module) -> str:
     return ""
 
 
-def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable) -> None:
-    block = (owners.first, owners.first + owners.local)
+def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable, inner: InnerCut | None) -> None:
+    here = None if inner is None else inner.at(owners.part)
+
+    def spec(leaf: str, shape: torch.Size) -> ShardSpec:
+        if here is None:
+            return ShardSpec.along(shape, 0, [(owners.first, owners.first + owners.local)])
+        return with_block(here.spec(leaf, (owners.local, *shape[1:])), shape[0], owners.first)
+
     own = {
-        leaf: ParameterSharding(ShardSpec.along(parameter.shape, 0, [block]), of_experts=True)
+        leaf: ParameterSharding(spec(leaf, parameter.shape), of_experts=True)
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     }
+    is_blocked = bool(blocked_experts(module))
     _apply(module, name, own, owners, table)
-    lead(module, (BlockedExperts if blocked_experts(module) else StackedExperts)(name, owners))
+    lead(module, (BlockedExperts if is_blocked else StackedExperts)(name, owners, here))
 
 
-def _cut_one(expert: nn.Module, name: str, number: int, owners: Owners, table: ShardTable) -> None:
-    """Keep one expert of a list whole on the rank that holds it, and nothing of it on the others."""
+def _cut_one(
+    expert: nn.Module, name: str, number: int, owners: Owners, table: ShardTable, inner: InnerCut | None
+) -> None:
+    """Keep one expert of a list, or a part of it, on the rank that holds it, and nothing of it on the others."""
     is_here = owners.first <= number < owners.first + owners.local
     own = {}
     for leaf, parameter in expert.named_parameters():
         nothing = ShardSpec(tuple(parameter.shape), (0, *parameter.shape[1:]), ())
-        own[leaf] = ParameterSharding(ShardSpec.whole(parameter.shape) if is_here else nothing, of_experts=True)
+        shape = tuple(parameter.shape)
+        here = ShardSpec.whole(shape) if inner is None else inner.spec(leaf, shape)
+        own[leaf] = ParameterSharding(here if is_here else nothing, of_experts=True)
     _apply(expert, name, own, owners, table)
 
 
@@ -274,14 +310,15 @@ def _indivisible(name: str, count: int, size: int) -> str:
     )
 
 
-def _none_found(module: nn.Module, report: ExpertReport, size: int) -> str:
+def _none_found(module: nn.Module, report: ExpertReport, size: int, parts: int) -> str:
     seen = "".join(f" `{name}` looks like experts, but {why}." for name, why in report.whole.items())
     if not seen:
         named = ((name, type(child).__name__) for name, child in module.named_modules())
         called = next((each for each in named if "expert" in each[1].lower()), None)
         seen = f" `{called[0]}` is called {called[1]}, but is none of those that can be." if called else ""
+    name, value = ("expert_parallel_size", size) if size > 1 else ("expert_tensor_parallel_size", parts)
     return (
-        f"`expert_parallel_size={size}` shares out experts, but none were found that can be.{seen} Experts are modules "
+        f"`{name}={value}` shares out experts, but none were found that can be.{seen} Experts are modules "
         "with parameters `[experts, ...]` and a `forward(hidden, index, weights)`, or a list of modules that are "
-        "alike, called by one that has a router beside them; use `expert_parallel_size=1`."
+        f"alike, called by one that has a router beside them; use `{name}=1`."
     )

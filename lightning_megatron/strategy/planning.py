@@ -148,7 +148,7 @@ def _goes_together(options: Options, module: pl.LightningModule, name: str) -> b
         if trainer is None:
             return True
         if name == "expert_parallel_size":
-            check_expert_run(2, trainer, module)
+            check_expert_run(2, 1, trainer, module)
         elif name == "context_parallel_size":
             check_context_run(2, str(trainer.precision), module)
         elif name == "weight_sharding":

@@ -105,7 +105,7 @@ class Run:
         if earlier is not None:
             self.saving.optimizer_names = earlier.saving.optimizer_names
         mesh, gradients = processes.mesh, self.engine.model_gradients
-        self._experts = mesh.expert_groups(options.expert_parallel_size)
+        self._experts = mesh.expert_groups(options.expert_ranks)
         self._replicas, self._everyone = _NOTHING, _NOTHING  # whom torch's calls without a group mean
         if mesh.layout.data < mesh.layout.world_size and not self.engine.splits_itself:
             self._replicas = default_group(mesh.group("data_parallel"))
@@ -133,7 +133,7 @@ class Run:
         if not self._fits:
             begin_averages(trainer, self.saving.weights, processes.device, fits=False)
         self._clipping: HandClipping | None = None
-        several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_parallel_size > 1
+        several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
         if several and not self.engine.splits_itself:
             stage = Stage.of(self.module)
             self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, self._whole_hooks)
@@ -358,8 +358,8 @@ def start_run(
         MisconfigurationException: a module or callback that this strategy cannot train with.
         ValueError: the module cannot be divided so; the message says what to change.
     """
-    check_expert_ranks(options.expert_parallel_size, processes.mesh.layout)
-    check_expert_run(options.expert_parallel_size, trainer, module)
+    check_expert_ranks(*options.expert_sizes, processes.mesh.layout)
+    check_expert_run(*options.expert_sizes, trainer, module)
     check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
     check_streamed_weights(options.weight_streaming, trainer, module)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
@@ -370,7 +370,7 @@ def start_run(
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
         lightning_state.insert_failure_callback(trainer, processes.report)
-        insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_parallel_size > 1)
+        insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_ranks > 1)
     if options.profiles_layers:
         insert_profile(trainer)
     insert_expert_callbacks(trainer, load=options.log_expert_load, bias=options.expert_balance == "bias")

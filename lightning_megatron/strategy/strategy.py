@@ -81,6 +81,7 @@ class MegatronStrategy(ParallelStrategy):
         weight_sharding: given.WeightSharding = False, optimizer_sharding: given.OptimizerSharding = True,
         accelerator: Any = None, log_gradient_norm: bool = False, pipeline_layers: str = "auto",
         expert_parallel_size: int = 1, nonfinite: given.NonFinite = None, pipeline_split: str | Sequence[int] = "auto",
+        expert_tensor_parallel_size: int = 1,
         process_group_backend: str | None = None, gradient_reduce_dtype: torch.dtype | None = None,
         overlap_parameter_gather: bool = False, bucket_size_mb: float = 25.0, checkpoint_io: CheckpointIO | None = None,
         context_parallel_options: Mapping[str, Any] | None = None, sequence_parallel: bool = False,

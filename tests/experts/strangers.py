@@ -42,6 +42,25 @@ class Loop(nn.Module):
         return out.view_as(x)
 
 
+class Normed(Loop):
+    """Has experts with a norm inside, which looks at all of their inner width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.insert(1, nn.LayerNorm(2 * WIDTH))
+
+
+class Odd(Loop):
+    """Has experts that are 15 wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, 15), nn.GELU(), nn.Linear(15, WIDTH)) for _ in range(EXPERTS)]
+        )
+
+
 class Starved(Loop):
     """Sends no token to the last experts."""
 
@@ -430,6 +449,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     **EXACT,
     **REFUSED,
     **PER_BATCH,
+    "normed": Normed,
+    "odd": Odd,
     "selected": Selected,
     "pushed": Pushed,
     "drop_in": lambda: MoE(WIDTH, 8, EXPERTS, shared=16),

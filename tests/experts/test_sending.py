@@ -25,17 +25,18 @@ def test_rows_come_back_computed_in_their_order(mesh):
     owners = sending.Owners(4, group)
     rows = torch.arange(TOKENS * CHOICES * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
     expert = torch.arange(len(rows)) % 4  # all are equally liked
-    plain = sending.raw_all_to_all_rows
+    plain = sending.start_all_to_all_rows
 
     def counting(x, outgoing, incoming, group):
         moved.append((sum(outgoing) - outgoing[group.rank()]) * x.shape[1])
         return plain(x, outgoing, incoming, group)
 
-    def compute(arrived, local, called):
-        assert called.tolist() == [False, False]
+    def compute(arrived, local, told):
+        assert told.called == [False, False]
+        assert sum(told.of_experts) == len(arrived) == sum(told.incoming)
         return arrived * (owners.first + local + 1).unsqueeze(1)
 
-    with mock.patch.object(sending, "raw_all_to_all_rows", counting):
+    with mock.patch.object(sending, "start_all_to_all_rows", counting):
         found = owners.send(rows, expert, compute)
         found.sum().backward()
     torch.testing.assert_close(found, rows * (expert + 1).unsqueeze(1))
@@ -83,3 +84,68 @@ def test_a_step_sends_as_many_numbers_as_documented(listed, devices, options):
         expected += expected // 2
     for outcome in run_trainers(sent, listed, options, devices=devices):
         assert outcome.value == expected
+
+
+class _Waits:
+    """Notes what is asked of the device, and what happens in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: list[str] = []
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero"):
+            monkeypatch.setattr(torch.Tensor, name, self._noting(name, getattr(torch.Tensor, name)))
+
+    def _noting(self, name: str, own: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.reads.append(name)
+            return own(tensor, *args, **kwargs)
+
+        return read
+
+
+@run_ranks(data=RANKS)
+def test_the_host_waits_for_the_device_once_per_exchange(mesh):
+    owners, patch = sending.Owners(4, mesh["data_parallel"].get_group(), parts=1), pytest.MonkeyPatch()
+    rows = torch.randn(6, WIDTH, requires_grad=True)
+    expert, weight = torch.tensor([3, 1, 0, 4, 2, 2]), torch.ones(2, requires_grad=True)
+    with patch.context() as patched:
+        waits = _Waits(patched)
+        found = owners.send(rows, expert, lambda arrived, local, _: arrived * weight[local, None])
+        assert waits.reads == ["tolist"]
+        found.sum().backward()
+        assert waits.reads == ["tolist"]
+    torch.testing.assert_close(found[3], torch.zeros(WIDTH))  # a number beyond the last expert means none
+
+
+@run_ranks(data=RANKS)
+def test_what_runs_meanwhile_runs_while_rows_are_on_their_way_and_back(mesh):
+    owners, order = sending.Owners(2, mesh["data_parallel"].get_group()), []
+    plain = sending._Message.start, sending._Message.wait
+
+    def start(message, rows, *, back=False):
+        order.append("starts back" if back else "starts")
+        return plain[0](message, rows, back=back)
+
+    def wait(message):
+        order.append("waits")
+        return plain[1](message)
+
+    class Shared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            order.append("meanwhile")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append("its backward")
+            return grad * 2
+
+    rows, given = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH, requires_grad=True)
+    made: list[torch.Tensor] = []
+    with mock.patch.object(sending._Message, "start", start), mock.patch.object(sending._Message, "wait", wait):
+        meanwhile = lambda: made.append(Shared.apply(given))  # noqa: E731
+        found = owners.send(rows, torch.arange(4) % 2, lambda arrived, *_: arrived * 3, meanwhile=meanwhile)
+        (found + made[0]).sum().backward()
+    forward = ["starts", "meanwhile", "waits", "starts", "waits"]
+    assert order == [*forward, "starts back", "waits", "starts back", "its backward", "waits"]
+    torch.testing.assert_close(rows.grad, torch.full_like(rows, 3.0))

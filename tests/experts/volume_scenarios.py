@@ -56,7 +56,7 @@ class Counter(Callback):
     """Counts the numbers that a rank sends to others in its third step."""
 
     def __init__(self) -> None:
-        self.sent, self._plain, self._counts = 0, sending.raw_all_to_all_rows, False
+        self.sent, self._plain, self._counts = 0, sending.start_all_to_all_rows, False
 
     def counting(self, x: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
         """In the place of the function that sends rows."""
@@ -78,6 +78,6 @@ def sent(info: RankInfo, listed: bool, options: dict[str, Any]) -> int:
     runner = make_trainer(
         info, MegatronStrategy(**options), max_steps=3, callbacks=[counter], limit_val_batches=0, num_sanity_val_steps=0
     )
-    with mock.patch.object(sending, "raw_all_to_all_rows", counter.counting):
+    with mock.patch.object(sending, "start_all_to_all_rows", counter.counting):
         runner.fit(module, datamodule=Data())
     return counter.sent

@@ -9,6 +9,10 @@ blocks. Two ranks, four experts::
 What comes back lies in the order of the rows that were sent. The weights of the router stay at the sender, and with
 them the router's gradient. Nothing is dropped, and no rank waits for tokens that it does not get: one without rows
 takes part with none, in the forward and in the backward.
+
+Several ranks may hold a part of each expert. A row goes to all of them, and what comes back is added up::
+
+    two parts    ranks 0 1 hold experts 0 1, ranks 2 3 experts 2 3; a row for expert 2 goes to ranks 2 and 3
 """
 
 from __future__ import annotations
@@ -23,12 +27,13 @@ from torch import Tensor
 
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.taking_part import Calls, Told
-from lightning_megatron.mesh.messages.passed_on import raw_all_to_all_rows
+from lightning_megatron.mesh.messages.collectives import Started, wait_for
+from lightning_megatron.mesh.messages.passed_on import start_all_to_all_rows
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Gives a rank's experts' output for rows from all ranks, ``[m, width], [m], [experts here] -> [m, other width]``.
+Compute = Callable[[Tensor, Tensor, Told], Tensor]
+"""Gives a rank's experts' output for rows from all ranks, ``[m, width], [m] -> [m, other width]``.
 
-The second are the local numbers of the rows' experts, the third tells which experts any rank has called. m may be 0.
+The second are the local numbers of the rows' experts, the third what the ranks have told. m may be 0.
 """
 
 
@@ -41,11 +46,13 @@ class Owners:
         calls: of all mixtures of a module; ``None`` for one that is alone.
         name: of the experts, for messages.
         folding: shares out rows among ranks that all have them; by default every rank has rows of its own.
+        parts: how many ranks, neighbours, hold a part of each of the same experts.
 
     Attributes:
         folding: the same.
-        local: how many experts a rank holds.
+        local: how many experts a rank holds, or parts of them.
         first: number of the first one on this rank.
+        part: which part of its experts this rank holds.
     """
 
     def __init__(
@@ -55,11 +62,12 @@ class Owners:
         calls: Calls | None = None,
         name: str = "",
         folding: Folding | None = None,
+        parts: int = 1,
     ) -> None:
-        self.folding = folding or Folding()
+        self.folding, self._parts = folding or Folding(), parts
         self.experts, self.group, self._calls = experts, group, calls or Calls(group)
-        self.local = experts // group.size()
-        self.first = group.rank() * self.local
+        self.local = experts * parts // group.size()
+        self.first, self.part = group.rank() // parts * self.local, group.rank() % parts
         self._number, self._is_copy = self._calls.add(name, self.local), False
         self._latest: tuple[Tensor, Compute]
 
@@ -69,41 +77,91 @@ class Owners:
         copied._is_copy = True
         return copied
 
-    def send(self, rows: Tensor, expert: Tensor, compute: Compute, called: Collection[int] = ()) -> Tensor:
+    def send(
+        self,
+        rows: Tensor,
+        expert: Tensor,
+        compute: Compute,
+        called: Collection[int] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """What the experts of all ranks make of this rank's rows; collective over the group, in the backward too.
 
         Args:
             rows: [n, width], where n may differ between ranks and be 0.
-            expert: [n], the number of each row's expert.
+            expert: [n], the number of each row's expert; ``experts`` and above for none.
             compute: gives this rank's experts' output; see :data:`Compute`. It is kept, for calls of others.
             called: numbers of experts that are called, whether there are rows for them or not.
+            meanwhile: is called while rows are on their way, and so is its backward.
 
         Returns:
-            [n, other width], in the order of ``rows``.
+            [n, other width], in the order of ``rows``; zeros for those without an expert.
         """
         if self._is_copy:
             self._number, self._is_copy = self._calls.add_copy(self._number), False
+        if self._parts > 1:
+            sent = self._to_all_parts(rows, expert)
+            found = self._send(*sent, compute, called, meanwhile)
+            return found.unflatten(0, (self._parts, len(rows))).sum(0)
+        return self._send(rows, expert, compute, called, meanwhile)
+
+    def _to_all_parts(self, rows: Tensor, expert: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows for each part of their experts, ``[n, width], [n] -> [parts · n, width], [parts · n]``.
+
+        Experts are counted by ranks then: with 2 of them on each of 4 ranks in 2 parts, parts of expert 3 are 5 and 7.
+        """
+        blocks, inside = expert // self.local, expert % self.local
+        parts = torch.arange(self._parts, device=expert.device).unsqueeze(1)
+        return rows.repeat(self._parts, 1), ((blocks * self._parts + parts) * self.local + inside).flatten()
+
+    def _send(
+        self,
+        rows: Tensor,
+        expert: Tensor,
+        compute: Compute,
+        called: Collection[int],
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
         order = torch.argsort(expert, stable=True)
-        counts = torch.bincount(expert, minlength=self.experts).view(-1, self.local)  # [ranks, experts of a rank]
-        asked = torch.zeros(self.experts, dtype=counts.dtype)
-        asked[list(called)] = 1
-        told = self._calls.call(self._number, counts, asked.to(counts.device).view(-1, self.local), self)
+        counts = _counts(expert, self.local * self.group.size()).view(-1, self.local)  # [ranks, experts of a rank]
+        asked = torch.zeros(self.experts // self.local, 1, self.local, dtype=counts.dtype)
+        asked.view(-1)[list(called)] = 1
+        asked = asked.expand(-1, self._parts, -1).reshape(-1, self.local)
+        told = self._calls.call(self._number, counts, asked.to(counts.device), self)
         self._latest = rows.detach()[:0].clone(), compute
-        back = self._exchange(rows[order], told, counts.sum(1).tolist(), compute)
-        return back.new_empty(back.shape).index_copy(0, order, back)
+        sent = order[: sum(told.outgoing)]
+        back = self._exchange(rows[sent], told, compute, meanwhile)
+        return back.new_zeros(len(rows), *back.shape[1:]).index_copy(0, sent, back)
 
     def answer(self, told: Told) -> None:
         """Take part in a call of the others without rows."""
         rows, compute = self._latest
-        self._exchange(rows, told, [0] * self.group.size(), compute)
+        self._exchange(rows, told, compute)
 
-    def _exchange(self, rows: Tensor, told: Told, outgoing: list[int], compute: Compute) -> Tensor:
+    def _exchange(
+        self, rows: Tensor, told: Told, compute: Compute, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """Send rows, sorted by their experts, to them and back."""
-        arriving = told.rows[:, : self.local]
+        arriving = told.rows[:, : self.local].reshape(-1)
         numbers = torch.arange(self.local, device=rows.device).repeat(self.group.size())
-        arrived = _Sent.apply(rows, _anchor(rows), outgoing, told.incoming, self.group)
-        found = compute(arrived, numbers.repeat_interleave(arriving.reshape(-1)), told.called[: self.local])
-        return _Sent.apply(found, _anchor(rows), told.incoming, outgoing, self.group)  # type: ignore[no-any-return]
+        message = _Message(told.outgoing, told.incoming, self.group)
+        started = _Started.apply(rows, _anchor(rows), message)
+        if meanwhile is not None:
+            meanwhile()
+        arrived = _Arrived.apply(started, message)
+        found = compute(arrived, numbers.repeat_interleave(arriving, output_size=sum(told.incoming)), told)
+        back = _Message(told.incoming, told.outgoing, self.group)
+        return _Arrived.apply(_Started.apply(found, _anchor(rows), back), back)  # type: ignore[no-any-return]
+
+
+def _counts(expert: Tensor, slots: int) -> Tensor:
+    """How often each number below ``slots`` is in ``expert``, [slots]."""
+    if expert.is_cuda:  # where `bincount` asks the device for the largest one
+        within = expert.clamp(max=slots)
+        return torch.zeros(slots + 1, dtype=torch.long, device=expert.device).scatter_add_(
+            0, within, torch.ones_like(within)
+        )[:slots]
+    return torch.bincount(expert, minlength=slots)[:slots]
 
 
 def _anchor(rows: Tensor) -> Tensor:
@@ -111,18 +169,60 @@ def _anchor(rows: Tensor) -> Tensor:
     return torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
 
 
-class _Sent(torch.autograd.Function):
-    """Rows sent to the ranks of a group; their gradients are sent back."""
+class _Message:
+    """Rows under way between the ranks of a group, forward or back.
+
+    Args:
+        outgoing: rows to each rank.
+        incoming: rows from each rank.
+        group: the ranks.
+    """
+
+    def __init__(self, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup) -> None:
+        self._outgoing, self._incoming, self._group = outgoing, incoming, group
+        self._under_way: list[tuple[Tensor, Tensor, Started]] = []
+
+    def start(self, rows: Tensor, *, back: bool = False) -> None:
+        """Send rows; ``back`` for gradients of those that came."""
+        sizes = (self._incoming, self._outgoing) if back else (self._outgoing, self._incoming)
+        self._under_way.append((rows, *start_all_to_all_rows(rows, *sizes, self._group)))
+
+    def wait(self) -> Tensor:
+        """The rows that have come."""
+        rows, arrived, work = self._under_way.pop()
+        wait_for(work, "all_to_all", rows, self._group)
+        return arrived
+
+
+class _Started(torch.autograd.Function):
+    """Sends rows to the ranks of a group, for which :class:`_Arrived` waits; the other way round in the backward.
+
+    Between the two, rows stand for what will come. What runs there in the forward runs there in the backward too:
+    autograd takes the latest first.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.message = outgoing, incoming, group
-        return raw_all_to_all_rows(rows, outgoing, incoming, group)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        message.start(rows)
+        return rows.view_as(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        outgoing, incoming, group = ctx.message
-        return raw_all_to_all_rows(grad, incoming, outgoing, group), None, None, None, None
+        return ctx.message.wait(), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows that have come; see :class:`_Started`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, message: _Message) -> Tensor:
+        ctx.message, ctx.shape = message, rows.shape
+        return message.wait()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.message.start(grad.contiguous(), back=True)
+        return grad.new_empty(()).expand(ctx.shape), None

@@ -40,13 +40,17 @@ class Told:
 
     Attributes:
         rows: how many rows each rank sends for each expert here, [ranks, experts here].
-        called: whether a rank has called an expert here, rows or not, [experts here].
+        of_experts: how many rows there are for each expert here.
+        called: whether a rank has called an expert here, rows or not.
         incoming: how many rows each rank sends.
+        outgoing: how many rows go to each rank.
     """
 
     rows: Tensor
-    called: Tensor
+    of_experts: list[int]
+    called: list[bool]
     incoming: list[int]
+    outgoing: list[int]
 
 
 class Answers(Protocol):
@@ -101,9 +105,7 @@ class Calls:
             RuntimeError: not all ranks are at the same call; on each of them.
         """
         self._answers[number] = mixture
-        arrived, heard = self._tell(CALLING + number, rows.device, rows, called)
-        local = rows.shape[1]
-        return Told(arrived[:, :local], arrived[:, self._widest : self._widest + local].any(0), heard)
+        return self._told(*self._tell(CALLING + number, rows.device, rows, called), rows.shape[1])
 
     def end(self, device: torch.device, *, paused: bool = False) -> None:
         """Compute experts for the others until they are through too; collective over the group.
@@ -118,25 +120,39 @@ class Calls:
         while self._names:
             nothing = torch.zeros(self.group.size(), self._widest, dtype=torch.long, device=device)
             arrived, heard = self._tell(PAUSED if paused else DONE, device, nothing, nothing)
-            number = int(arrived[:, -2].max()) - CALLING
+            states = [row[-2] for row in heard[:-1]]
+            number = max(states) - CALLING
             if number < 0:
-                if paused or not bool(arrived[:, -2].any()):
+                if paused or not any(states):
                     return
                 continue
             if number not in self._answers:
                 raise RuntimeError(f"another replica calls `{self._name(number)}`, which this one has never called.")
             with torch.no_grad():
-                self._answers[number].answer(Told(arrived, arrived[:, self._widest : -2].any(0), heard))
+                self._answers[number].answer(self._told(arrived, heard, self._widest))
 
-    def _tell(self, state: int, device: torch.device, rows: Tensor, called: Tensor) -> tuple[Tensor, list[int]]:
+    def _told(self, arrived: Tensor, heard: list[list[int]], local: int) -> Told:
+        """What ranks have said to one that holds ``local`` experts of the mixture that is called."""
+        said = heard[:-1]
+        of_experts = [sum(row[expert] for row in said) for expert in range(local)]
+        called = [any(row[self._widest + expert] for row in said) for expert in range(local)]
+        return Told(arrived[:, :local], of_experts, called, [sum(row[: self._widest]) for row in said], heard[-1])
+
+    def _tell(self, state: int, device: torch.device, rows: Tensor, called: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """What each rank tells this one, on the device and here; the last of the latter is what goes to each rank.
+
+        It is the only time that the host waits for the device: sizes of messages have to be known there.
+        """
         told = torch.zeros(self.group.size(), 2 * self._widest + 2, dtype=torch.long, device=device)
         told[:, : rows.shape[1]] = rows
         told[:, self._widest : self._widest + called.shape[1]] = called
         told[:, -2], told[:, -1] = state, int(torch.is_grad_enabled())
         arrived = raw_all_to_all(told, self.group)
-        heard = arrived.tolist()
+        flat = torch.cat((arrived.flatten(), rows.sum(1))).tolist()
+        width, size = told.shape[1], self.group.size()
+        heard = [flat[rank * width : (rank + 1) * width] for rank in range(size)]
         self._check([row[-2] for row in heard], any(row[-1] for row in heard if row[-2] >= CALLING))
-        return arrived, [sum(row[: self._widest]) for row in heard]
+        return arrived, [*heard, flat[size * width :]]
 
     def _check(self, states: list[int], with_gradients: bool) -> None:
         calling = {state for state in states if state >= CALLING}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
 from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
@@ -107,6 +108,29 @@ def try_blocks(module: nn.Module, experts: int, parts: int) -> str:
                 continue
             return _compare(module, own, rows, whole, experts, parts, lead=lead)
     return why
+
+
+def cut_blocks(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
+    """How experts that take a block of rows each can be cut along their inner width, or why they cannot be.
+
+    Args:
+        module: see :func:`try_blocks`, which has found them to be such.
+        experts: how many there are.
+        parts: over how many ranks each of them is to be cut.
+    """
+    generator = torch.Generator().manual_seed(0)
+    fill(module, generator)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    for size in {n: None for p in own for n in p.shape[1:]}:
+        for lead in (False, True):
+            rows = torch.randn(experts * _ROWS, size, generator=generator).to(own[0].dtype)
+            given = rows.view(experts, _ROWS, size) if lead else rows
+            try:
+                module(given)
+            except Exception:
+                continue
+            return find_inner_cut(module, parts, functools.partial(module, given), stacked=True)
+    return "its forward does not take a block of rows for each expert"
 
 
 def _compare(

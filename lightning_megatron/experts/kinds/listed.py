@@ -15,7 +15,7 @@ through the first forward, all others through the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.experts.exchange.rows_here import rows_here, shown_as
 from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.taking_part import Told
+from lightning_megatron.experts.kinds.inner_cut import InnerCut
 from lightning_megatron.experts.kinds.twin import is_elsewhere, lead
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
@@ -77,6 +79,7 @@ class ListedExperts:
         path: of the list of experts in it.
         widths: size of the last dim of what experts take, and of what they give.
         owners: who has which experts.
+        inner: how each of them is cut, where it is.
 
     Attributes:
         sees: told the experts [n] of the rows of each call, if anybody asks.
@@ -85,8 +88,10 @@ class ListedExperts:
     checks = False
     """Whether the second forward's tensors are compared with the first's, and not their shapes only."""
 
-    def __init__(self, name: str, path: str, widths: tuple[int, int], owners: Owners) -> None:
-        self.name, self.path, self._widths, self._owners = name, path, widths, owners
+    def __init__(
+        self, name: str, path: str, widths: tuple[int, int], owners: Owners, inner: InnerCut | None = None
+    ) -> None:
+        self.name, self.path, self._widths, self._owners, self._inner = name, path, widths, owners, inner
         self._noted: Noted | None = None
         self._computes = self._looks = False
         self.sees: Callable[[Tensor], None] | None = None
@@ -134,8 +139,8 @@ class ListedExperts:
         first = self._owners.first
         mine = self.experts(module)[first : first + self._owners.local]
 
-        def compute(arrived: Tensor, local: Tensor, asked: Tensor) -> Tensor:
-            return self.computed(mine, arrived, local, asked.tolist())
+        def compute(arrived: Tensor, local: Tensor, told: Told) -> Tensor:
+            return self.computed(mine, arrived, local, told.of_experts, told.called)
 
         folding = self._owners.folding
         return folding.whole(self._owners.send(folding.own(rows), folding.own(expert), compute, called), len(rows))
@@ -144,18 +149,28 @@ class ListedExperts:
         """The experts of the module, in order."""
         return list(module.get_submodule(self.path).children())
 
-    def computed(self, experts: list[nn.Module], rows: Tensor, expert: Tensor, called: list[bool]) -> Tensor:
-        """What these experts make of rows, ``[n, width], [n] -> [n, other width]``; those not called do not run."""
-        found, places = [], []
+    def computed(
+        self, experts: list[nn.Module], rows: Tensor, expert: Tensor, counts: list[int], called: list[bool]
+    ) -> Tensor:
+        """What these experts make of rows, ``[n, width], [n] -> [n, other width]``; those not called do not run.
+
+        Args:
+            experts: the experts.
+            rows: for them.
+            expert: their numbers, for each row.
+            counts: how many rows each has.
+            called: whether each is called, with rows or without.
+        """
+        found, order = [], expert.argsort(stable=True)
         with self._computing():
-            for number, each in enumerate(experts):
+            for number, part in enumerate(rows[order].split(counts)):
                 if called[number]:
-                    place = (expert == number).nonzero().view(-1)
-                    found.append(each(rows[place]))
-                    places.append(place)
+                    with nullcontext() if self._inner is None else self._inner.runs(experts[number]):
+                        found.append(experts[number](part))
         if not found:
             return rows.sum(1, keepdim=True).expand(len(rows), self._widths[1])  # no rows, but a part of the graph
-        return torch.cat(found)[torch.cat(places).argsort()]
+        made = torch.cat(found)
+        return made.new_empty(made.shape).index_copy(0, order, made)
 
     def _rows(self, noted: Noted, args: Any, kwargs: Any) -> Tensor:
         if noted.given:

@@ -6,6 +6,7 @@ meant for them only, in another order. Outputs and gradients must agree.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
 from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, lead_list
 from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, mixed, with_experts
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
@@ -49,6 +51,44 @@ def try_stacked(module: nn.Module, experts: int, parts: int) -> str:
     return why
 
 
+def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
+    """How stacked experts can be cut along their inner width, or why they cannot be.
+
+    Args:
+        module: see :func:`try_stacked`, which has found them to be such.
+        experts: how many there are.
+        parts: over how many ranks each of them is to be cut.
+    """
+    generator = torch.Generator().manual_seed(0)
+    fill(module, generator)
+    for values in _guesses(module, experts, generator):
+        try:
+            module(*values)
+        except Exception:
+            continue
+        return find_inner_cut(module, parts, functools.partial(module, *values), stacked=True)
+    return "its forward does not run on hidden states, indices of experts and weights"
+
+
+def cut_one(expert: nn.Module, width: int, parts: int) -> InnerCut | str:
+    """How one expert of a list can be cut along its inner width, or why it cannot be.
+
+    Args:
+        expert: a copy, with real parameters on the CPU; it is changed.
+        width: of the rows that it takes.
+        parts: over how many ranks it is to be cut.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+    rows = torch.randn(12, width, generator=generator).to(next(expert.parameters()).dtype)
+    try:
+        return find_inner_cut(expert, parts, lambda: cast(Tensor, expert(rows)), stacked=False)
+    except Exception as error:
+        return f"it does not run on rows by itself ({error})"
+
+
 def _guesses(module: nn.Module, experts: int, generator: torch.Generator) -> Iterator[list[Tensor]]:
     """Arguments to try: hidden states of each size that the parameters have, flat or in sequences, in both orders."""
     sizes = {n: None for p in module._parameters.values() if p is not None for n in p.shape[1:]}
@@ -78,7 +118,7 @@ def _compare(module: nn.Module, experts: int, parts: int, choice: Choice, whole:
         return torch.cat(found)[torch.cat(places).argsort()]
 
     try:
-        split = mixed(choice, experts, send)
+        split = mixed(choice, send)
     except Exception as error:
         return f"its forward does not run on a part of its experts ({error})"
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
@@ -100,7 +140,10 @@ class _Alone(ListedExperts):
     def _send(self, module: nn.Module, rows: Tensor, expert: Tensor, called: list[int]) -> Tensor:
         experts, mixed_up = self.experts(module), torch.arange(len(rows)).flip(0)
         asked = [number in called for number in range(len(experts))]
-        found = [self.computed(experts, rows[part], expert[part], asked) for part in mixed_up.tensor_split(2)]
+        found = []
+        for part in mixed_up.tensor_split(2):
+            counts = expert[part].bincount(minlength=len(experts)).tolist()
+            found.append(self.computed(experts, rows[part], expert[part], counts, asked))
         return torch.cat(found)[mixed_up.argsort()]
 
 

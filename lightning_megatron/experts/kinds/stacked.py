@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.rows_here import rows_here, rows_of, shown_as
 from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.taking_part import Told
+from lightning_megatron.experts.kinds.inner_cut import InnerCut
 from lightning_megatron.experts.kinds.twin import is_elsewhere
+from lightning_megatron.layers import Experts
 from lightning_megatron.mesh.replaced import Replacements
 
 
@@ -121,13 +124,14 @@ class LedExperts:
     Args:
         name: of the module, for messages.
         owners: who has which experts.
+        inner: how each of them is cut, where it is.
 
     Attributes:
         count: how many experts all ranks have.
     """
 
-    def __init__(self, name: str, owners: Owners) -> None:
-        self._name, self._owners, self.count = name, owners, owners.experts
+    def __init__(self, name: str, owners: Owners, inner: InnerCut | None = None) -> None:
+        self._name, self._owners, self.count, self._inner = name, owners, owners.experts, inner
         self._runs = self._answers = False
 
     def _sent(
@@ -148,14 +152,16 @@ class LedExperts:
             made: what the experts of this rank make of rows, by a forward, with numbers among them.
         """
 
-        def compute(arrived: Tensor, local: Tensor, _: Tensor) -> Tensor:
+        def compute(arrived: Tensor, local: Tensor, _: Told) -> Tensor:
             forward = own if self._runs else functools.partial(self._answer, module)
-            with with_experts(module, self._owners.experts, self._owners.local):
+            cut = nullcontext() if self._inner is None else self._inner.runs(module)
+            with with_experts(module, self._owners.experts, self._owners.local), cut:
                 return made(forward, arrived, local)
 
         before, self._runs = self._runs, True
         try:
-            return self._owners.send(rows, expert, compute)
+            beside = module.beside if isinstance(module, Experts) else None
+            return self._owners.send(rows, expert, compute, meanwhile=None if beside is None else beside.start)
         finally:
             self._runs = before
 
@@ -196,9 +202,7 @@ class StackedExperts(LedExperts):
             return computed(forward, lasting, arrived, local)
 
         folding, hidden = self._owners.folding, choice.hidden
-        found = mixed(
-            choice.own(folding), self._owners.experts, lambda rows, ids: self._sent(module, own, rows, ids, made)
-        )
+        found = mixed(choice.own(folding), lambda rows, ids: self._sent(module, own, rows, ids, made))
         return shown_as(given, folding.whole(found, hidden.shape[:-1].numel()).view(*hidden.shape[:-1], -1))
 
 
@@ -218,24 +222,16 @@ def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tens
     return own(*choice.of_rows(one, expert.new_zeros(1))).flatten(0, -2)[:0]  # type: ignore[no-any-return]
 
 
-def mixed(choice: Choice, experts: int, send: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def mixed(choice: Choice, send: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """``Σ_k weights_tk · expert_index_tk(hidden_t)``, shaped as ``hidden``.
 
     Args:
-        choice: the arguments of the call. Indices of ``experts`` and above mean no expert, as in Hugging Face.
-        experts: how many there are.
+        choice: the arguments of the call. Indices beyond the last expert mean none, as in Hugging Face.
         send: gives the experts' output for rows [n, h] and experts [n].
     """
     index, k = choice.index.reshape(-1), choice.index.shape[-1]
     hidden = choice.hidden.reshape(-1, choice.hidden.shape[-1])
-    rows = hidden.repeat_interleave(k, 0)
-    kept = (index < experts).nonzero().view(-1)
-    if len(kept) == len(index):
-        found = send(rows, index)
-    else:
-        sent = send(rows[kept], index[kept])
-        found = sent.new_zeros(len(index), sent.shape[1]).index_copy(0, kept, sent)
-    weighed = found.view(len(hidden), k, -1) * choice.weights.reshape(-1, k, 1)
+    weighed = send(hidden.repeat_interleave(k, 0), index).view(len(hidden), k, -1) * choice.weights.reshape(-1, k, 1)
     return weighed.sum(1).to(choice.hidden.dtype).view(*choice.hidden.shape[:-1], -1)
 
 

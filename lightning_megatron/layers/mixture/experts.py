@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_megatron.layers.mixture.beside import Beside
 
 
 class Experts(nn.Module):
@@ -20,6 +24,7 @@ class Experts(nn.Module):
 
     Attributes:
         num_experts: how many are here.
+        beside: what else runs in the call that is under way.
         up: [experts, hidden, intermediate].
         gate: the same, or ``None``.
         down: [experts, intermediate, hidden].
@@ -30,6 +35,7 @@ class Experts(nn.Module):
         if experts < 2:
             raise ValueError(f"`experts={experts}` must be at least 2; one expert is an MLP.")
         self.num_experts = experts
+        self.beside: Beside | None = None
         self.up = nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.gate = nn.Parameter(torch.empty(experts, hidden, intermediate)) if gated else None
         self.down = nn.Parameter(torch.empty(experts, intermediate, hidden))
@@ -40,6 +46,15 @@ class Experts(nn.Module):
         for weight in (self.up, self.gate, self.down):
             if weight is not None:
                 nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[1]), 1 / math.sqrt(weight.shape[1]))
+
+    @contextmanager
+    def running(self, beside: Beside) -> Iterator[None]:
+        """Around a call, while whose tokens are sent to other ranks ``beside`` may run."""
+        self.beside = beside
+        try:
+            yield
+        finally:
+            self.beside = None
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of what a token's experts make of it.

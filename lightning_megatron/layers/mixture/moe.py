@@ -9,6 +9,7 @@ Over replicas :class:`~lightning_megatron.MegatronStrategy` puts what all of the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.layers.mixture.beside import Beside
 from lightning_megatron.layers.mixture.experts import Experts, feed_forward
 
 ROUTERS = ("softmax", "sigmoid")
@@ -129,10 +131,16 @@ class MoE(nn.Module):
             weights, index = self._dropped(weights, index, self.capacity_factor, x.shape[:-1])
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        out: Tensor = self.experts(rows, index, (weights * self.scale).to(rows.dtype))
-        if self.shared is not None:
-            out = out + self.shared(rows)
-        return out.view(x.shape)
+        return self._mixed(rows, index, (weights * self.scale).to(rows.dtype)).view(x.shape)
+
+    def _mixed(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The experts' weighted sum, and what the shared one makes of rows while others are on their way."""
+        if self.shared is None:
+            return self.experts(rows, index, weights)  # type: ignore[no-any-return]
+        shared = Beside(functools.partial(self.shared, rows))
+        with self.experts.running(shared):
+            out = self.experts(rows, index, weights)
+        return out + shared.result()  # type: ignore[no-any-return]
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.bias is None:

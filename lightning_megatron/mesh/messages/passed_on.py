@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import wait_for
+from lightning_megatron.mesh.messages.collectives import Started, wait_for
 
 
 def raw_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -18,8 +18,10 @@ def raw_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return arrived
 
 
-def raw_all_to_all_rows(x: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of ``x``, [sum(outgoing), ..], to the ranks of ``group``; gives those that came, outside autograd.
+def start_all_to_all_rows(
+    x: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Started]:
+    """Rows of ``x``, [sum(outgoing), ..], to the ranks of ``group``, outside autograd.
 
     Args:
         x: rows for rank 0, then those for rank 1, ...
@@ -28,12 +30,10 @@ def raw_all_to_all_rows(x: Tensor, outgoing: list[int], incoming: list[int], gro
         group: the ranks.
 
     Returns:
-        [sum(incoming), ..], in the order of the ranks that they came from.
+        [sum(incoming), ..], in the order of the ranks that they come from, and what is to be waited for before.
     """
     arrived = x.new_empty((sum(incoming), *x.shape[1:]))
-    work = dist.all_to_all_single(arrived, x.contiguous(), incoming, outgoing, group=group, async_op=True)
-    wait_for(work, "all_to_all", x, group)
-    return arrived
+    return arrived, dist.all_to_all_single(arrived, x.contiguous(), incoming, outgoing, group=group, async_op=True)
 
 
 def raw_rotate(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:

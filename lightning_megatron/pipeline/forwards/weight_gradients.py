@@ -261,8 +261,10 @@ class _LinearCall(_ForwardCall):
             return cast(Tensor, self.forward(x))
         x = autocast_input(x)
         anchor = None if x.requires_grad else self._owner.anchor(x.device)
-        parameters = (module.weight, module.bias)
-        return cast(Tensor, _SplitLinear.apply(self._owner, self._products, self._transposed, parameters, x, anchor))
+        completed = vars(module).get("bias")  # in the place of a part of the bias, whose gradient autograd finds
+        parameters = (module.weight, module.bias if completed is None else None)
+        found = _SplitLinear.apply(self._owner, self._products, self._transposed, parameters, x, anchor)
+        return cast(Tensor, found if completed is None else found + completed)
 
     @staticmethod
     def _can_split(x: Any, weight: Any) -> bool:

@@ -187,8 +187,8 @@ class Assembler:
 
     def _layer_split(self) -> LayerSplit:
         asked, steps = self._options, self._engine_options
-        given = asked.tensor_plan, steps.sequence_parallel, asked.experts, steps.expert_balance is not None
-        return LayerSplit(self._mesh, self._precision, *given)
+        given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts
+        return LayerSplit(self._mesh, self._precision, *given, per_replica=steps.expert_balance is not None)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

@@ -33,6 +33,7 @@ class _Split:
     state: TensorState
     report: ParallelReport | None
     experts: int = 1
+    parts: int = 1
 
     def __deepcopy__(self, memo: Any) -> _Split:
         """The same: it tells of names and slices, and holds the group, which cannot be copied."""
@@ -59,6 +60,7 @@ class LayerSplit:
         plan: how layers are split; see ``tensor_parallel_plan``.
         sequence_parallel: whether what is between the layers is split along the sequence too.
         experts: ranks that share out the experts of mixtures.
+        parts: how many of them hold a part of each of the same experts.
         per_replica: whether a balancing loss is meant to be each replica's.
     """
 
@@ -67,6 +69,7 @@ class LayerSplit:
     plan: str | Mapping[str, str]
     sequence_parallel: bool
     experts: int
+    parts: int
     per_replica: bool
 
     def split(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
@@ -74,11 +77,13 @@ class LayerSplit:
         tensor, experts = self.mesh.layout.tensor, self.experts
         earlier = Marks.of(module).get(_Split)
         if earlier is not None or Stage.of(module) is not None:
-            before = (earlier.size, earlier.experts) if earlier is not None else (1, 1)
+            before = (earlier.size, earlier.experts, earlier.parts) if earlier is not None else (1, 1, 1)
             if before[0] != tensor:
                 raise RuntimeError(already_split("tensor_parallel_size", before[0], tensor))
-            if before[1] != experts:
-                raise RuntimeError(already_split("expert_parallel_size", before[1], experts))
+            if before[1] // before[2] != experts // self.parts:
+                raise RuntimeError(already_split("expert_parallel_size", before[1] // before[2], experts // self.parts))
+            if before[2] != self.parts:
+                raise RuntimeError(already_split("expert_tensor_parallel_size", before[2], self.parts))
         if (tensor == 1 and experts == 1) or splits_itself(module):
             return TensorState(), None
         if earlier is None:
@@ -103,9 +108,10 @@ class LayerSplit:
         if split is not None and groups is not None:
             on_shards = () if report is None else report.partial_gradients
             table |= split.cut(groups, on_shards=on_shards).table
-            rank_zero_info(f"`expert_parallel_size={experts}`: {split.report.explain()}.")
+            cut = f", `expert_tensor_parallel_size={self.parts}`" if self.parts > 1 else ""
+            rank_zero_info(f"`expert_parallel_size={experts // self.parts}`{cut}: {split.report.explain()}.")
         state = TensorState(table, group, None if groups is None else groups.group)
-        return _Split(tensor, state, report, experts)
+        return _Split(tensor, state, report, experts, self.parts)
 
     def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
         """The experts that ranks are to share out; ``None`` if they are not to."""
@@ -114,4 +120,4 @@ class LayerSplit:
         from lightning_megatron.experts.split import ExpertSplit
 
         with self.precision.forward_context():
-            return ExpertSplit(module, groups.size, per_replica=self.per_replica)
+            return ExpertSplit(module, groups.size // self.parts, self.parts, per_replica=self.per_replica)

@@ -25,5 +25,6 @@ class ModuleOptions:
     activations: ActivationOptions
     loss_chunks: int | str | None = None
     experts: int = 1
+    expert_parts: int = 1
     stage_speeds: tuple[float, ...] | None = None
     streaming: Streaming | None = None

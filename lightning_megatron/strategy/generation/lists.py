@@ -137,7 +137,7 @@ def _check(strategy: Any, prompts: Sequence[Any], tokenizer: Any) -> None:
         raise ValueError("prompts that are texts need a `tokenizer=`; without one, give lists of token ids.")
     if layout.context > 1:
         raise ValueError("`context_parallel_size` cannot split a token at a time; generate with 1.")
-    if layout.data > 1 and (options.weight_sharding or options.expert_parallel_size > 1):
+    if layout.data > 1 and (options.weight_sharding or options.expert_ranks > 1):
         name = "weight_sharding=True" if options.weight_sharding else "expert_parallel_size"
         raise ValueError(
             f"`{name}` makes replicas take part in each other's layers, and they generate different numbers of tokens; "

@@ -36,19 +36,26 @@ def check_experts(options: Any) -> None:
     """
     size = options.expert_parallel_size
     check_size("expert_parallel_size", size)
+    check_size("expert_tensor_parallel_size", options.expert_tensor_parallel_size)
     if options.expert_balance not in (None, "replica", "bias"):
         raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None, 'replica' or 'bias'.")
-    if size > 1:
-        check_options_with(f"expert_parallel_size={size}", options, _WITHOUT_EXPERTS, "expert_parallel_size=1")
+    for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(options, name) > 1:
+            check_options_with(f"{name}={getattr(options, name)}", options, _WITHOUT_EXPERTS, f"{name}=1")
 
 
-def check_expert_ranks(size: int, layout: Layout) -> None:
-    """Refuse an expert-parallel size that does not divide the ranks of a stage.
+def check_expert_ranks(size: int, parts: int, layout: Layout) -> None:
+    """Refuse an expert-parallel size, times the parts of each expert, that does not divide the ranks of a stage.
 
     Raises:
         ValueError: with sizes that do.
     """
     ranks = layout.tensor * layout.context * layout.data
+    if ranks % (size * parts) and parts > 1:
+        raise ValueError(
+            f"`expert_parallel_size={size}` times `expert_tensor_parallel_size={parts}` does not divide the {ranks} "
+            "ranks of a stage, over which experts are shared out; use sizes whose product does, or more devices."
+        )
     if ranks % size:
         fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         context = f"`context_parallel_size={layout.context}` times " if layout.context > 1 else ""
@@ -59,15 +66,16 @@ def check_expert_ranks(size: int, layout: Layout) -> None:
         )
 
 
-def check_expert_run(size: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_expert_run(size: int, parts: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse modules, callbacks and precisions that experts on several ranks do not know what to do with.
 
     Raises:
         MisconfigurationException: with what to change.
     """
-    if size == 1:
+    if size * parts == 1:
         return
-    precision, given = str(trainer.precision_plugin.precision), f"expert_parallel_size={size}"
+    given = f"expert_parallel_size={size}" if size > 1 else f"expert_tensor_parallel_size={parts}"
+    precision = str(trainer.precision_plugin.precision)
     if precision not in _PRECISIONS:
         refuse_with(given, f"`precision={precision!r}`: it computes in {', '.join(map(repr, _PRECISIONS))}")
     check_module_with(
@@ -103,9 +111,9 @@ def check_expert_optimizers(size: int, optimizers: Sequence[Optimizer], least: I
     if size > 1 and least is not Independence.ELEMENT:
         names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
-            f"{names} needs {least.value} (found by a trial on small matrices), but `expert_parallel_size={size}` "
-            "leaves every rank a part of the experts' parameters; use an optimizer that updates every element by "
-            "itself, such as AdamW or SGD, or `expert_parallel_size=1`."
+            f"{names} needs {least.value} (found by a trial on small matrices), but experts shared out over {size} "
+            "ranks leave every rank a part of their parameters; use an optimizer that updates every element by itself, "
+            "such as AdamW or SGD, or `expert_parallel_size=1` and `expert_tensor_parallel_size=1`."
         )
 
 

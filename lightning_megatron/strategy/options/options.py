@@ -57,6 +57,8 @@ class Options:
             tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
         expert_parallel_size: ranks of a stage (tensor × data) that share out the experts of mixtures, and send each
             other the tokens for them.
+        expert_tensor_parallel_size: further ranks over each of which every expert is cut along its inner width; with
+            ``expert_parallel_size`` e, e times as many ranks of a stage hold all experts.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
             each replica's, as in DDP; else it is refused, but for Hugging Face's and this package's, which are of all
             replicas' tokens. ``"bias"`` balances experts by their biases; see
@@ -146,6 +148,7 @@ class Options:
     context_parallel_size: int = 1
     context_parallel_options: Mapping[str, Any] | None = None
     expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
     expert_balance: str | None = None
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
@@ -233,6 +236,16 @@ class Options:
         return self.pipeline_split == "profile"
 
     @property
+    def expert_sizes(self) -> tuple[int, int]:
+        """Ranks that share out experts, and ranks that share out each of them."""
+        return self.expert_parallel_size, self.expert_tensor_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage that hold all experts together."""
+        return self.expert_parallel_size * self.expert_tensor_parallel_size
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """Sizes of the mesh's axes, as :func:`~lightning_megatron.mesh.layout.resolve_layout` takes them."""
         return {
@@ -259,7 +272,8 @@ class Options:
             context=check_context_options(self.context_parallel_size, self.context_parallel_options),
             loss_chunks=self.loss_chunks,
             activations=ActivationOptions.of(self.activation_offload, self.mlp_chunks),
-            experts=self.expert_parallel_size,
+            experts=self.expert_ranks,
+            expert_parts=self.expert_tensor_parallel_size,
             stage_speeds=stage_speeds,
             streaming=streaming_of(self.weight_streaming),
         )
@@ -288,7 +302,7 @@ class Options:
                 reduce_dtype=self.gradient_reduce_dtype,
                 inspect=self.nonfinite is not None,
                 overlap_gather=self.overlap_parameter_gather,
-                experts=self.expert_parallel_size,
+                experts=self.expert_ranks,
                 weights=sharded_weights_of(self.weight_sharding),
                 offload=offload_of(self.optimizer_offload),
             ),

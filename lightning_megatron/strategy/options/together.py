@@ -128,6 +128,7 @@ _WITH_PIECES = {
     "weight_sharding": False,
     "sequence_parallel": False,
     "expert_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
 }
 """Likewise where modules in them run in pieces."""
 _ONE_BACKWARD = ("1f1b", "gpipe", "interleaved")

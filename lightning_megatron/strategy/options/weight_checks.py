@@ -108,6 +108,7 @@ _NOT_STREAMED = {
     "weight_sharding": False,
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "compile_layers": False,
     "loss_chunks": None,
     "layout": None,

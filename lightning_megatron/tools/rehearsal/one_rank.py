@@ -256,7 +256,7 @@ def _report(
     lists = [schedule.instructions[mesh.stage] for (_, forward_only), schedule in schedules.items() if not forward_only]
     axes = {tuple(torch.distributed.get_process_group_ranks(mesh.group(axis))): axis for axis in reversed(MESH_AXES)}
     axes[tuple(range(mesh.layout.world_size))] = "world"
-    if (experts := mesh.expert_groups(strategy.options.expert_parallel_size)) is not None:
+    if (experts := mesh.expert_groups(strategy.options.expert_ranks)) is not None:
         axes.setdefault(tuple(torch.distributed.get_process_group_ranks(experts.group)), "expert_parallel")
         if experts.copies is not None:
             axes.setdefault(tuple(torch.distributed.get_process_group_ranks(experts.copies)), "expert_copies")
