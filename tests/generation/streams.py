@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from threading import Event
 from typing import Any
 
 import lightning.pytorch as pl
@@ -178,23 +178,28 @@ def save_odd(kind: str, path: str) -> None:
 
 
 class Slow(nn.Module):
-    """A layer that takes its time."""
+    """A layer that computes until a read of the next layer has begun, or in vain for ``patience`` seconds."""
 
-    def __init__(self) -> None:
+    patience = 0.0
+
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.number = nn.Linear(8, 8), number
+        self.begun: dict[int, Event] = {}
+        self.met: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.02)
+        if self.number + 1 in self.begun:
+            self.met.append(self.begun[self.number + 1].wait(self.patience))
         return self.linear(x)
 
 
-class Sleeper(pl.LightningModule):
-    """Slow layers."""
+class Reader(pl.LightningModule):
+    """Four such layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Slow() for _ in range(12)])
+        self.layers = nn.ModuleList([Slow(number) for number in range(4)])
 
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
         x = batch
@@ -203,24 +208,27 @@ class Sleeper(pl.LightningModule):
         return x
 
 
-def seconds(info: RankInfo, ahead: int) -> float:
-    """Time of a batch where each read takes as long as a layer."""
+def meetings(info: RankInfo, ahead: int) -> list[bool]:
+    """By layer but the last: whether the next one's weights were being read, or had been, while it computed."""
     strategy = MegatronStrategy(weight_streaming={"from": "cpu", "ahead": ahead})
-    trainer, module = make_trainer(info, strategy), Sleeper()
+    trainer, module = make_trainer(info, strategy), Reader()
     data: Any = DataLoader(torch.ones(2, 8, dtype=torch.float64), batch_size=2)  # type: ignore[arg-type]
     trainer.predict(module, data)
     windows = strategy.run.assembled.streamed.windows
-    read = windows.read
+    read, begun = windows.read, {number: Event() for number in range(4)}
 
-    def slowly(names: Any) -> Any:
-        time.sleep(0.02)
+    def noted(names: Any) -> Any:
+        for number in {int(name.split(".")[1]) for name in names}:
+            begun[number].set()
         return read(names)
 
-    windows.read = slowly
-    begun = time.perf_counter()
+    windows.read = noted
+    layers: Any = module.layers
+    for layer in layers:
+        layer.begun, layer.patience = begun, 30.0 * ahead
     with torch.no_grad():
         module.predict_step(torch.ones(2, 8, dtype=torch.float64), 0)
-    return time.perf_counter() - begun
+    return [met for layer in layers for met in layer.met]
 
 
 def refusals(info: RankInfo, what: str, folder: str) -> str:
