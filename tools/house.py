@@ -24,7 +24,8 @@ FLOORS = {
     "strategy": 5,
     "callbacks": 6,
     "__init__": 6,
-    "tools": 7,
+    "tools": 6,
+    "__main__": 7,
 }
 """Floor of every room; imports point to lower floors only, the planner's to `mesh.layout` and `pipeline.schedules`."""
 
@@ -39,6 +40,9 @@ def table() -> str:
     """Rooms from the top floor down, and what is in each."""
     lines = ["| floor | room | what lives there |", "|---|---|---|"]
     for name, floor in sorted(FLOORS.items(), key=lambda item: (-item[1], item[0])):
+        if name == "__main__":
+            lines.append(f"| {floor} | `__main__.py` | `python -m lightning_megatron` |")
+            continue
         if name == "__init__":
             lines.append(f"| {floor} | `__init__.py` | {sentence(PACKAGE)}: the public index |")
             continue

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_megatron import __version__
+from lightning_megatron.mesh.lazy import offered
 from lightning_megatron.tools.commands.checkpoint import app as checkpoint
 from lightning_megatron.tools.commands.conduct import CommandGroup
 from lightning_megatron.tools.commands.explain import explain
@@ -30,7 +30,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"lightning-megatron {__version__}")
+        typer.echo(f"lightning-megatron {offered('__version__')}")
         raise typer.Exit
 
 

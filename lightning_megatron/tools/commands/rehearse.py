@@ -59,7 +59,7 @@ def rehearse(
     world = math.prod(arguments.get(_AXES[axis], 1) for axis in "tpd")
     try:
         with working(f"rehearsing rank {rank} of {world}"):
-            from lightning_megatron import MegatronStrategy
+            from lightning_megatron.strategy.strategy import MegatronStrategy
             from lightning_megatron.tools.rehearsal import rehearse as run
 
             build = load(target)
