@@ -1,4 +1,4 @@
-"""Callbacks for what only this strategy can tell."""
+"""Callbacks that report what only this strategy knows."""
 
 from lightning_megatron.strategy.callbacks.expert_bias import ExpertBias
 from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad

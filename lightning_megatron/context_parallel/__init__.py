@@ -1,1 +1,1 @@
-"""Splits the tokens of every sequence over ranks, for modules that know nothing of it."""
+"""Splits the tokens of every sequence over ranks, without changes to the module."""

@@ -1,1 +1,1 @@
-"""Splits the experts of a mixture over ranks, for modules that know nothing of it."""
+"""Splits the experts of a mixture over ranks, without changes to the module."""

@@ -1,1 +1,1 @@
-"""How functions of torch run on tensors of which a rank holds some tokens."""
+"""How torch functions run on tensors of which each rank holds some of the tokens."""

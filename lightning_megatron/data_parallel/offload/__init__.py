@@ -1,1 +1,1 @@
-"""Keeps the optimizer's weights and state in host memory, or in files, and steps on them there."""
+"""Keeps the optimizer's weights and state in host memory or in files, and updates them there."""

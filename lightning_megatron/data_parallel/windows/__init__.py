@@ -1,1 +1,1 @@
-"""Weights of layers, spread over the replicas and put together only while a layer needs them (ZeRO-3)."""
+"""Shards the layers' weights over the replicas, and gathers them only while a layer runs (ZeRO-3)."""

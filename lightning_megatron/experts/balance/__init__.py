@@ -1,1 +1,1 @@
-"""Balance of experts: losses, biases and capacities of the whole batch, and the load that is counted."""
+"""Load balancing: losses, biases and capacities over the whole batch, and the measured load of each expert."""

@@ -1,1 +1,1 @@
-"""Rows of tokens sent to the ranks that hold their experts, and back."""
+"""Sends tokens to the ranks that hold their experts, and the results back (all-to-all)."""

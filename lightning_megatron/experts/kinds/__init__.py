@@ -1,1 +1,1 @@
-"""The kinds of experts that modules have, each led through the exchange of tokens, and tried before."""
+"""The ways in which modules implement experts: how each is run on exchanged tokens, and tested on a copy first."""

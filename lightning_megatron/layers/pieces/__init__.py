@@ -1,1 +1,1 @@
-"""Logits that are never whole: a head's rows, multiplied in pieces of tokens by the loss that asks for them."""
+"""Chunked loss: the loss computes the logits of a few tokens at a time, so that they are never materialized."""

@@ -1,4 +1,4 @@
-"""Tensors of global shape that hold a part, and the rules by which functions of torch run on the parts."""
+"""Tensors of global shape that hold a part, and the rules by which torch functions run on the parts."""
 
 from __future__ import annotations
 

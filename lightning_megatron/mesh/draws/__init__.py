@@ -1,1 +1,1 @@
-"""Random numbers from counters over global indices, which are those of one process in any layout."""
+"""Counter-based random numbers, indexed globally, so that every layout draws the numbers of one process."""

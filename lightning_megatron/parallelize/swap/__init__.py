@@ -1,1 +1,1 @@
-"""Replaces layers of the user's module by their parallel twins."""
+"""Replaces layers of the user's module by their parallel counterparts."""

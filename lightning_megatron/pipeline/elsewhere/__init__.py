@@ -1,1 +1,1 @@
-"""What stands for the parts that other stages own."""
+"""Stand-ins for the parts of the module that other stages own."""

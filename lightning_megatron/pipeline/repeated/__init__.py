@@ -1,1 +1,1 @@
-"""Calls of the model again and again, as generation makes them: every stage gets what it gives."""
+"""Repeated calls of the model within one step, as in generation: every stage gets the output."""

@@ -1,1 +1,1 @@
-"""What layers keep for the backward: in host memory, computed again, or by pieces of the tokens."""
+"""Activations kept for the backward: offloaded to host memory, recomputed, or computed for a few tokens at a time."""

@@ -1,1 +1,1 @@
-"""From a whole module to this rank's part of it: divided, moved, and equal on all ranks that hold the same."""
+"""Turns the user's module into this rank's part: splits it, moves it to the device, and broadcasts shared state."""

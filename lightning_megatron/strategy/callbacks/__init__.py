@@ -1,1 +1,1 @@
-"""Callbacks for what only this strategy can tell."""
+"""Callbacks that report what only this strategy knows."""

@@ -1,4 +1,4 @@
-"""Loading data so that a run can stop anywhere and go on with the next sample.
+"""Data loading that resumes at the next sample, wherever a run has stopped.
 
 ``from lightning_megatron import data`` is the public door: rows of Hugging Face's ``datasets``, tokenised, mixed,
 packed and dealt out to replicas in one order for every layout.

@@ -1,1 +1,1 @@
-"""Steps of evaluation that call the model again and again, as text generation does"""
+"""Evaluation steps that call the model repeatedly, as text generation does."""

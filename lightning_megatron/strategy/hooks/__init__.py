@@ -1,1 +1,1 @@
-"""Hooks of the user, and what they see of a module that is divided."""
+"""User hooks, and what they see of a divided module."""

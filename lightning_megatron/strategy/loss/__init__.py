@@ -1,1 +1,1 @@
-"""Whether the loss of a batch is made of the losses of its micro-batches, found out by trying."""
+"""Finds out by a trial whether the loss of a batch is the mean or sum of the losses of its micro-batches."""

@@ -1,1 +1,1 @@
-"""What a rank's memory is taken up by: counted, predicted, and what would help where it does not suffice."""
+"""Memory of a rank: measured and predicted, by kind, with suggestions when it runs out."""

@@ -1,1 +1,1 @@
-"""The arguments of ``MegatronStrategy``, and what refuses values that cannot be meant or do not go together."""
+"""The arguments of ``MegatronStrategy``, and the checks that refuse invalid values and combinations."""

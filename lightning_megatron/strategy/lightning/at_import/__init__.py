@@ -1,1 +1,1 @@
-"""What Lightning is taught when it is imported, and how it forgets it."""
+"""Patches of Lightning that are installed when it is imported, and how they are removed."""
