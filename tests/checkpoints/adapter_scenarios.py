@@ -62,6 +62,9 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **LOW_RANK)
     if kind in ("prefix", "few prefix", "one"):
         return peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    if kind == "adalora":
+        ranks = {"init_r": 4, "target_r": 2, "total_step": 6, "tinit": 0, "tfinal": 1, "init_lora_weights": False}
+        return peft.AdaLoraConfig(target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **ranks)  # type: ignore[arg-type]
     if kind in OTHERS:
         return OTHERS[kind](task_type="CAUSAL_LM")
     if kind == "prompt":
@@ -78,7 +81,7 @@ class Adapted(LightningModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        base, config, self.turns = base_of(kind), config_of(kind), kind == "in turns"
+        base, config, self.kind = base_of(kind), config_of(kind), kind
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(1)
@@ -92,10 +95,14 @@ class Adapted(LightningModule):
                 self.model.double()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if self.turns:
+        if self.kind == "in turns":
             self.model.set_adapter("other" if index % 2 else "default")
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.kind == "adalora":
+            self.model.base_model.update_and_allocate(self.trainer.global_step)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.harness import run_trainers
 
 PREFIX = "model.prompt_encoder.default.embedding.weight"
 TOKENS = torch.arange(8)[None]
+_TWO_REPLICAS = {"data_parallel_size": 2}
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
 
 
@@ -31,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _trained(kind: str, folder: Path, **sizes: Any) -> Path:
     path = folder / f"{kind} {' '.join(map(str, sizes.values()))}.ckpt"
     if not path.exists():
-        devices = sizes.get("pipeline_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
-        run_trainers(train_adapter, kind, str(path), sizes, devices=devices)
+        given = (sizes.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor", "data"))
+        run_trainers(train_adapter, kind, str(path), sizes, devices=math.prod(given))
     return path
 
 
@@ -84,6 +86,28 @@ def test_adapters_of_other_kinds_train_at_a_layout(kind: str, folder: Path) -> N
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
     assert any(not torch.equal(untrained[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_size": 2},
+        *(pytest.param({"tensor_parallel_size": 2, **more}, marks=pytest.mark.wide) for more in ({}, _TWO_REPLICAS)),
+    ],
+    ids=str,
+)
+def test_adalora_moves_ranks_between_layers_as_in_one_process(sizes: dict[str, Any], folder: Path) -> None:
+    wanted = torch.load(_trained("adalora", folder), weights_only=True)["state_dict"]
+    found = load_whole(_trained("adalora", folder, **sizes))["state_dict"]
+    assert any(bool((value == 0).any()) for name, value in wanted.items() if "lora_E" in name), "some are pruned"
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
+
+
+def test_adalora_is_refused_under_a_pipeline(folder: Path) -> None:
+    sizes = {"pipeline_parallel_size": 2}
+    for outcome in run_trainers(train_adapter, "adalora", str(folder / "refused"), sizes, devices=2, check=False):
+        assert "`model` is an AdaLoRA" in f"{outcome.error}{outcome.trace}{outcome.output}", outcome
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,27 @@ def clipped(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any],
     trainer = trainer_for(info, layout, arguments, max_epochs=2)
     trainer.fit(Clipper(kind))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class ReadsLate(TokenTask):
+    """Looks at gradients behind the update, in a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.read: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.read.append(largest_gradients(self))
+
+
+def largest_gradients(module: LightningModule) -> float:
+    """Sum over parameters of the largest number in each gradient."""
+    return sum(float(one.grad.abs().max()) for one in module.parameters() if one.grad is not None)
+
+
+def read_late(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """What the hook reads behind each of three updates."""
+    torch.manual_seed(7)
+    module = ReadsLate()
+    trainer_for(info, layout, arguments, max_steps=3).fit(module)
+    return {str(at): value for at, value in enumerate(module.read)}

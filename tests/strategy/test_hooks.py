@@ -35,6 +35,14 @@ def test_weights_of_another_stage_are_no_zeros(kind: str, complaint: str) -> Non
         assert complaint in said and "`pipeline_parallel_size=1`" in said, said
 
 
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((1, 4), marks=pytest.mark.wide)], ids=["dp2", "dp4"])
+def test_gradients_are_there_behind_the_update_where_a_hook_reads_them(layout: tuple[int, int]) -> None:
+    reference = one_process(hooks.read_late, None, {})
+    assert len(reference) == 3 and min(reference.values()) > 0
+    for outcome in run_trainers(hooks.read_late, layout, {}, devices=layout[1]):
+        assert not list(differences("", outcome.value, reference, 1e-9)), outcome.rank
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", ["pp3", "pp2xdp2", "tp2", "pp2xtp2"])
 @pytest.mark.parametrize("kind", ["all", "those of the network", "each layer", "each"])

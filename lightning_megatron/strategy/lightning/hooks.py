@@ -31,6 +31,7 @@ _BEFORE_THE_UPDATE = (
     *("on_save_checkpoint", "on_load_checkpoint", "on_gpu"),
 )
 _AT_THE_START = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_train_epoch_start")
+_READ = ("grad", "update_and_allocate")  # the latter is peft's, and reads `.grad`
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
@@ -48,6 +49,11 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
             return True
     if may_call(module, "training_step", ("grad",)):  # of the batch before, maybe
         return True
+    for owner, kind in ((module, pl.LightningModule), *((callback, Callback) for callback in others)):
+        parent = None if owner is module else Callback
+        after = [hook for hook in _after_the_update(kind) if is_overridden(hook, owner, parent=parent)]
+        if any(may_call(owner, hook, _READ) for hook in after):
+            return True
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
 
 
@@ -57,13 +63,17 @@ def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bo
     """
     if not module.automatic_optimization:
         return True
-    own = [hook for hook in dir(pl.LightningModule) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
+    own = _after_the_update(pl.LightningModule)
     more = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device")
     if any(is_overridden(hook, module) for hook in (*own, *more)):
         return True
-    hooks = [hook for hook in dir(Callback) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
-    others = foreign_callbacks(callbacks)
+    hooks, others = _after_the_update(Callback), foreign_callbacks(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)
+
+
+def _after_the_update(kind: type) -> list[str]:
+    """Hooks of a class that run between an update and the next step."""
+    return [hook for hook in dir(kind) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
 
 
 def foreign_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
@@ -78,7 +88,9 @@ def may_log(owner: Any, hook: str) -> bool:
 
 
 def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
-    """Whether a hook of a module or callback may call one of these, by its code and that of the methods it names."""
+    """Whether a hook of a module or callback may use one of these names, by its code and that of what it names: methods
+    of the same object, and the user's functions.
+    """
     seen: set[types.CodeType] = set()
     waiting = [getattr(owner, hook)]
     while waiting:
@@ -95,6 +107,9 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
             attribute = inspect.getattr_static(owner, name, None)
             if isinstance(attribute, types.FunctionType):
                 waiting.append(attribute)
+            named = getattr(function, "__globals__", {}).get(name)
+            if isinstance(named, types.FunctionType) and _is_foreign(named):
+                waiting.append(named)
     return False
 
 

@@ -199,8 +199,21 @@ def check_run(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
     _check_mixtures(trainer, module, layout, balance)
+    if layout.pipeline > 1 and trainer.state.fn == TrainerFn.FITTING:
+        _check_adapters(module)
     if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
+
+
+def _check_adapters(module: pl.LightningModule) -> None:
+    """Refuse adapters of peft's that compare those of all layers."""
+    for name, child in module.named_modules():
+        if hasattr(child, "rankallocator") and type(child).__module__.startswith("peft."):
+            raise MisconfigurationException(
+                f"`{name}` is an AdaLoRA: it ranks the adapters of all layers against each other and penalises them "
+                "together, and a pipeline stage has only its own. Use LoRA, or `pipeline_parallel_size=1` with "
+                "`tensor_parallel_size` and replicas."
+            )
 
 
 def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, balance: str | None) -> None:

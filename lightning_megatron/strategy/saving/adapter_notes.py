@@ -65,6 +65,8 @@ def _tensors(model: Any, start: str, adapter: str, names: Sequence[str]) -> dict
         kind = str(getattr(config.peft_type, "value", ""))  # others compute what they store by layers of their own
         plain = kind in _EMBEDDED and not getattr(config, "prefix_projection", False) and name in names
         return {"prompt_embeddings": start + name} if plain else None
+    if str(getattr(config.peft_type, "value", "")) == "ADALORA" and config.rank_pattern:
+        return None  # without the ranks that it has given up
     from peft import get_peft_model_state_dict
 
     marks = {name: torch.empty(0, device="meta") for name in names}
