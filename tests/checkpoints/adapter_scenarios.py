@@ -100,10 +100,6 @@ class Adapted(LightningModule):
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.kind == "adalora":
-            self.model.base_model.update_and_allocate(self.trainer.global_step)
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
@@ -112,13 +108,20 @@ class Adapted(LightningModule):
         return DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
 
 
+class Allocating(Adapted):
+    """Moves ranks between its layers."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.model.base_model.update_and_allocate(self.trainer.global_step)
+
+
 def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, Any]) -> None:
     """Two steps, and a checkpoint at ``path``."""
     strategy = MegatronStrategy(**sizes) if sizes else "auto"
     trainer = make_trainer(info, strategy, max_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(Adapted(kind))
+        trainer.fit(Allocating(kind) if kind == "adalora" else Adapted(kind))
         trainer.save_checkpoint(path)
 
 

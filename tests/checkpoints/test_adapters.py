@@ -21,6 +21,7 @@ from tests.harness import run_trainers
 
 PREFIX = "model.prompt_encoder.default.embedding.weight"
 TOKENS = torch.arange(8)[None]
+_STORED = [kind for kind in OTHERS if kind != "p-tuning"]  # of which peft stores what it computes
 _TWO_REPLICAS = {"data_parallel_size": 2}
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
 
@@ -53,7 +54,7 @@ def _alone(kind: str, folder: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "prompt", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2", "prefix", *OTHERS))],
+    ["llama", "prompt", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2", "prefix", *_STORED))],
 )
 def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
     path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
