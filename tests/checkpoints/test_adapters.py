@@ -54,7 +54,11 @@ def _alone(kind: str, folder: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "prompt", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2", "prefix", *_STORED))],
+    [
+        "llama",
+        "prompt",
+        *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2", "prefix", *_STORED)),
+    ],
 )
 def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
     path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
