@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.data_parallel.offload import host_memory
 from tests.activations.layers import WIDTH, Block, ByHand, Convolution, Heads, Modules, RotatedWindow
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -37,6 +38,18 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+def one_budget(
+    info: RankInfo, kind: str, arguments: dict[str, Any], options: dict[str, Any], megabytes: float
+) -> tuple[dict[str, Any], float]:
+    """The same on a host with so much free memory; and the share of the tokens that was chosen."""
+    before, host_memory.free_bytes = host_memory.free_bytes, lambda folder: int(1e6 * megabytes)
+    try:
+        found = train(info, kind, arguments, options)
+    finally:
+        host_memory.free_bytes = before
+    return found, float(found["told"].split("a share of ")[1].split()[0])
+
+
 def train(info: RankInfo, kind: str, arguments: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
     """Metrics and weights of a run; a plain one without arguments."""
     torch.manual_seed(7)
@@ -49,4 +62,4 @@ def train(info: RankInfo, kind: str, arguments: dict[str, Any] | None, options: 
         return found | {"weights": {name: value.detach() for name, value in module.state_dict().items()}}
     told = strategy.activation_report
     assert ("activation_offload" in arguments) == ("bytes in host memory" in (told or ""))
-    return found | {"weights": strategy.full_state_dict()}
+    return found | {"weights": strategy.full_state_dict(), "told": told}

@@ -150,6 +150,7 @@ ROUND_TRIPS = [
     Recipe(data=4, global_batch=8, sharding="hsdp", shard=2, optimizer_offload=0.75),
     Recipe(data=4, global_batch=8, shard=2, mlp_chunks=5, precision="fp16"),
     Recipe(global_batch=2, activation_offload=0.4, gradient_bytes=4),
+    Recipe(activation_offload="auto"),
     Recipe(pipeline=2, global_batch=2, activation_offload=1.0),
 ]
 PREDICTED_ONLY = {"software", "imbalance", "gradient_bytes", "weight_offload"}
@@ -194,7 +195,6 @@ def test_every_field_of_a_recipe_makes_the_round_trip() -> None:
         (Recipe(sharding="zero2"), "which shards weights too"),
         (Recipe(sharding="hsdp"), "say over how many replicas with `shard`"),
         (Recipe(recompute="auto"), "use 'none', 'selective' or 'full'"),
-        (Recipe(activation_offload="auto"), "is settled by `predict`"),
         (Recipe(activation_offload="inputs", recompute="full"), "`activation_offload=0.0, recompute='none'`"),
         (Recipe(sharding="fsdp", weight_offload=True), "`weight_offload=True` is not there for training"),
         (Recipe(gradient_bytes=2), "gradients of bf16 add up in 4 bytes"),

@@ -8,10 +8,15 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PROBE = 1 << 26
+"""Bytes of a copy that is timed."""
 
 
 class Copy:
@@ -23,6 +28,11 @@ class Copy:
 
 class HostLink:
     """Copies of a device that shares its memory with the processor: through as soon as they are started."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """How fast it copies while the device computes; infinite where nobody waits for copies."""
+        return float("inf")
 
     def start(self, target: Tensor, source: Tensor) -> Copy:
         """Begin to copy ``source`` into ``target``, of the same number of elements."""
@@ -50,6 +60,19 @@ class CudaLink(HostLink):
 
     def __init__(self, device: torch.device) -> None:
         self._streams = {on_device: torch.cuda.Stream(device) for on_device in (True, False)}
+        self._device = device
+
+    @functools.cached_property
+    def bytes_per_second(self) -> float:
+        """Measured, to the host."""
+        source = torch.empty(_PROBE, dtype=torch.uint8, device=self._device)
+        target, best = torch.empty(_PROBE, dtype=torch.uint8, pin_memory=True), float("inf")
+        for _ in range(3):
+            torch.cuda.synchronize(self._device)
+            begun = time.perf_counter()
+            self.start(target, source).wait()
+            best = min(best, time.perf_counter() - begun)
+        return _PROBE / best
 
     def start(self, target: Tensor, source: Tensor) -> Copy:
         stream = self._streams[target.is_cuda]

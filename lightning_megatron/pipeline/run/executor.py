@@ -112,6 +112,7 @@ class PipelineExecutor:
         """Prepare for ``step``; what this rank has to do in it. :meth:`run` does it; who does it himself ends with
         :meth:`end`.
         """
+        self._stage.schedule = step.schedule
         self._split, program = self._program(step.schedule, announces=step.whole is None)
         self._begin(step)
         return program

@@ -29,6 +29,7 @@ class RunsStep(Protocol):
     """What runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
 
     stage: int
+    schedule: Schedule | None
 
     def run(
         self,

@@ -23,6 +23,7 @@ from lightning_megatron.pipeline.elsewhere.listing import install_listings
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
+from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
@@ -55,7 +56,10 @@ class Stage:
         repeats: whether code runs whose calls of the model go through all stages.
         called_again: whether the latest step of evaluation called the layers a second time.
         device: where this rank computes.
+        schedule: of the step that runs, or of the latest one.
     """
+
+    schedule: Schedule | None = None
 
     def __init__(
         self,

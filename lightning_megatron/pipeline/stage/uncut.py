@@ -15,6 +15,7 @@ from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.draws.segment_hooks import SegmentHooks
 from lightning_megatron.pipeline.cut.partition import parts_outside
 from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 
 
@@ -27,6 +28,7 @@ class UncutModule:
     """
 
     stage = 0
+    schedule: Schedule | None = None
 
     def __init__(self, module: nn.Module, streams: SegmentStreams) -> None:
         self._streams = streams

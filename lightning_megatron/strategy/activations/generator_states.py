@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -22,3 +25,17 @@ def set_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:
 def differs(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
     """Whether something was drawn between two states."""
     return any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def random_as(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Random numbers are those behind a ``state``, and afterwards as they are now; ``None`` changes nothing."""
+    if state is None:
+        yield
+        return
+    now = random_state(device)
+    set_random_state(state, device)
+    try:
+        yield
+    finally:
+        set_random_state(now, device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,14 +27,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
 
+class Told(Protocol):
+    """What has something to say about the copies."""
+
+    def report(self) -> str:
+        """In words."""
+
+
 class Traffic:
     """Copies between device and host memory, counted; of all layers of a module.
 
     Args:
         link: what copies.
+        budget: how many tokens are kept, where that was left open.
 
     Attributes:
         link: what copies.
+        budget: how many tokens are kept, and why.
         kept: bytes that the latest call of each layer keeps on the host, by layer, then by kind: ``"input"``,
             ``"attention"`` (outputs, and what else attention saves of its own), ``"other"``.
         replayed: tokens that the latest call of each layer has computed again, and of how many.
@@ -46,8 +55,8 @@ class Traffic:
         most_out: the most there have been.
     """
 
-    def __init__(self, link: HostLink) -> None:
-        self.link = link
+    def __init__(self, link: HostLink, budget: Told | None = None) -> None:
+        self.link, self.budget = link, budget
         self.kept: dict[str, Counter[str]] = {}
         self.replayed: dict[str, tuple[int, int]] = {}
         self.sent = self.returned = self.held = self.most = self.out = self.most_out = 0
@@ -61,7 +70,7 @@ class Traffic:
 
     def report(self) -> str:
         """Bytes on the host, layer by layer; of this rank's latest calls."""
-        lines = []
+        lines = [] if self.budget is None else [self.budget.report()]
         for name, kinds in self.kept.items():
             told = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
             again, tokens = self.replayed.get(name, (0, 0))
@@ -157,6 +166,7 @@ class KeptCall:
     here: set[int]
     before: weakref.ref[KeptCall] | None = None
     _copies: list[HostCopy] = field(default_factory=list)
+    _kinds: dict[int, str] = field(default_factory=dict)
     _seen: dict[Any, View] = field(default_factory=dict)
     _addresses: dict[int, Any] = field(default_factory=dict)
     _started: bool = False
@@ -187,9 +197,23 @@ class KeptCall:
     def copied(self, source: Tensor, kind: str) -> HostCopy:
         """A copy on the host, counted as one of a ``kind``."""
         copy = HostCopy(source, self.traffic)
-        self.traffic.kept[self.name][kind] += copy.bytes
+        self.kinds[kind] += copy.bytes
         self._copies.append(copy)
+        self._kinds[id(copy)] = kind
         return copy
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Bytes that it keeps, by kind."""
+        return self.traffic.kept[self.name]
+
+    def forget_unused(self) -> None:
+        """Let go the copies that the backward is not going to ask for."""
+        for copy in self._copies:
+            if copy.uses <= 0:
+                self.kinds[self._kinds.pop(id(copy))] -= copy.bytes
+        self._copies = [copy for copy in self._copies if copy.uses > 0]
+        self._seen = {key: view for key, view in self._seen.items() if view.copy.uses > 0}
 
     def remember(self, tensor: Tensor) -> None:
         """Keep another memory from this tensor's address, while this call is there."""

@@ -8,8 +8,8 @@ from typing import Any
 
 ActivationOffload = str | Mapping[str, Any] | Sequence[str] | None
 _CHOICES = (
-    "None, 'all', {'tokens': share}, {'every': n}, or a list of patterns of layers such as ['*.layers.0']; "
-    "{'tokens': share} may have 'layers': patterns beside it"
+    "None, 'all', 'auto', {'tokens': share}, {'every': n}, or a list of patterns of layers such as ['*.layers.0']; "
+    "{'tokens': share or 'auto'} may have 'layers': patterns beside it"
 )
 
 
@@ -20,12 +20,29 @@ class HostRequest:
     Attributes:
         patterns: of the names of layers; ``None``: all of them.
         every: each layer of so many.
-        tokens: share of the tokens whose activations are kept; the others' are computed again.
+        tokens: share of the tokens whose activations are kept; the others' are computed again. ``None``: the largest
+            that fits.
     """
 
     patterns: tuple[str, ...] | None = None
     every: int = 1
-    tokens: float = 1.0
+    tokens: float | None = 1.0
+
+    @property
+    def splits(self) -> bool:
+        """Whether layers may run again on some of their tokens."""
+        return self.tokens != 1.0
+
+    @property
+    def words(self) -> str:
+        """What was asked for, as an option's value."""
+        share: Any = "auto" if self.tokens is None else self.tokens
+        if self.every > 1:
+            return str({"every": self.every})
+        if self.patterns is None:
+            return repr(share if share == "auto" else "all") if share in ("auto", 1.0) else str({"tokens": share})
+        given = {"tokens": share} if share != 1.0 else {}
+        return str({**given, "layers": list(self.patterns)})
 
 
 def host_request(value: ActivationOffload) -> HostRequest | None:
@@ -37,10 +54,7 @@ def host_request(value: ActivationOffload) -> HostRequest | None:
     if value is None:
         return None
     if value == "auto":
-        raise ValueError(
-            "`activation_offload='auto'` is not there: nothing measures yet how many tokens fit. Use 'all', or "
-            "{'tokens': share} with the largest share for which host memory has room."
-        )
+        return HostRequest(tokens=None)
     if value == "all":
         return HostRequest()
     if isinstance(value, Mapping):
@@ -52,6 +66,8 @@ def host_request(value: ActivationOffload) -> HostRequest | None:
 
 def _from_mapping(value: dict[str, Any]) -> HostRequest:
     every, share, layers = value.get("every", 1), value.get("tokens", 1.0), value.get("layers")
+    chosen = share == "auto"
+    share = 0.0 if chosen else share
     known = set(value) in ({"every"}, {"tokens"}, {"layers"}, {"tokens", "layers"})
     counts = type(every) is int and every >= 1
     named = layers is None or _are_names(layers)
@@ -59,7 +75,7 @@ def _from_mapping(value: dict[str, Any]) -> HostRequest:
         raise ValueError(f"`activation_offload={value!r}` must be {_CHOICES}.")
     if not 0 <= share <= 1:
         raise ValueError(f"`activation_offload={value!r}`: a share of the tokens is from 0 to 1.")
-    return HostRequest(None if layers is None else tuple(layers), every, float(share))
+    return HostRequest(None if layers is None else tuple(layers), every, None if chosen else float(share))
 
 
 def _are_names(value: Any) -> bool:

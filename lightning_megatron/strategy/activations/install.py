@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.mesh.messages.host_link import HostLink, link_for
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.activations.host_budget import HeldCalls, HostBudget, Neighbours, layers_of_stages
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.host_request import ActivationOffload, HostRequest, host_request
 from lightning_megatron.strategy.activations.layer_calls import HostCall, chosen_layers
@@ -31,15 +34,25 @@ class ActivationOptions(NamedTuple):
 
 
 def arrange(
-    module: nn.Module, stage: Stage | None, pipeline_layers: str, options: ActivationOptions, device: torch.device
+    module: nn.Module,
+    stage: Stage | None,
+    pipeline_layers: str,
+    options: ActivationOptions,
+    device: torch.device,
+    tensor: dist.ProcessGroup | None = None,
 ) -> tuple[Traffic | None, MlpPieces | None]:
     """Call `keep_on_host` and `run_in_pieces` for the layers of a module on ``device``."""
-    traffic = keep_on_host(module, stage, pipeline_layers, options.host, link_for(device))
+    traffic = keep_on_host(module, stage, pipeline_layers, options.host, link_for(device), tensor)
     return traffic, run_in_pieces(module, stage, pipeline_layers, options.chunks)
 
 
 def keep_on_host(
-    module: nn.Module, stage: Stage | None, pipeline_layers: str, request: HostRequest | None, link: HostLink
+    module: nn.Module,
+    stage: Stage | None,
+    pipeline_layers: str,
+    request: HostRequest | None,
+    link: HostLink,
+    tensor: dist.ProcessGroup | None = None,
 ) -> Traffic | None:
     """Let layers keep their activations in host memory; call it once the module is cut.
 
@@ -49,6 +62,7 @@ def keep_on_host(
         pipeline_layers: name of the list of layers where it is not, or ``"auto"``.
         request: which of them, and of how many tokens; ``None`` removes the wrappers of an earlier run.
         link: what copies between device and host.
+        tensor: ranks that have slices of the same layers, if there are several.
 
     Returns:
         What counts the copies; ``None`` where nothing was asked for.
@@ -66,13 +80,24 @@ def keep_on_host(
         ForwardStack.of(layer).remove(ForwardSlot.HOST)
     if request is None:
         return None
-    traffic = Traffic(link)
-    for name in chosen_layers(trunk, request, trunk.layer_names if stage is None else stage.presence.layers_here()):
-        layer = module.get_submodule(name)
-        whole = request.tokens == 1
-        call = HostCall(layer, name, traffic) if whole else TokenCall(layer, name, traffic, request.tokens)
-        call.install()
+    names = chosen_layers(trunk, request, trunk.layer_names if stage is None else stage.presence.layers_here())
+    calls = _calls_of(stage, chosen_layers(trunk, request, trunk.layer_names))
+    neighbours = Neighbours.of(0 if stage is None else stage.stage, calls)
+    budget = HostBudget(request.tokens, request.words, neighbours, len(names), link, tensor)
+    traffic = Traffic(link, budget if request.tokens is None else None)
+    for name in names:
+        kind = TokenCall if request.splits else HostCall
+        kind(module.get_submodule(name), name, traffic, budget).install()
     return traffic
+
+
+def _calls_of(stage: Stage | None, chosen: Sequence[str]) -> HeldCalls:
+    """Gives, by stage, how many calls of layers it keeps at a time, in the step that runs."""
+    if stage is None:
+        return HeldCalls([len(chosen)], lambda: None)
+    numbers = [number for number, name in enumerate(stage.partition.trunk.layer_names) if name in chosen]
+    layers = layers_of_stages(stage.partition.bounds, stage.partition.owners, numbers)
+    return HeldCalls(layers, lambda: stage.schedule)
 
 
 def run_in_pieces(module: nn.Module, stage: Stage | None, pipeline_layers: str, chunks: MlpChunks) -> MlpPieces | None:

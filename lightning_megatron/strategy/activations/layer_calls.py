@@ -21,6 +21,7 @@ from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
+from lightning_megatron.strategy.activations.host_budget import HostBudget, Sizes
 from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, memory_of
 from lightning_megatron.strategy.activations.host_request import HostRequest
 
@@ -50,13 +51,14 @@ class HostCall(Wrapper):
         module: the layer.
         name: its name.
         traffic: counts, and copies.
+        budget: checks that host memory has room.
     """
 
     slot = ForwardSlot.HOST
 
-    def __init__(self, module: nn.Module, name: str, traffic: Traffic) -> None:
+    def __init__(self, module: nn.Module, name: str, traffic: Traffic, budget: HostBudget) -> None:
         super().__init__(module)
-        self._name, self._traffic = name, traffic
+        self._name, self._traffic, self._budget = name, traffic, budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or in_backward():
@@ -79,7 +81,11 @@ class HostCall(Wrapper):
             return kept.get()
 
         with saved_tensors_hooks(pack, unpack):
-            return self.forward(*args, **kwargs)
+            found = self.forward(*args, **kwargs)
+        size = inputs[0].nbytes if inputs else 0
+        if self._budget.wants(self._name, size):
+            self._budget.measured(self._name, size, Sizes(sum(call.kinds.values()), 0.0), self._traffic.held)
+        return found
 
     def _staying(self, inputs: Sequence[Tensor]) -> set[int]:
         """Memories of what the layer uses and does not make."""

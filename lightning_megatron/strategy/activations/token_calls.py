@@ -17,9 +17,8 @@ alike is refused there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,10 +32,13 @@ from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.key_value_caches import with_own_caches
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
-from lightning_megatron.strategy.activations.generator_states import differs, random_state, set_random_state
-from lightning_megatron.strategy.activations.host_copies import HostCopy, KeptCall, Traffic, View, form_of, memory_of
+from lightning_megatron.strategy.activations.generator_states import differs, random_as, random_state, set_random_state
+from lightning_megatron.strategy.activations.host_budget import HostBudget
+from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, form_of, memory_of
 from lightning_megatron.strategy.activations.layer_calls import HostCall, tensors_in
 from lightning_megatron.strategy.activations.scores import GivenScores, KeptScores
+from lightning_megatron.strategy.activations.stopwatch import Stopwatch
+from lightning_megatron.strategy.activations.token_parts import Box, Core, Part, key_of, sizes_of
 from lightning_megatron.strategy.activations.token_places import (
     Place,
     dense,
@@ -56,12 +58,12 @@ class TokenCall(HostCall):
         module: the layer.
         name: its name.
         traffic: counts, and copies.
-        share: of the tokens that are kept; below 1.
+        budget: says how many of the tokens are kept.
     """
 
-    def __init__(self, module: nn.Module, name: str, traffic: Traffic, share: float) -> None:
-        super().__init__(module, name, traffic)
-        self.name, self.share, self.traffic = name, share, traffic
+    def __init__(self, module: nn.Module, name: str, traffic: Traffic, budget: HostBudget) -> None:
+        super().__init__(module, name, traffic, budget)
+        self.name, self.traffic, self.budget = name, traffic, budget
         self.state = StatefulForward(module)
         self.learned: dict[Any, list[Place | None]] = {}
 
@@ -70,44 +72,13 @@ class TokenCall(HostCall):
             return self.forward(*args, **kwargs)
         args, kwargs = with_own_caches(args, kwargs)
         x = next(iter(tensors_in(args, kwargs)), None)
-        scope = LayerScope(self.name, f"activation_offload={{'tokens': {self.share}}}")
+        scope = LayerScope(self.name, f"activation_offload={self.budget.option}")
         if x is None or not x.is_floating_point() or x.ndim != 3 or type(x) not in (Tensor, TokenShards):
             told = None if x is None else f"{type(x).__name__} {tuple(x.shape)}"
             scope.refuse(f"the first of what it is given is {told}, not [batch, tokens, features]")
         run = _Run(self, args, kwargs, x, scope)
-        return super().__call__(*args, **kwargs) if run.first >= run.rows else run.forward()
-
-    def staying(self, inputs: Sequence[Tensor]) -> set[int]:
-        """Memories of what the layer uses and does not make."""
-        return self._staying(inputs)
-
-
-@dataclass
-class _Part:
-    """A saved tensor of which the first tokens are on the host."""
-
-    copy: HostCopy | None
-    form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
-    size: torch.Size
-    place: Place
-    source: Any
-
-
-@dataclass
-class _Core:
-    """One call of attention, or a part of one.
-
-    Attributes:
-        output: what it gives, if the layer goes on with that.
-        memory: of the output.
-        split: which operands have tokens.
-        after: the random state behind it, where it drew.
-    """
-
-    output: View | None
-    memory: int = 0
-    split: tuple[bool, ...] = ()
-    after: Any = None
+        whole = run.first >= run.rows and not run.measures
+        return super().__call__(*args, **kwargs) if whole else run.forward()
 
 
 class _Run:
@@ -122,11 +93,14 @@ class _Run:
             self.dim, local, self.scope = x._dim, x.local(), split_of(x).scope
         self.length, self.rows = x.shape[self.dim], local.shape[self.dim]
         self.runs = split_of(x).mine if isinstance(x, TokenShards) else ((0, self.rows),)
-        self.first = math.ceil(owner.share * self.rows - 1e-9) if self.rows > 1 else self.rows
-        self.cores: list[_Core] = []
+        self.measures = self.rows > 2 and owner.budget.wants(owner.name, local.nbytes)
+        self.cores: list[Core] = []
         self.inside: tuple[int, tuple[Any, ...]] | None = None
         self.count = self.waiting = 0  # tensors saved outside of attention; those with tokens not asked for yet
-        self.parts: dict[Any, _Part] = {}
+        self.parts: dict[Any, Part] = {}
+        self.boxes: list[Box] = []
+        times = self.measures and owner.budget.bytes_per_second != math.inf
+        self.clock = Stopwatch(local.device) if times else None
         self.saved: dict[Any, Tensor] = {}
         self.again: dict[Any, Tensor] | None = None
         self.seen, self.drew = SeenState(), False
@@ -134,27 +108,35 @@ class _Run:
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.local, self.device, self.needs_gradient = local, local.device, local.requires_grad
 
+    @property
+    def first(self) -> int:
+        """The tokens before this one are kept. A single one is never run by itself: layers drop its dim in places."""
+        count = math.ceil(self.owner.budget.share * self.rows - 1e-9)
+        return self.rows if self.rows < 3 else self.rows - 2 if count == self.rows - 1 else count
+
     def forward(self) -> Any:
         owner, (args, kwargs) = self.owner, self.given
         inputs = [x.local() if isinstance(x, WholeTensor) else x for x in tensors_in(args, kwargs)]
-        self.call = KeptCall(owner.name, owner.traffic, owner.staying(inputs))
+        self.call = KeptCall(owner.name, owner.traffic, owner._staying(inputs))
         self.input, self.memory = self.call.whole(self.local, "input"), memory_of(self.local)
         key, shown, before = self._kind(), self.x, self.scope.attention
-        self.places = owner.learned.get(key)
+        self.places = None if self.measures else owner.learned.get(key)
         self.input.copy.uses += self.places is not None
         if not isinstance(shown, WholeTensor):
             shown = rows_of_input(shown, self.dim, self.length, self.runs, self.scope)
         args, kwargs = tree_map(lambda value: shown if value is self.x else value, self.given)
         self.given = tree_map(lambda value: _INPUT if value is self.x else value, self.given)
         self.start, self.scope.attention = random_state(self.device), self._attend
+        clock: Any = self.clock or nullcontext()
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), KeptScores(self._inside, self._keep):
+            with saved_tensors_hooks(self._pack, self._unpack), KeptScores(self._inside, self._keep), clock:
                 found = owner.state.run(self.seen, owner.forward, *args, **kwargs)
         finally:
             self.scope.attention = before
         self.drew = differs(self.start, random_state(self.device))
         if self.places is None:
-            owner.learned[key] = self._learn()
+            owner.learned[key] = places = self._learn()
+            self._shorten(places)
         del self.x, self.local, self.saved
         return tree_map(lambda value: value.local() if isinstance(value, RowShards) else value, found)
 
@@ -195,14 +177,14 @@ class _Run:
         finally:
             self.inside = None
         now = random_state(self.device)
-        self.cores.append(_Core(None, split=split, after=now if differs(before, now) else None))
+        self.cores.append(Core(None, split=split, after=now if differs(before, now) else None))
         return found
 
     def _keep(self, found: WholeTensor) -> None:
         """Keep what attention gives."""
         view = self.call.whole(found.local(), "attention")
         view.copy.uses += self.places is not None
-        self.cores.append(_Core(view, memory_of(found.local())))
+        self.cores.append(Core(view, memory_of(found.local())))
 
     def _around(self, rule: Callable[..., Any], func: Any, operands: Any, local: Any, options: Any) -> Any:
         if isinstance(options["attn_mask"], WholeTensor):
@@ -215,6 +197,12 @@ class _Run:
             self.own_scope.refuse("attention gathers all tokens, as it does with dropout")
 
     def _pack(self, tensor: Tensor) -> Any:
+        if self.clock is None:
+            return self._packed(tensor)
+        with self.clock.stopped():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
         index = self.count
         self.count += self.inside is None
         if self.call.stays(tensor):
@@ -228,12 +216,14 @@ class _Run:
             source, place = index, None
             if kind == "other" and self.places is not None and index < len(self.places):
                 place = self.places[index]
-        if self.places is None and source is not None:
-            self.saved[source] = tensor.detach()
         if place is None or self.places is None:
             view = self.call.whole(tensor, kind)
             view.copy.uses += 1
-            return view
+            if self.places is not None or source is None:
+                return view
+            self.saved[source] = tensor.detach()
+            self.boxes.append(Box(view, source, place, kind))
+            return self.boxes[-1]
         return self._part(tensor, place, source)
 
     def _of_core(self, tensor: Tensor, index: int, operands: tuple[Any, ...]) -> tuple[Any, Place | None, str]:
@@ -247,14 +237,14 @@ class _Run:
                 return (index, which), Place(tensor.ndim + dim), "other"
         return None, None, "attention"
 
-    def _part(self, tensor: Tensor, place: Place, source: Any) -> _Part:
-        key = (memory_of(tensor), tensor._version, *form_of(tensor))
+    def _part(self, tensor: Tensor, place: Place, source: Any) -> Part:
+        key = key_of(tensor)
         if key not in self.parts:
             copy, once = None, unrepeated(tensor.detach(), place.dim)
             if self.first:
                 copy = self.call.copied(place.rows(once, self.rows, 0, self.first).clone(), "other")
             self.call.remember(tensor)
-            self.parts[key] = _Part(copy, (once.dtype, once.shape, once.stride()), tensor.shape, place, source)
+            self.parts[key] = Part(copy, (once.dtype, once.shape, once.stride()), tensor.shape, place, source)
         part = self.parts[key]
         self.waiting += 1
         if part.copy is not None:
@@ -267,11 +257,10 @@ class _Run:
         if isinstance(kept, Tensor):
             return kept
         self.call.fetch()
-        if isinstance(kept, View):
-            return kept.get()
-        return self._joined(kept)
+        kept = kept.kept if isinstance(kept, Box) else kept
+        return kept.get() if isinstance(kept, View) else self._joined(kept)
 
-    def _joined(self, part: _Part) -> Tensor:
+    def _joined(self, part: Part) -> Tensor:
         if self.again is None:
             self.again = self._run_again(self.first)
             self.owner.traffic.replayed[self.owner.name] = self.rows - self.first, self.rows
@@ -328,7 +317,13 @@ class _Run:
 
         scope, hooks = LayerScope(owner.name, self.own_scope.given, answer), (pack, lambda kept: kept)
         scope.hooks, scores = hooks, GivenScores(scope, self.device, record, given)
-        with torch.enable_grad(), self.autocast, self._random_as_then(), saved_tensors_hooks(*hooks), scores:
+        with (
+            torch.enable_grad(),
+            self.autocast,
+            random_as(self.start if self.drew else None, self.device),
+            saved_tensors_hooks(*hooks),
+            scores,
+        ):
             args, kwargs = tree_map(lambda value: self._later(value, whole, first, runs, scope), self.given)
             owner.state.again(self.seen, owner.forward, *args, **kwargs)
         if met != [self.count, len(self.cores)]:
@@ -374,18 +369,25 @@ class _Run:
                 places[source] = place
         return places
 
-    @contextmanager
-    def _random_as_then(self) -> Iterator[None]:
-        """Random numbers are those of the forward, and afterwards as they are now."""
-        if not self.drew:
-            yield
+    def _shorten(self, places: list[Place | None]) -> None:
+        """Say what this call has saved, all of it; and keep only as much as later calls do."""
+        self.places = places
+        for box in self.boxes:
+            if box.kind == "other" and isinstance(box.source, int):
+                box.place = places[box.source]
+        moving = [box for box in self.boxes if box.kind == "other" and box.place is not None]
+        again = [self.input, *(core.output for core in self.cores if core.output is not None)]
+        if self.measures:
+            sizes = sizes_of(self.call, [(box, self.saved[box.source]) for box in moving], again, self.clock)
+            self.owner.budget.measured(self.owner.name, self.input.copy.bytes, sizes, self.owner.traffic.held)
+        if self.first >= self.rows:
             return
-        now = random_state(self.device)
-        set_random_state(self.start, self.device)
-        try:
-            yield
-        finally:
-            set_random_state(now, self.device)
+        for view in again:
+            view.copy.uses += 1
+        for box in moving:
+            box.whole.copy.uses -= 1
+            box.kept = self._part(self.saved[box.source], box.place, box.source)  # type: ignore[arg-type]
+        self.call.forget_unused()
 
 
 def _told(leaf: Any) -> Any:

@@ -86,7 +86,7 @@ class Options:
             patterns of layers or modules in them, such as ``["*.mlp"]``.
         activation_offload: layers whose activations are kept in host memory until the backward: ``"all"``, ``{"every":
             n}`` or patterns of names; or ``{"tokens": 0.4}``: those of that share of the tokens, the others' computed
-            again, and never attention. See ``docs/long_context.md``.
+            again, and never attention; ``"auto"``: as many as fit. See ``docs/long_context.md``.
         compile_layers: compile each layer of the trunk with ``torch.compile``, once for all of them; a dict gives its
             arguments, such as ``{"mode": "max-autotune"}``.
         record_timeline: note when each computation of a training step starts and ends; see ``measured_timeline``.

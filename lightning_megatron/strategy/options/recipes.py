@@ -44,8 +44,9 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     if recipe.optimizer_offload:
         arguments["optimizer_offload"] = {"keep": 1.0 - recipe.optimizer_offload}
     if recipe.activation_offload is not None:
-        whole = recipe.activation_offload == 1
-        arguments["activation_offload"] = "all" if whole else {"tokens": recipe.activation_offload}
+        given = recipe.activation_offload
+        named: dict[Any, str] = {1: "all", "auto": "auto"}
+        arguments["activation_offload"] = named.get(given, {"tokens": given})
     if recipe.pipeline > 1:
         arguments["pipeline_schedule"] = recipe.schedule
     if recipe.pipeline > 1 and recipe.schedule == "interleaved":
@@ -63,8 +64,6 @@ def _not_there(recipe: Recipe) -> str | None:
         )
     if recipe.recompute == "auto":
         return "`recompute='auto'` is for runs whose recomputation is not known; use 'none', 'selective' or 'full'"
-    if recipe.activation_offload == "auto":
-        return "`activation_offload='auto'` is settled by `predict`; give its prediction, or a share of the tokens"
     if recipe.activation_offload == "inputs":
         return "`activation_offload='inputs'` is not there; `activation_offload=0.0, recompute='none'` keeps a bit more"
     if recipe.weight_offload:
@@ -141,10 +140,12 @@ def _sharding_of(options: Any, replicas: int) -> dict[str, Any]:
     return {"sharding": "zero1", "shard": shard if shard != replicas else None}
 
 
-def _activations_away(value: Any) -> float | None:
+def _activations_away(value: Any) -> float | str | None:
     """Share of the tokens whose activations are kept in host memory, where all layers keep them there."""
     request = host_request(value)
-    return request.tokens if request is not None and request.patterns is None and request.every == 1 else None
+    if request is None or request.patterns is not None or request.every != 1:
+        return None
+    return "auto" if request.tokens is None else request.tokens
 
 
 def explain_plan(options: Any, module: nn.Module | None, report: ParallelReport | None) -> str:

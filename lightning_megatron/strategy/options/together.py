@@ -155,7 +155,7 @@ def check_activations(options: Any) -> None:
         return
     given, schedule = f"activation_offload={options.activation_offload!r}", options.pipeline_schedule
     check_options_with(given, options, _WITH_ACTIVATIONS, "activation_offload=None")
-    if request.tokens < 1:
+    if request.splits:
         check_options_with(given, options, _WITH_TOKENS, "activation_offload='all'")
         if schedule not in _ONE_BACKWARD:
             raise ValueError(
