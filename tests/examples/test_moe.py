@@ -1,4 +1,4 @@
-"""The example that trains a mixture beside a dense model, tiny."""
+"""The example that trains mixtures beside a dense model, tiny."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = ("--hidden=16", "--sequence=16", "--vocabulary=300", "--batch=8", "--step
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.wide), 2])
-def test_both_models_are_trained_and_drawn(tmp_path: Path, replicas: int) -> None:
+def test_all_models_are_trained_and_drawn(tmp_path: Path, replicas: int) -> None:
     pytest.importorskip("matplotlib")
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -21,9 +21,9 @@ def test_both_models_are_trained_and_drawn(tmp_path: Path, replicas: int) -> Non
         (texts / f"document{number:02}.txt").write_text(f"Expert {number % 4} takes what the router sends. " * 12)
     found = run_in_workers("moe.py", tmp_path, *TINY, "--data=texts", f"--replicas={replicas}", processes=replicas)
     assert found.code == 0, found.output
-    rows = re.findall(r"^(dense|PR-MoE) +([\d,]+) +([\d,]+) +([\d.]+) +([\d.]+)", found.output, re.MULTILINE)
-    assert [row[0] for row in rows] == ["dense", "PR-MoE"], found.output
+    rows = re.findall(r"^(dense|PR-MoE|MoE) +([\d,]+) +([\d,]+) +([\d.]+) +([\d.]+)", found.output, re.MULTILINE)
+    assert [row[0] for row in rows] == ["dense", "PR-MoE", "MoE"], found.output
     weights, costs = ([int(row[at].replace(",", "")) for row in rows] for at in (1, 2))
-    assert weights[1] > weights[0]
-    assert abs(costs[1] / costs[0] - 1) < 0.05
+    assert min(weights[1:]) > weights[0]
+    assert all(abs(cost / costs[0] - 1) < 0.08 for cost in costs)
     assert "PR-MoE" in (tmp_path / "runs" / "moe" / "losses.svg").read_text()
