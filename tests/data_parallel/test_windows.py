@@ -168,6 +168,12 @@ def test_code_that_looks_at_weights_sees_whole_ones(
     check(Setup(layout, sums, {name: value for name, value in trainer.items() if name != "sums"}), module)
 
 
+def test_nothing_is_whole_between_steps_for_a_callback_that_cannot_look() -> None:
+    for value in check(Setup((1, 2, 1), SPREAD), "plain", "counts"):
+        assert value["count"]["between"] == [0] * 8
+        assert value["metrics"]["batches"] == 8
+
+
 @pytest.mark.parametrize(
     ("callback", "module"), [row("averaged", "ema", {}), row("unfrozen", "unfreeze", {"frozen": True})]
 )

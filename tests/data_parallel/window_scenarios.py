@@ -73,6 +73,17 @@ class Strange(SharedTask):
         return loss
 
 
+class Counts(Callback):
+    """Looks at no weights, by its source."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.batches += 1
+        pl_module.log("batches", self.batches)
+
+
 class Dropping(SharedTask):
     """Leaves out a layer at random, on each replica another."""
 
@@ -237,6 +248,7 @@ MODULES: dict[str, Any] = {
     "validated": Validated,
 }
 CALLBACKS: dict[str, Any] = {
+    "counts": Counts,
     "ema": lambda: EMAWeightAveraging(decay=0.5),
     "unfreeze": Unfreeze,
 }

@@ -61,11 +61,7 @@ def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bo
     """Whether a hook that runs between an update and the next step may look at weights; Lightning's own callbacks ask
     the strategy for them.
     """
-    if not module.automatic_optimization:
-        return True
-    own = _after_the_update(pl.LightningModule)
-    more = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device")
-    if any(is_overridden(hook, module) for hook in (*own, *more)):
+    if not module.automatic_optimization or hooks_between_steps(module):
         return True
     hooks, others = _after_the_update(Callback), foreign_callbacks(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)
@@ -74,6 +70,12 @@ def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bo
 def _after_the_update(kind: type) -> list[str]:
     """Hooks of a class that run between an update and the next step."""
     return [hook for hook in dir(kind) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
+
+
+def hooks_between_steps(module: pl.LightningModule) -> list[str]:
+    """Hooks of a module's own that run between an update and the next step."""
+    more = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device")
+    return [hook for hook in (*_after_the_update(pl.LightningModule), *more) if is_overridden(hook, module)]
 
 
 def foreign_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:

@@ -19,7 +19,8 @@ from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
-from lightning_megatron.strategy.lightning.hooks import takes_second_gradients, watches_weights
+from lightning_megatron.strategy.hooks.blind import hook_is_blind, is_blind
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, hooks_between_steps, takes_second_gradients
 from lightning_megatron.strategy.options.together import check_module_with, check_options_with, refuse_with
 
 _WITHOUT = {
@@ -170,7 +171,10 @@ def check_sharders(optimizers: Sequence[Optimizer], shards: int) -> None:
 
 def watches_whole_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a hook that runs between two steps may look at weights, which are whole there then."""
-    return watches_weights(module, callbacks) or bool(_seeing(callbacks))
+    own = hooks_between_steps(module)
+    if not module.automatic_optimization or _seeing(callbacks):
+        return True
+    return not all(hook_is_blind(module, hook) for hook in own)
 
 
 def watches_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
@@ -181,6 +185,7 @@ def watches_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool
 
 
 def _seeing(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks that are neither this package's nor known not to look at weights."""
+    """Callbacks that are neither this package's nor known, or read, not to look at weights."""
     others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
-    return [callback for callback in others if not isinstance(callback, _BLIND)]
+    foreign = foreign_callbacks(others)
+    return [each for each in others if not (is_blind(each) if each in foreign else isinstance(each, _BLIND))]
