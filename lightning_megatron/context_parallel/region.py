@@ -42,9 +42,9 @@ def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str
     method, balance = given.get("method", "auto"), given.get("balance", "auto")
     if method not in METHODS:
         raise ValueError(
-            f"`context_parallel_options={{'method': {method!r}}}` is not there; use 'gather' (or 'auto', the same): "
-            "keys and values are gathered, queries stay split; 'ring': keys and values pass from rank to rank; or "
-            "'ulysses': ranks exchange tokens for heads."
+            f"`context_parallel_options={{'method': {method!r}}}` is not implemented; use 'gather' (or 'auto', the "
+            "same): keys and values are gathered, queries stay split; 'ring': keys and values pass from rank to rank; "
+            "or 'ulysses': ranks exchange tokens for heads."
         )
     if balance not in ("auto", *BALANCES):
         raise ValueError(

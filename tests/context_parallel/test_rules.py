@@ -292,7 +292,7 @@ def test_attention_around_a_ring_of_four_is_that_of_the_whole_tensor(mesh):
 @run_ranks(tensor=3)
 def test_heads_that_ranks_cannot_share_are_refused(mesh):
     shards = cut(random_tensor(BATCH, TOKENS, WIDTH), tensor_group(mesh), scope=Scope("ulysses"))
-    with pytest.raises(RuntimeError, match=r"shares 2 heads .* among `context_parallel_size=3` ranks"):
+    with pytest.raises(RuntimeError, match=r"cannot divide 2 heads .* among `context_parallel_size=3` ranks"):
         sdpa(shards)
 
 

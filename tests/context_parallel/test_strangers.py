@@ -31,4 +31,4 @@ def test_a_stranger_trains_as_in_one_process(kind, size, method):
 
 def test_heads_that_ranks_cannot_share_are_refused_on_every_rank():
     for outcome in run_trainers(train, "grouped", 3, "ulysses", devices=3, check=False, grace=20.0):
-        assert "shares 6 heads (of keys: 2)" in f"{outcome.error}\n{outcome.output}", outcome
+        assert "cannot divide 6 heads (2 key-value heads)" in f"{outcome.error}\n{outcome.output}", outcome

@@ -299,7 +299,7 @@ def test_lists_that_cannot_be_are_refused_on_every_rank(
     ("arguments", "words"),
     [
         ({"data_parallel_size": 2, "weight_sharding": True}, "`weight_sharding=True` makes replicas take part"),
-        ({"context_parallel_size": 2}, "`context_parallel_size` cannot split a token at a time"),
+        ({"context_parallel_size": 2}, "`context_parallel_size` cannot split single tokens"),
     ],
     ids=str,
 )

@@ -98,7 +98,7 @@ def test_an_error_of_memory_names_options_in_bytes_on_every_rank(
     for outcome in outcomes:
         assert outcome.error is not None
         said = outcome.error + outcome.trace
-        assert "can't allocate memory" in said and "lightning_megatron: memory did not suffice on rank 0" in said
+        assert "can't allocate memory" in said and "lightning_megatron: out of memory on rank 0" in said
         named = re.findall(r"^ *(\w+=\S+) +([\d.]+ [GM]iB)", said.partition("What would save most there:")[2], re.M)
         assert len(named) >= 2, said
         assert "activation_recompute='full'" in dict(named)

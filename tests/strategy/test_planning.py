@@ -196,7 +196,7 @@ def test_every_field_of_a_recipe_makes_the_round_trip() -> None:
         (Recipe(sharding="hsdp"), "say over how many replicas with `shard`"),
         (Recipe(recompute="auto"), "use 'none', 'selective' or 'full'"),
         (Recipe(activation_offload="inputs", recompute="full"), "`activation_offload=0.0, recompute='none'`"),
-        (Recipe(sharding="fsdp", weight_offload=True), "`weight_offload=True` is not there for training"),
+        (Recipe(sharding="fsdp", weight_offload=True), "`weight_offload=True` is not implemented for training"),
         (Recipe(gradient_bytes=2), "gradients of bf16 add up in 4 bytes"),
     ],
 )

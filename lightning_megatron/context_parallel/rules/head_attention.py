@@ -99,8 +99,8 @@ def by_heads(
     heads, shared, size, rank = query.shape[-3], key.shape[-3], split.group.size(), split.group.rank()
     if heads % size or (shared % size and size % shared):
         raise RuntimeError(
-            f"`context_parallel_options={{'method': 'ulysses'}}` shares {heads} heads (of keys: {shared}) among "
-            f"`context_parallel_size={size}` ranks, which does not go; use 'gather' or 'ring', which cut heads nowhere."
+            f"`context_parallel_options={{'method': 'ulysses'}}` cannot divide {heads} heads ({shared} key-value "
+            f"heads) among `context_parallel_size={size}` ranks; use 'gather' or 'ring', which do not split heads."
         )
     if shared % size:
         key, value = (x.repeat_interleave(size // shared, -3) for x in (key, value))

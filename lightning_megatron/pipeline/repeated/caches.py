@@ -119,7 +119,7 @@ def _check(layer: Any, name: str) -> None:
 
 def _refuse(kind: str, name: str) -> None:
     raise RuntimeError(
-        f"`{name}` is called with a cache of class `{kind}`, of which it is not known what pipeline stages without its "
-        "layers should have in its place. Generate with a dynamic or a static key-value cache "
+        f"`{name}` is called with a cache of class `{kind}`, which is not supported under a pipeline: stages skip "
+        "layers, and only key-value caches can be skipped. Generate with a dynamic or a static key-value cache "
         '(`cache_implementation="dynamic"`), with `use_cache=False`, or use `pipeline_parallel_size=1`.'
     )

@@ -87,7 +87,7 @@ def groups_of(given: int | str, stages: int) -> int:
     if given == "auto":
         return stages
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"`groups={given!r}` must be 'auto' or a number of batches under way at once, 1 or more.")
+        raise ValueError(f"`groups={given!r}` must be 'auto' or the number of batches in flight, at least 1.")
     return given if stages > 1 else 1
 
 
@@ -136,7 +136,7 @@ def _check(strategy: Any, prompts: Sequence[Any], tokenizer: Any) -> None:
     if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("prompts that are texts need a `tokenizer=`; without one, give lists of token ids.")
     if layout.context > 1:
-        raise ValueError("`context_parallel_size` cannot split a token at a time; generate with 1.")
+        raise ValueError("`context_parallel_size` cannot split single tokens; generate with `context_parallel_size=1`.")
     if layout.data > 1 and (options.weight_sharding or options.expert_ranks > 1):
         name = "weight_sharding=True" if options.weight_sharding else "expert_parallel_size"
         raise ValueError(

@@ -121,8 +121,8 @@ def _check_kind(model: Any, options: Mapping[str, Any], stages: int) -> None:
         return
     if asked not in _CACHES:
         raise ValueError(
-            f"`cache_implementation={asked!r}` is a cache of which it is not known what pipeline stages without its "
-            'layers should have in its place; use "dynamic" or "static", or one pipeline stage.'
+            f"`cache_implementation={asked!r}` is not supported under a pipeline, whose stages skip layers; use "
+            '"dynamic" or "static", or one pipeline stage.'
         )
     if getattr(model, "_is_stateful", False):
         raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.memory.expected import Saving
 
 _SAID = ("not enough memory", "can't allocate memory", "out of memory")
-_BEGINS = "lightning_megatron: memory did not suffice"
+_BEGINS = "lightning_megatron: out of memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

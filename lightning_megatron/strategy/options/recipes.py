@@ -65,9 +65,9 @@ def _not_there(recipe: Recipe) -> str | None:
     if recipe.recompute == "auto":
         return "`recompute='auto'` is for runs whose recomputation is not known; use 'none', 'selective' or 'full'"
     if recipe.activation_offload == "inputs":
-        return "`activation_offload='inputs'` is not there; `activation_offload=0.0, recompute='none'` keeps a bit more"
+        return "`activation_offload='inputs'` is not implemented; use `activation_offload=0.0, recompute='none'`"
     if recipe.weight_offload:
-        return "`weight_offload=True` is not there for training; `optimizer_offload=1.0` is"
+        return "`weight_offload=True` is not implemented for training; `optimizer_offload=1.0` is"
     given = recipe.gradient_bytes
     kept = {"fp64": 8}.get(recipe.precision, 4)
     if given not in (None, kept):
