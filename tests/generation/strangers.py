@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from tests.generation.decoders import DECODERS
 from tests.generation.scenarios import NEW, Sizes, prompts, replica_of, tiny
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -351,6 +352,7 @@ STRANGERS: dict[str, tuple[Any, str]] = {
     "translates": (Translates, "predict"),
     "streams": (Streams, "predict"),
     "rollouts": (Rollouts, "fit"),
+    **DECODERS,
 }
 
 

@@ -1,0 +1,124 @@
+"""Decoding with Hugging Face's models as people write it: processors with a memory, guidance, beams of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, WhisperConfig, WhisperForConditionalGeneration
+
+from tests.generation.scenarios import tiny
+
+NEW = 6
+
+
+class _Fading(LogitsProcessor):
+    """Holds tokens back that came lately."""
+
+    def __init__(self) -> None:
+        self.seen: Any = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        seen = torch.zeros_like(scores) if self.seen is None else 0.5 * self.seen
+        self.seen = seen.scatter(1, input_ids[:, -1:], 1.0)
+        return scores - 3 * self.seen
+
+
+class _FifthEven(StoppingCriteria):
+    """Ends at the fifth token or later, once the sum of all tokens is even."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        return torch.full((len(input_ids),), self.calls > 4 and int(input_ids.sum()) % 2 == 0, dtype=torch.bool)
+
+
+class Decoder(pl.LightningModule):
+    """A Llama that continues prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny("llama")
+
+
+class Remembers(Decoder):
+    """Samples three times for each prompt, with processors that keep a state."""
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        held: dict[str, Any] = {"logits_processor": [_Fading()], "stopping_criteria": [_FifthEven()]}
+        torch.manual_seed(index)
+        found: Tensor = self.model.generate(batch, max_new_tokens=NEW, do_sample=True, num_return_sequences=3, **held)
+        return found
+
+
+class Guided(Decoder):
+    """Without classifier, two passes a token."""
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        flipped = batch.flip(1)
+        found: Tensor = self.model.generate(batch, max_new_tokens=NEW, guidance_scale=1.5, negative_prompt_ids=flipped)
+        return found
+
+
+class OwnBeams(Decoder):
+    """Beams by hand, over a cache that it reorders."""
+
+    def predict_step(self, batch: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        rows, beams = len(batch), 3
+        ids, cache = batch.repeat_interleave(beams, 0), None
+        scores = torch.zeros(rows, beams).double()
+        scores[:, 1:] = -1e9
+        for _ in range(NEW):
+            given = self.model(ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
+            cache, new = given.past_key_values, given.logits[:, -1].log_softmax(-1).view(rows, beams, -1)
+            words = new.shape[-1]
+            scores, at = (new + scores[..., None]).flatten(1).topk(beams)
+            source = (at // words + torch.arange(rows)[:, None] * beams).flatten()
+            cache.reorder_cache(source)
+            ids = torch.cat([ids[source], (at % words).view(-1, 1)], 1)
+        return ids, scores
+
+
+class Fills(Decoder):
+    """Fills places in the order of confidence, without a cache."""
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        ids = torch.cat([batch, torch.zeros_like(batch)], 1)
+        left = torch.arange(ids.shape[1]).expand_as(ids) >= batch.shape[1]
+        while bool(left.any()):
+            sure, words = self.model(ids).logits.max(-1)
+            at = sure.masked_fill(~left, -torch.inf).argmax(1, keepdim=True)
+            ids, left = ids.scatter(1, at, words.gather(1, at)), left.scatter(1, at, False)
+        return ids
+
+
+class Hears(pl.LightningModule):
+    """Whisper: an encoder of sounds, and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in _HALF.items()}
+        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        sizes |= {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+        config = WhisperConfig(vocab_size=48, suppress_tokens=None, begin_suppress_tokens=None, **sizes, **ids)  # type: ignore[arg-type]
+        self.model: Any = WhisperForConditionalGeneration(config).eval()
+        self.model.generation_config.update(is_multilingual=False, no_timestamps_token_id=3)
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        sounds = torch.linspace(-1, 1, len(batch) * 8 * 32).double().view(len(batch), 8, 32)
+        found: Tensor = self.model.generate(sounds * batch.double().mean(1)[:, None, None], max_new_tokens=NEW)
+        return found
+
+
+_HALF = {"layers": 4, "attention_heads": 4, "ffn_dim": 64}
+
+DECODERS: dict[str, tuple[Any, str]] = {
+    "remembers": (Remembers, "predict"),
+    "guided": (Guided, "predict"),
+    "own beams": (OwnBeams, "predict"),
+    "fills": (Fills, "predict"),
+    "hears": (Hears, "predict"),
+}
