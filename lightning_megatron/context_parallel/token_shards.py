@@ -41,6 +41,11 @@ def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _detached(func: Any, model: Any) -> Any:
+    """What ``.data`` reads: the same rows, without a gradient."""
+    return model.detach()
+
+
 def _called_otherwise(rule: Rule) -> Rule:
     """The rule, which leaves calls that name arguments in a way it does not know to the whole tensor."""
 
@@ -61,7 +66,7 @@ def _called_otherwise(rule: Rule) -> Rule:
 T = Tensor
 _GRADIENTS = (
     *(T.register_hook, T.retain_grad, T.backward, torch.autograd.grad, torch.autograd.backward),
-    *getters("grad", "data"),
+    *getters("grad"),
     *setters("grad", "data", "requires_grad"),
     *(T.requires_grad_, T.register_post_accumulate_grad_hook),
 )
@@ -85,6 +90,7 @@ _RULES: dict[Any, Rule] = {
     **token_attention.RULES,
     **token_losses.RULES,
     **dict.fromkeys(_GRADIENTS, _refuse),
+    **dict.fromkeys(getters("data"), _detached),
 }
 
 

@@ -23,13 +23,19 @@ def split_of(model: WholeTensor) -> TokenSplit:
 def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
     if not isinstance(model, WholeTensor) or any(isinstance(value, torch.dtype) for value in args):
         raise NeedsWhole
-    args = tuple(torch.empty(v.shape, device="meta") if isinstance(v, Tensor) else v for v in args)
+    args = tuple(_size_of(value) if isinstance(value, Tensor) else value for value in args)
     old, new = model.shape, func(torch.empty(model.shape, device="meta"), *args, **kwargs).shape
     before, after = old[: model._dim].numel(), old[model._dim + 1 :].numel()
     for found in (_kept(model, new, before, after), _merged(model, new, before, after), _unmerged(model, new)):
         if found is not None:
             return found
     raise NeedsWhole
+
+
+def _size_of(value: Tensor) -> Any:
+    """A number as which a tensor is given, as `torch.div` makes them; or a tensor whose shape is meant."""
+    plain = value.ndim == 0 and not isinstance(value, WholeTensor)
+    return int(value) if plain else torch.empty(value.shape, device="meta")
 
 
 def _kept(model: WholeTensor, new: torch.Size, before: int, after: int) -> WholeTensor | None:
