@@ -105,10 +105,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", default=STANDARD_LIBRARY, help="folder or file of texts [Python's own source]")
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where prepared text is kept")
     parser.add_argument("--output", type=Path, default=Path("runs/moe/losses.svg"), help="the picture")
-    for name, default in (("vocabulary", 512), ("sequence", 64), ("hidden", 64), ("batch", 32), ("steps", 600)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"[{default}]")
-    for name, default in (("replicas", 1), ("seed", 1), ("validation-blocks", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"[{default}]")
+    sizes = {"--vocabulary": 512, "--sequence": 64, "--hidden": 64, "--batch": 32, "--steps": 600}
+    for name, default in (sizes | {"--replicas": 1, "--seed": 1, "--validation-blocks": 256}).items():
+        parser.add_argument(name, type=int, default=default, help=f"[{default}]")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate [3e-3]")
     parser.add_argument("--balance", type=float, default=0.01, help="factor of the balancing loss [0.01]")
     return parser.parse_args()
