@@ -139,6 +139,7 @@ class Processes:
 
     def stop_watching(self) -> None:
         """Look for failures no more, at the end of a run."""
+        self.explain = _as_it_is  # it knows the run that ends
         if self._watch is not None:
             self._watch.leave()
 
