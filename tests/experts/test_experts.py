@@ -239,6 +239,9 @@ OPTIONS: list[Any] = [
     ({"expert_parallel_size": True}, "must be an integer"),
     ({"expert_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
     ({"expert_parallel_size": 1, "expert_balance": "batch"}, "`expert_balance='batch'`"),
+    ({"expert_tensor_parallel_size": 0}, "`expert_tensor_parallel_size=0` must be an integer"),
+    ({"expert_tensor_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
+    ({"expert_tensor_parallel_size": 2, "mlp_chunks": 2}, "`expert_tensor_parallel_size=1`"),
 ]
 
 

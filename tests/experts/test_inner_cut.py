@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron import MegatronStrategy
 from tests.experts.expert_scenarios import fit
 from tests.experts.families import FAMILIES, FURTHER, IN_FLOAT32
 from tests.experts.strangers import EXACT
@@ -80,20 +79,6 @@ def test_a_checkpoint_goes_on_with_its_experts_cut_otherwise(name, chain, tmp_pa
         before = saved
     for key, value in outcomes[0].value["weights"].items():
         torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
-
-
-OPTIONS: list[Any] = [
-    ({"expert_tensor_parallel_size": 0}, "`expert_tensor_parallel_size=0` must be an integer"),
-    ({"expert_tensor_parallel_size": 2, "compile_layers": True}, "`compile_layers=False`"),
-    ({"expert_tensor_parallel_size": 2, "mlp_chunks": 2}, "`expert_tensor_parallel_size=1`"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "wanted"), OPTIONS, ids=str)
-def test_options_that_do_not_go_together_are_refused_at_once(arguments, wanted):
-    with pytest.raises(ValueError, match="expert_") as error:
-        MegatronStrategy(**arguments)
-    assert wanted in str(error.value)
 
 
 REFUSED: list[Any] = [

@@ -83,7 +83,7 @@ class Owners:
         expert: Tensor,
         compute: Compute,
         called: Collection[int] = (),
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         """What the experts of all ranks make of this rank's rows; collective over the group, in the backward too.
 
@@ -120,7 +120,7 @@ class Owners:
         expert: Tensor,
         compute: Compute,
         called: Collection[int],
-        meanwhile: Callable[[], None] | None,
+        meanwhile: Callable[[], object] | None,
     ) -> Tensor:
         order = torch.argsort(expert, stable=True)
         counts = _counts(expert, self.local * self.group.size()).view(-1, self.local)  # [ranks, experts of a rank]
@@ -139,7 +139,7 @@ class Owners:
         self._exchange(rows, told, compute)
 
     def _exchange(
-        self, rows: Tensor, told: Told, compute: Compute, meanwhile: Callable[[], None] | None = None
+        self, rows: Tensor, told: Told, compute: Compute, meanwhile: Callable[[], object] | None = None
     ) -> Tensor:
         """Send rows, sorted by their experts, to them and back."""
         arriving = told.rows[:, : self.local].reshape(-1)

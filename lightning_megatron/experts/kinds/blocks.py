@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,25 +89,8 @@ def try_blocks(module: nn.Module, experts: int, parts: int) -> str:
         experts: how many it looks to have.
         parts: over how many ranks they are to be shared out.
     """
-    generator = torch.Generator().manual_seed(0)
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    fill(module, generator)
-    sizes, why = (
-        {n: None for p in own for n in p.shape[1:]},
-        "its forward does not take a block of rows for each expert",
-    )
-    for size in sizes:
-        for lead in (False, True):
-            rows = torch.randn(experts * _ROWS, size, generator=generator).to(own[0].dtype)
-            try:
-                whole = module(rows.view(experts, _ROWS, size) if lead else rows)
-                if not isinstance(whole, Tensor) or whole.shape[:-1].numel() != len(rows):
-                    continue
-            except Exception as error:
-                why = f"its forward does not run on a block of rows for each expert ({error})"
-                continue
-            return _compare(module, own, rows, whole, experts, parts, lead=lead)
-    return why
+    taken = _taken(module, experts)
+    return taken if isinstance(taken, str) else _compare(module, taken, experts, parts)
 
 
 def cut_blocks(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
@@ -118,24 +101,45 @@ def cut_blocks(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
         experts: how many there are.
         parts: over how many ranks each of them is to be cut.
     """
+    taken = _taken(module, experts)
+    if isinstance(taken, str):
+        return taken
+    return find_inner_cut(module, parts, functools.partial(module, taken.given), stacked=True)
+
+
+class _Taken(NamedTuple):
+    """Rows that a module takes, as it takes them, and what it gives for them."""
+
+    rows: Tensor
+    given: Tensor
+    whole: Tensor
+
+
+def _taken(module: nn.Module, experts: int) -> _Taken | str:
+    """The first random rows that a module filled with random numbers takes, or why there are none."""
     generator = torch.Generator().manual_seed(0)
+    own = _own(module)
     fill(module, generator)
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    why = "its forward does not take a block of rows for each expert"
     for size in {n: None for p in own for n in p.shape[1:]}:
         for lead in (False, True):
             rows = torch.randn(experts * _ROWS, size, generator=generator).to(own[0].dtype)
             given = rows.view(experts, _ROWS, size) if lead else rows
             try:
-                module(given)
-            except Exception:
-                continue
-            return find_inner_cut(module, parts, functools.partial(module, given), stacked=True)
-    return "its forward does not take a block of rows for each expert"
+                whole = module(given)
+                if isinstance(whole, Tensor) and whole.shape[:-1].numel() == len(rows):
+                    return _Taken(rows, given, whole)
+            except Exception as error:
+                why = f"its forward does not run on a block of rows for each expert ({error})"
+    return why
 
 
-def _compare(
-    module: nn.Module, own: list[nn.Parameter], rows: Tensor, whole: Tensor, experts: int, parts: int, *, lead: bool
-) -> str:
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _compare(module: nn.Module, taken: _Taken, experts: int, parts: int) -> str:
+    rows, lead, whole = taken.rows, taken.given.dim() == 3, taken.whole
     local, found = experts // parts, []
     expert = torch.arange(experts).repeat_interleave(_ROWS)
     for part in range(parts):
@@ -151,7 +155,7 @@ def _compare(
     near = 1e-9 if whole.dtype == torch.float64 else 5e-2 if whole.dtype.itemsize == 2 else 1e-4
     if split.shape != whole.shape or not torch.allclose(split, whole, rtol=0.0, atol=near):
         return "its output is not what each expert makes of each row by itself"
-    trained, weighed = [p for p in own if p.requires_grad], torch.randn_like(whole)
+    trained, weighed = [p for p in _own(module) if p.requires_grad], torch.randn_like(whole)
     pairs = [torch.autograd.grad((each * weighed).sum(), trained) for each in (whole, split)] if trained else [(), ()]
     if not all(torch.allclose(one, other, rtol=near, atol=near) for one, other in zip(*pairs, strict=True)):
         return "the gradients of its parameters are not those of each expert by itself"

@@ -34,21 +34,8 @@ def try_stacked(module: nn.Module, experts: int, parts: int) -> str:
         experts: how many it looks to have.
         parts: over how many ranks they are to be shared out.
     """
-    generator = torch.Generator().manual_seed(0)
-    fill(module, generator)
-    why = "its forward does not take hidden states, indices of experts and weights"
-    for values in _guesses(module, experts, generator):
-        try:
-            choice = Choice(values)
-            whole = module(*values)
-            if not isinstance(whole, Tensor) or whole.shape[:-1] != choice.hidden.shape[:-1]:
-                why = "its forward does not return one row for each token"
-                continue
-        except Exception as error:
-            why = f"its forward does not run on hidden states, indices of experts and weights ({error})"
-            continue
-        return _compare(module, experts, parts, choice, whole)
-    return why
+    taken = _taken(module, experts)
+    return taken if isinstance(taken, str) else _compare(module, experts, parts, *taken[1:])
 
 
 def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
@@ -59,15 +46,27 @@ def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
         experts: how many there are.
         parts: over how many ranks each of them is to be cut.
     """
+    taken = _taken(module, experts)
+    if isinstance(taken, str):
+        return taken
+    return find_inner_cut(module, parts, functools.partial(module, *taken[0]), stacked=True)
+
+
+def _taken(module: nn.Module, experts: int) -> tuple[list[Any], Choice, Tensor] | str:
+    """The first random arguments that a module filled with random numbers takes, and what it gives; or why not."""
     generator = torch.Generator().manual_seed(0)
     fill(module, generator)
+    why = "its forward does not take hidden states, indices of experts and weights"
     for values in _guesses(module, experts, generator):
         try:
-            module(*values)
-        except Exception:
-            continue
-        return find_inner_cut(module, parts, functools.partial(module, *values), stacked=True)
-    return "its forward does not run on hidden states, indices of experts and weights"
+            choice = Choice(values)
+            whole = module(*values)
+            if isinstance(whole, Tensor) and whole.shape[:-1] == choice.hidden.shape[:-1]:
+                return values, choice, whole
+            why = "its forward does not return one row for each token"
+        except Exception as error:
+            why = f"its forward does not run on hidden states, indices of experts and weights ({error})"
+    return why
 
 
 def cut_one(expert: nn.Module, width: int, parts: int) -> InnerCut | str:

@@ -161,7 +161,7 @@ class LedExperts:
         before, self._runs = self._runs, True
         try:
             beside = module.beside if isinstance(module, Experts) else None
-            return self._owners.send(rows, expert, compute, meanwhile=None if beside is None else beside.start)
+            return self._owners.send(rows, expert, compute, meanwhile=None if beside is None else beside.result)
         finally:
             self._runs = before
 

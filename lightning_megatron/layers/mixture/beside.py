@@ -10,7 +10,7 @@ from torch import Tensor
 class Beside:
     """A computation that needs nothing of the experts, such as a shared expert's; runs once.
 
-    Experts that are shared out over ranks start it when their tokens have been sent; where they are not, whoever asks
+    Experts that are shared out over ranks ask for it when their tokens have been sent; where they are not, whoever asks
     for the result does.
 
     Args:
@@ -21,12 +21,8 @@ class Beside:
         self._call = call
         self._found: Tensor | None = None
 
-    def start(self) -> None:
-        """Compute it, unless that has been done."""
-        self.result()
-
     def result(self) -> Tensor:
-        """What it gives."""
+        """What it gives; computed by the first who asks."""
         if self._found is None:
             self._found = self._call()
         return self._found

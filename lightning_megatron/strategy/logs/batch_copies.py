@@ -15,7 +15,7 @@ they are.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, UserDict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ from lightning_megatron.mesh.batches import map_tensors
 
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _COPIES_ITSELF = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+_USUAL_WRITES = {
+    name: [getattr(kind, name, None) for kind in (dict, list, OrderedDict, defaultdict)]
+    for name in ("__setitem__", "clear", "update", "extend")
+}
 
 Path = tuple[Any, ...]
 """Keys, indices and names of attributes that lead from a batch to a container in it."""
@@ -115,7 +120,7 @@ class BatchCopy:
             return self._memo[id(value)]
         if isinstance(value, tuple):
             items = [self._copied(item, (*path, index)) for index, item in enumerate(value)]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
         empty = _empty_like(value, whole=not path)
         if empty is None:
             return map_tensors(value, self._tensor)
@@ -168,22 +173,36 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def _empty_like(value: Any, *, whole: bool) -> Any:
     """A container of the same kind to be filled; ``None`` for what is not followed."""
-    if type(value) is dict:
-        return {}
-    if isinstance(value, list):
-        return [] if type(value) is list else type(value)()
-    if isinstance(value, dict):
-        copied = value.copy()
-        return copied if type(copied) is type(value) else None
+    if isinstance(value, (dict, list)):
+        return _emptied(value)
     if isinstance(value, UserDict) or (hasattr(value, "__dict__") and dataclasses.is_dataclass(type(value))):
         return None if _has_slots(type(value)) else object.__new__(type(value))
     return object.__new__(type(value)) if whole and _is_plain(value) else None
 
 
+def _emptied(value: Any) -> Any:
+    """A dict or list of the same class; ``None`` for a class that does not let its entries be set as those do."""
+    kind = type(value)
+    if any(getattr(kind, name, None) not in usual for name, usual in _USUAL_WRITES.items()):
+        return None
+    try:
+        found = value.copy() if isinstance(value, defaultdict) else kind()
+    except TypeError:
+        return None
+    own = getattr(value, "__dict__", value)
+    if own is not value:  # else its entries are its attributes
+        vars(found).update(own)
+    return found
+
+
 def _is_plain(value: Any) -> bool:
     """Whether an object is its attributes and nothing else."""
     kind = type(value)
-    if isinstance(value, (type, nn.Module)) or callable(value) or not hasattr(value, "__dict__"):
+    if (
+        isinstance(value, (dict, list, tuple, Tensor, type, nn.Module))
+        or callable(value)
+        or not hasattr(value, "__dict__")
+    ):
         return False
     alike = all(getattr(kind, name, None) is getattr(object, name, None) for name in _COPIES_ITSELF)
     made = kind.__dict__.get("__new__")

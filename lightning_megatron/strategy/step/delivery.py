@@ -81,12 +81,9 @@ class OutcomeDelivery:
         if outcome.logs.keys != self._keys:
             self._keys = outcome.logs.keys
             extra["keys"] = outcome.logs.keys
-        if outcome.output is not None:
-            extra["output"] = map_tensors(outcome.output, lambda tensor: tensor.detach().cpu())
-        if outcome.state:
-            extra["state"] = map_tensors(outcome.state, lambda tensor: tensor.detach().cpu())
-        if outcome.batch is not None:
-            extra["batch"] = map_tensors(outcome.batch, lambda tensor: tensor.detach().cpu())
+        left = {"output": outcome.output, "state": outcome.state or None, "batch": outcome.batch}
+        left = {name: value for name, value in left.items() if value is not None}
+        extra |= map_tensors(left, lambda tensor: tensor.detach().cpu())
         blob = objects.encode(extra or None)
         header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
@@ -122,12 +119,10 @@ class OutcomeDelivery:
             self._pass_on(blob)
             extra = objects.decode(blob)
         self._keys = extra.get("keys", self._keys)
-        to_device = lambda tensor: tensor.to(self._device)  # noqa: E731
-        output = map_tensors(extra.get("output"), to_device)
-        state = map_tensors(extra.get("state", []), to_device)
-        batch = map_tensors(extra.get("batch"), to_device)
+        left = {name: extra.get(name) for name in ("output", "state", "batch")}
+        output, state, batch = map_tensors(left, lambda tensor: tensor.to(self._device)).values()
         loss = values[0].to(_LOSS_DTYPES[dtype]) if dtype >= 0 else None
-        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state, bool(stop), batch)
+        return Outcome(StepLogs(self._keys, values[1:].view(-1, 3)), loss, output, state or [], bool(stop), batch)
 
     def _new_header(self) -> Tensor:
         return torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)

@@ -52,7 +52,6 @@ class ScheduledStep:
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
         self._batches = BatchWrites()
-        self._on_copies = self._mesh.layout.pipeline > 1  # the other stages are told what a step writes into its batch
         self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
@@ -140,7 +139,8 @@ class ScheduledStep:
             else:
                 schedule = self._context.schedule(len(parts), forward_only=not training)
                 chunks = schedule.chunks if passes is None else 1
-                batches = self._batches if self._on_copies or chunks > 1 or len(parts) > 1 else None
+                told = self._mesh.layout.pipeline > 1  # what the step writes into its batch
+                batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
                 recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches)
                 step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
