@@ -114,11 +114,13 @@ class Run:
         self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
         clips_gradients_of(precision, gradients)
         self._whole_hooks: WholeHooks | None = None
+        self._on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         if not assembled.tensor_state.is_trivial:
             split = assembled.tensor_state, assembled.report
             self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision, self._experts)
             gradients.shows_whole = self._whole_hooks.gradient_hooks
             gradients.shows_parts = self._whole_hooks.steps.paused
+            self._on_parts = self._whole_hooks.local
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -131,10 +133,9 @@ class Run:
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
         if not self._fits:
-            begin_averages(trainer, self.saving.weights, processes.device, fits=False)
+            begin_averages(trainer, self.saving.weights, processes.device, self._on_parts, fits=False)
         self._clipping: HandClipping | None = None
-        several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
-        if several and not self.engine.splits_itself:
+        if mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1 and not self.engine.splits_itself:
             stage = Stage.of(self.module)
             self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, self._whole_hooks)
             self._clipping.start()
@@ -172,7 +173,7 @@ class Run:
         self._guard = prepare_updates(
             self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
         )
-        begin_averages(self._trainer, self.saving.weights, self._processes.device)
+        begin_averages(self._trainer, self.saving.weights, self._processes.device, self._on_parts)
 
     def continue_loader(self, loader: object) -> object:
         """A training loader that goes on where the checkpoint's run stopped; others as they are.
@@ -381,9 +382,8 @@ def start_run(
         synchronize(module, processes.mesh, wanted=syncs)
         module.to(processes.device)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
-    engine_options = options.engine(getattr(precision, "layer_dtype", None))
-    module_options = options.module(stage_speeds)
-    assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
+    wanted = options.module(stage_speeds), options.engine(getattr(precision, "layer_dtype", None))
+    assembler = Assembler(processes.mesh, processes.device, precision, *wanted, processes.world)
     loads = has_start(module, options.initial_weights)
     note_places(module, processes.constructions, in_order=not loads)
     assembled = assembler.assemble(module, syncs, loads)

@@ -126,13 +126,16 @@ class NowAndThen(TokenTask):
 
 
 class LateMask(TokenTask):
-    """From the second step on, masks the layers' inputs by numbers of the embedding that take no gradient."""
+    """From the second step on, scales the layers by numbers of the embedding that take no gradient.
+
+    First and last stage hold the embedding, which is the head too; a stage between them does not.
+    """
 
     def loss(self, batch: Any) -> Tensor:
         net, x = self.net, self.net.token_embedding(batch[0])
-        mask = (x.detach().mean(-1, keepdim=True) > 0).to(x) if self.trainer.global_step else torch.ones(())
+        mask = (x.detach().mean(-1, keepdim=True) > 0).to(x) if self.trainer.global_step else torch.ones_like(x)
         for layer in net.layers:
-            x = layer(x, bias=mask.mean())
+            x = layer(x * (1 + mask))
         return torch.nn.functional.linear(net.final_norm(x), net.token_embedding.weight).square().mean()
 
 
@@ -203,7 +206,6 @@ MODULES: dict[str, Callable[[], Any]] = {
     "short": lambda: TokenTask(LearnedPositions(layers=2)),
     "input_gradient": lambda: _input_gradient(late=False),
     "own_backward": lambda: OwnBackward(LearnedPositions()),
-    "late_mask": lambda: LateMask(LearnedPositions()),
     "late_number": lambda: LateNumber(LearnedPositions()),
     "large_kept": lambda: Keeping("output"),
     "late_kept": lambda: Keeping("later"),
@@ -219,13 +221,12 @@ def fit(info: RankInfo, layout: tuple[int, int], arguments: dict[str, Any], modu
     trainer.fit(MODULES[module]())
 
 
-def late_gradient(info: RankInfo, layout: tuple[int, int] | None, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Fits a module whose own gradients lie behind the layers; the weights of this rank."""
+def late(info: RankInfo, layout: tuple[int, int] | None, module: str) -> dict[str, Tensor]:
+    """Fits a module that does something new in its second step; the weights of this rank."""
     torch.manual_seed(7)
-    trainer_for(info, layout, {**arguments, "micro_batch_size": BATCH}, max_epochs=1).fit(
-        module := _input_gradient(True)
-    )
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    built: Any = {"gradient": lambda: _input_gradient(True), "mask": lambda: LateMask(LearnedPositions())}[module]()
+    trainer_for(info, layout, {"micro_batch_size": BATCH if module == "gradient" else 2}, max_epochs=1).fit(built)
+    return {name: parameter.detach().clone() for name, parameter in built.named_parameters() if not parameter.is_meta}
 
 
 def strategy_with(info: RankInfo, arguments: dict[str, Any]) -> None:

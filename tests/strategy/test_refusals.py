@@ -38,11 +38,6 @@ ONE_STAGE = "`pipeline_parallel_size=1`"
         ("late_penalty", ["what `training_step` returned depends on `net.layers.0`", "`weight_decay`", ONE_STAGE]),
         pytest.param("own_backward", ["the step runs a backward of its own (`.backward()`)", ONE_STAGE], marks=WIDE),
         ("late_number", ["the step reads, in Python, a number that depends on `net.layers.0`", ONE_STAGE]),
-        pytest.param(
-            "late_mask",
-            ["an argument of layer `net.layers.2` depends on `net.token_embedding`", '"net.token_embedding": "all"'],
-            marks=WIDE,
-        ),
         pytest.param("large_kept", ["depends on `net.layers.0`, which another pipeline stage owns"], marks=WIDE),
         pytest.param(
             "late_kept",
@@ -145,13 +140,22 @@ def test_without_a_pipeline_nothing_of_this_is_refused(module: str) -> None:
     run_trainers(refusals.fit, (1, 2), {}, module, devices=2)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("stages", [2, 3])
-def test_gradients_behind_the_layers_are_those_of_one_process(stages: int) -> None:
-    expected = run_trainers(refusals.late_gradient, None, {}, devices=1)[0].value
-    for outcome in run_trainers(refusals.late_gradient, (stages, 1), {}, devices=stages):
+@pytest.mark.parametrize(
+    ("module", "stages"),
+    [("mask", 2), pytest.param("gradient", 2, marks=WIDE), pytest.param("gradient", 3, marks=WIDE)],
+)
+def test_what_a_second_step_does_first_is_that_of_one_process(module: str, stages: int) -> None:
+    expected = run_trainers(refusals.late, None, module, devices=1)[0].value
+    for outcome in run_trainers(refusals.late, (stages, 1), module, devices=stages):
         for name, weight in outcome.value.items():
             assert torch.allclose(weight, expected[name], rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.wide
+def test_what_a_second_step_reads_first_is_refused_on_stages_that_do_not_hold_it() -> None:
+    outcomes = run_trainers(refusals.late, (3, 1), "mask", devices=3, check=False, grace=20, deadline=60)
+    wanted = "an argument of layer `net.layers.2` depends on `net.token_embedding`", '"net.token_embedding": "all"'
+    _refused(outcomes, *wanted)
 
 
 def test_a_part_that_is_called_once_more_in_a_later_step_says_so() -> None:

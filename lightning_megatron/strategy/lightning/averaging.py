@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +98,14 @@ def averages_parts(trainer: pl.Trainer) -> Iterator[None]:
         yield
 
 
-def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.device, *, fits: bool = True) -> None:
+def begin_averages(
+    trainer: pl.Trainer,
+    weights: ModelState,
+    device: torch.device,
+    on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    *,
+    fits: bool = True,
+) -> None:
     """Give every averaging callback its average, which is equal to the weights, and methods that work on parts.
 
     Called before a fit, when gradients and optimizers are laid out: where layers hold 16 bits, the float32 weights
@@ -108,6 +115,7 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
         trainer: of the run.
         weights: state of the divided module.
         device: of this rank; averages lie there unless the callback has one of its own.
+        on_parts: makes a function meet this rank's parts where hooks see whole weights; None where they see none.
         fits: whether weights are trained; else an average of an earlier run goes on, and there are no new ones.
     """
     for callback in callbacks_of(trainer):
@@ -121,7 +129,8 @@ def begin_averages(trainer: pl.Trainer, weights: ModelState, device: torch.devic
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
             names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
             for name in names:
-                replaced.call(callback, name, getattr(own, name.removeprefix("_")))
+                method = getattr(own, name.removeprefix("_"))
+                replaced.call(callback, name, method if on_parts is None else on_parts(method))
 
 
 class _NoCopy(Replacement):
