@@ -25,9 +25,26 @@ def _places(module: nn.Module) -> dict[str, list[int]]:
     return {name: sorted(stages) for name, stages in _cut(module).units.items()}
 
 
+class Unpacked(nn.Module):
+    """Gives its parts other names, several in one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(8, 20), nn.Embedding(20, 8)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        layers, head, x = self.body["layers"], self.head, self.embed(tokens)
+        for layer in layers:
+            x = layer(x)
+        out: Tensor = head(x)
+        return out
+
+
 @pytest.mark.parametrize(
     ("network", "expected"),
     [
+        (Unpacked, {"embed": [0], "head": [2]}),
         (Walker, {"embed": [0], "head": [2]}),
         (strangers.AskedFirst, {"embed": [0], "head": [2]}),
         (strangers.EmbeddingMask, {"embed": [0], "head": [2]}),

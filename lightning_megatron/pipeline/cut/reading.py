@@ -140,10 +140,6 @@ class _Reader(Resolver):
             self.visit_all(list(ast.iter_child_nodes(node)))
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        value = self.resolve(node.value)
-        if isinstance(value, nn.Module) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            self.scope[node.targets[0].id] = value
-            return
         self._bind(node.targets, node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -161,6 +157,10 @@ class _Reader(Resolver):
         if isinstance(first, ast.Tuple) and isinstance(value, ast.Tuple) and len(first.elts) == len(value.elts):
             for target, part in zip(first.elts, value.elts, strict=True):
                 self._bind([target], part)
+            return
+        module = self.resolve(value)
+        if isinstance(module, nn.Module) and len(targets) == 1 and isinstance(first, ast.Name) and not add:
+            self.scope[first.id] = module
             return
         before = self.phase
         with self.flows.collecting() as found:
