@@ -183,6 +183,37 @@ class Rolling(Preferring):
         return {"loss": -_log_probability(self.policy, rolled).mean()}
 
 
+class Sampling(Preferring):
+    """Trains on what it has sampled, by `generate` and token by token, with masks drawn meanwhile."""
+
+    drop = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.policy.model.layers:
+            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(self.drop))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Any:
+        rolled = self.policy.generate(batch[0], max_new_tokens=3, do_sample=True)
+        for _ in range(2):
+            with torch.no_grad():
+                odds = self.policy(input_ids=rolled).logits[:, -1].softmax(-1)
+            rolled = torch.cat([rolled, torch.multinomial(odds, 1)], 1)
+        self.log("rolled", rolled.double().mean())
+        return {"loss": -_log_probability(self.policy, rolled).mean()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """What is drawn behind the step is that of one process too."""
+        with torch.no_grad():
+            self.policy.lm_head.weight.add_(1e-4 * torch.rand(()))
+
+
+class DroppedSampling(Sampling):
+    """Layers that drop out, also while it samples."""
+
+    drop = 0.2
+
+
 class Keeps(nn.Module):
     """A layer whose output stays on it, gradient and all."""
 
@@ -248,8 +279,10 @@ MODULES: dict[str, type[Task]] = {
     "preferring": Preferring,
     "disabled": Disabled,
     "rolling": Rolling,
+    "sampling": Sampling,
+    "dropped_sampling": DroppedSampling,
 }
-ALONE = ("contrasted", "dropped", "rolling")
+ALONE = ("contrasted", "dropped", "rolling", "sampling", "dropped_sampling")
 """What differs between replicas as it should: losses of all samples, random numbers, lengths."""
 
 REFUSALS: dict[str, tuple[type[Task], str]] = {

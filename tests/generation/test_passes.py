@@ -28,14 +28,10 @@ wide = pytest.mark.wide
 def check(name: str, layout: str) -> None:
     options = LAYOUTS[layout]
     devices = 4 if layout in ("pp2xtp2", "pp2xdp2", "pp4", "shards") else 2
-    if name == "dropped":  # one process draws from one stream, unless it runs micro-batches too
-        parts = {"micro_batch_size": 4, "whole_batch_loss": False}
-        options, expected = {**options, **parts}, one_process(trained, name, parts)
-    else:
-        expected = one_process(trained, name, None)
+    expected = one_process(trained, name, None)
     ranks = [outcome.value for outcome in run_trainers(trained, name, options, devices=devices)]
     losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
-    tolerance = 1e-5 if name in ("preferring", "disabled", "rolling") else 1e-9
+    tolerance = 1e-5 if name in ("preferring", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
     assert losses == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
     weights = ranks[0][1]  # the other ranks are given none
     assert weights.keys() == expected[1].keys()
@@ -48,6 +44,7 @@ def check(name: str, layout: str) -> None:
     [
         *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro")),
         *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring", "disabled")),
+        *((name, "pp2") for name in ("dropped", "sampling", "dropped_sampling")),
     ],
 )
 def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str) -> None:

@@ -63,7 +63,12 @@ class SegmentStreams:
         seed: equal on all stages of a replica.
         draws: answers draws from counters, so that they are those of one process in any layout; ``None`` where
             torch's generators do.
+
+    Attributes:
+        segmented: whether segments of a step draw from streams of their own; see :class:`.one_stream.OneStream`.
     """
+
+    segmented = True
 
     def __init__(self, device: torch.device, replica: int, seed: int, draws: LayoutDraws | None = None) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -252,6 +257,12 @@ class SegmentStreams:
         """States of torch's generators: the CPU's, and the GPU's if there is one; and which draw is next."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         return torch.get_rng_state(), cuda, None if self.draws is None else self.draws.position
+
+    def drawn_since(self, position: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The present position, if anything was drawn since another one; else ``None``."""
+        now = self.position()
+        torch_alike = all(old is new or torch.equal(old, new) for old, new in zip(position[:2], now[:2], strict=True))
+        return None if torch_alike and position[2] is now[2] else now
 
     def go_to(self, position: tuple[Any, ...]) -> None:
         """Restore the states that :meth:`position` returned."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.pipeline.elsewhere.absent import TellsPhase, make_absent
@@ -85,7 +86,8 @@ def hollow_out(module: nn.Module, presence: Presence, device: torch.device, phas
     for name, entry in presence.elsewhere():
         owner, leaf = owner_of(module, name)
         if owner is not None and leaf not in owner.__dict__:  # under another name of its module, it may be
-            zeros = _hide(owner, leaf, sentinels[entry.part], device)
+            shape = entry.twin.shape if isinstance(owner, VocabParallelEmbedding) else None
+            zeros = _hide(owner, leaf, sentinels[entry.part], device, shape)
             owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source, entry.twin.shape)
     for name in parts:
         part = owner_of(module, name)[0]
@@ -96,12 +98,23 @@ def hollow_out(module: nn.Module, presence: Presence, device: torch.device, phas
     return sentinels
 
 
-def _hide(owner: nn.Module, leaf: str, sentinel: Sentinel, device: torch.device) -> Tensor:
-    """Take a parameter or buffer off its module; returns zeros like it."""
+def _hide(
+    owner: nn.Module, leaf: str, sentinel: Sentinel, device: torch.device, shape: torch.Size | None = None
+) -> Tensor:
+    """Take a parameter or buffer off its module; returns zeros like it.
+
+    Args:
+        owner: the module.
+        leaf: name of the tensor there.
+        sentinel: of the part.
+        device: where zeros live.
+        shape: of the zeros, if another: a split table's rows are looked up by the embedding alone, and the code around
+            it, such as DoRA's norm, reads all of them.
+    """
     table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
     tensor = table.pop(leaf)
     if isinstance(tensor, nn.Parameter):
-        return sentinel.zeros(tensor.shape, tensor.dtype, device)
+        return sentinel.zeros(shape or tensor.shape, tensor.dtype, device)
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 

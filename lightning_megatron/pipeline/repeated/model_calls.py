@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -153,7 +154,7 @@ class ModelCalls:
         return list(found.values())
 
     @contextmanager
-    def training(self, streams: SegmentStreams) -> Iterator[TrainingFollower]:
+    def training(self, streams: SegmentStreams | OneStream) -> Iterator[TrainingFollower]:
         """Around a training step; gives what answers its calls, and runs its backward."""
         follower = self._training
         follower.prepare(self.stage.presence, self.stage.cursor, streams)

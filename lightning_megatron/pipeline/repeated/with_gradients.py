@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.autograd import graph_behind, in_backward
+from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.key_value_caches import is_cache
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
@@ -44,21 +45,22 @@ class TrainingFollower(CallFollower):
         differentiates: whether the backward of the step runs.
         computing: how many backwards of calls run here.
         reads: names of what has left its arguments as they were.
+        streams: what the step draws from.
     """
 
     differentiates = False
     computing = 0
-    _streams: SegmentStreams
+    streams: SegmentStreams | OneStream
 
-    def prepare(self, presence: Presence, cursor: StageCursor, streams: SegmentStreams) -> None:
+    def prepare(self, presence: Presence, cursor: StageCursor, streams: SegmentStreams | OneStream) -> None:
         """Called before each step.
 
         Args:
             presence: what of the module is on this rank.
             cursor: told while code before the layers runs, whose parts draw from streams of their own.
-            streams: random streams per segment.
+            streams: random streams per segment, or the only one.
         """
-        self._presence, self._cursor, self._streams = presence, cursor, streams
+        self._presence, self._cursor, self.streams = presence, cursor, streams
         self._wants: dict[int, tuple[int, ...]] = {}
         self.reads: set[str] = set()
         self._mine: set[int] = set()
@@ -107,8 +109,8 @@ class TrainingFollower(CallFollower):
     def begin(self, micro_batch: int) -> None:
         """Prepare for the user's step on a micro-batch."""
         self._micro_batch, self._counts = micro_batch, dict[int, int]()
-        self._cursor.outside = micro_batch
-        self._streams.enter_micro_batch(micro_batch)
+        self._cursor.outside = micro_batch if self.streams.segmented else None
+        self.streams.enter_micro_batch(micro_batch)
 
     def backward(self, loss: Tensor, scale: float) -> None:
         """The backward of a loss, which all stages run at once."""
@@ -138,7 +140,7 @@ class TrainingFollower(CallFollower):
         output = self._answer(name, index, owner, call.runs, args, kwargs, 1 + index)
         self._counts[index] = self._counts.get(index, 0) + 1
         if index == last:
-            self._streams.enter(self._micro_batch, 2 + index, self._counts[index] - 1)
+            self.streams.enter(self._micro_batch, 2 + index, self._counts[index] - 1)
         return output
 
     def _answer(
@@ -184,21 +186,21 @@ class TrainingFollower(CallFollower):
         self, call: _Call, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches
     ) -> tuple[Any, Note]:
         """What a call gives here, with a graph that begins at its arguments, and what the others have to know of it."""
-        name, unit, streams = call.name, call.unit, self._streams
+        name, unit, streams = call.name, call.unit, self.streams
         refuse_away(given, f"an argument of `{name}`")
         args, kwargs = pytree.tree_unflatten(call.takes(given), spec)
         containers = self._effects.containers(unit, name, *caches.bare(args, kwargs))
         before, lengths, position = Snapshot(containers), caches.lengths(), streams.position()
-        if call.at[1] != _OUTSIDE:
+        apart = call.at[1] != _OUTSIDE and streams.segmented
+        if apart:
             streams.enter(*call.at)
         self.inside = name
         try:
             output = runs(*args, **kwargs)
         finally:
             self.inside = ""
-        now: Any = streams.position()
-        drew = call.at[1] == _OUTSIDE and not all(map(_alike, position, now))
-        if call.at[1] != _OUTSIDE:
+        drawn = None if apart else streams.drawn_since(position)
+        if apart:
             streams.go_to(position)
         found = list(before.effects(unit))
         if any(_has_graph(effect.value) for effect in found):
@@ -207,18 +209,18 @@ class TrainingFollower(CallFollower):
         output = pytree.tree_map(lambda leaf: leaf.full() if isinstance(leaf, WholeTensor) else leaf, output)
         leaves = pytree.tree_leaves(output, is_leaf=is_cache)
         wants = tuple(place for place, leaf in enumerate(leaves) if _goes_back(leaf))
-        return output, Note(caches.grown(lengths), self._effects.packed(found), None, wants, now if drew else None)
+        return output, Note(caches.grown(lengths), self._effects.packed(found), None, wants, drawn)
 
     def _take(self, note: Note, caches: Caches, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do here what a call on another stage did besides giving something."""
         x = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), torch.empty(1))
         self._follow(note, caches, x, args, kwargs)
         if note.position is not None:
-            self._streams.go_to(note.position)
+            self.streams.go_to(note.position)
 
     def _run_again(self, unit: int, runs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._at[1] == 1 + unit:
-            self._streams.enter(*self._at)
+            self.streams.enter(*self._at)
         return runs(*args, **kwargs)
 
     def resume(self, at: tuple[int, int, int]) -> None:
@@ -305,13 +307,17 @@ class _Call:
         if not follower.differentiates or torch.is_grad_enabled() or self.outputs is None:
             _refuse_gradient(self.name)
         outputs, self.outputs = self.outputs, None
+        streams = follower.streams
         if follower._stage != self.owner:
-            found = follower.wire.hear(self.owner, self.unit, self.name, [])[0]
+            found, drawn = follower.wire.hear(self.owner, self.unit, self.name, [])
+            if drawn is not None:
+                streams.go_to(drawn)
             return [found] if isinstance(found, Tensor) else list(found)
         follower.resume(self.at)
         pairs = [
             (one, gradient) for one, gradient in zip(outputs or (), gradients, strict=True) if gradient is not None
         ]
+        position = streams.position()
         follower.computing += 1
         try:
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
@@ -321,7 +327,8 @@ class _Call:
         first = {id(start): place for place, start in reversed(list(enumerate(starts)))}
         grads = [start.grad if first[id(start)] == place else None for place, start in enumerate(starts)]
         alone = len(grads) == 1 and grads[0] is not None
-        follower.wire.tell(self.unit, grads[0] if alone else grads, None, [])
+        drawn = None if streams.segmented else streams.drawn_since(position)
+        follower.wire.tell(self.unit, grads[0] if alone else grads, drawn, [])
         return grads
 
 
@@ -345,10 +352,6 @@ def _goes_back(leaf: Any) -> bool:
 
 def _numbers(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _has_graph(value: Any) -> bool:

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
@@ -113,13 +114,13 @@ class Repeats:
                     refuse_away(output, f"what `{step.name}` returned")
                 step.outputs[index] = output
 
-    def train(self, step: PipelineStep, undone: Callable[[], Any], streams: SegmentStreams) -> None:
+    def train(self, step: PipelineStep, undone: Callable[[], Any], streams: SegmentStreams | OneStream) -> None:
         """Run a training step likewise, with its backwards; fills its outputs.
 
         Args:
             step: of training.
             undone: see :meth:`run`.
-            streams: random streams per segment.
+            streams: random streams per segment, or the only one.
         """
         with self.model_calls.training(streams) as follower, nullcontext() if self._last else undone():
             for index, part in enumerate(step.micro_batches):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, merge_outputs, weighted_mean
+from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
@@ -122,13 +123,15 @@ class ScheduledStep:
     ) -> Outcome:
         training = bool(scales)
         repeats = self._stages.repeats
+        repeated = repeats is not None and repeats.includes(name)
+        apart = self.drawing.refuses(repeated=repeated) or (training and len(parts) > 1)
+        own = apart or not repeated  # else it draws as one process
         passes: Callable[..., None] | None = None
-        if repeats is not None and repeats.includes(name):
-            passes = partial(repeats.train, streams=self._context.streams) if training else repeats.run
+        if repeats is not None and repeated:
+            train = partial(repeats.train, streams=self._context.streams if own else OneStream(self._device))
+            passes = train if training else repeats.run
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
-        apart = self.drawing.refuses(repeated=passes is not None)
-        own = training or passes is None or apart  # else it draws as one process
         rows = self.drawing.rows(cut.layers or parts, name)
         streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
         with self._context.recording.step(len(parts), cut.logs) as recorder, streams:
