@@ -284,6 +284,7 @@ MODULES: dict[str, type[Task]] = {
 }
 ALONE = ("contrasted", "dropped", "rolling", "sampling", "dropped_sampling")
 """What differs between replicas as it should: losses of all samples, random numbers, lengths."""
+DRAWING = ("dropped", "sampling", "dropped_sampling")
 
 REFUSALS: dict[str, tuple[type[Task], str]] = {
     "keeping": (Keeping, "leaves a tensor with a gradient behind"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.passes import ALONE, MODULES, REFUSALS, trained
+from tests.generation.passes import ALONE, DRAWING, MODULES, REFUSALS, trained
 from tests.harness import one_process, run_trainers
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -28,7 +28,11 @@ wide = pytest.mark.wide
 def check(name: str, layout: str) -> None:
     options = LAYOUTS[layout]
     devices = 4 if layout in ("pp2xtp2", "pp2xdp2", "pp4", "shards") else 2
-    expected = one_process(trained, name, None)
+    if name in DRAWING and "data_parallel_size" in options:  # each replica draws for the samples that it has
+        alone = run_trainers(trained, name, {"data_parallel_size": 2}, devices=2)
+        expected = [sum(step) / 2 for step in zip(*(one.value[0] for one in alone), strict=True)], alone[0].value[1]
+    else:
+        expected = one_process(trained, name, None)
     ranks = [outcome.value for outcome in run_trainers(trained, name, options, devices=devices)]
     losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
     tolerance = 1e-5 if name in ("preferring", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
@@ -55,7 +59,8 @@ def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_steps_of_several_passes_are_those_of_one_process(name: str, layout: str) -> None:
-    if name in ALONE and (layout in ("pp2xdp2", "shards", "micro")):
+    alone = ("micro",) if name in DRAWING else ("pp2xdp2", "shards", "micro")
+    if name in ALONE and layout in alone:
         pytest.skip("a loss over all samples of a batch, or numbers of its own in each part of it")
     if (name, layout) == ("dropped", "pp2xtp2"):
         pytest.skip("masks inside of split layers are drawn by each tensor rank, in one pass or several")
