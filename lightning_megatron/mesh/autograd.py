@@ -79,6 +79,11 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; 0 of tensors of inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def put_back(tensor: Tensor, numbers: Tensor, version: int) -> None:
     """Write ``numbers`` into ``tensor``, as they were at ``version``.
 

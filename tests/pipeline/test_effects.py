@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere.away import Away, refuse_away
-from lightning_megatron.pipeline.elsewhere.effects import Effect, Snapshot, returned_beside
+from lightning_megatron.pipeline.elsewhere.effects import Effect, returned_beside
 from lightning_megatron.pipeline.elsewhere.luggage import Luggage, unpack
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, may_read
+from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.stage.arguments import same_nests
 
 LOSSES: list[Tensor] = []
@@ -107,7 +108,7 @@ def test_what_a_layer_wrote_is_written_again_elsewhere_with_gradients() -> None:
     others = frozenset(id(module) for layer in here.layers for module in layer.modules())
     before = Snapshot(Reach(here, here.layers[0], others).containers((x, context)))
     output = here.layers[0](x, context)
-    effects = [*before.effects(0), *returned_beside(0, output)]
+    effects = [*(Effect.of(0, change) for change in before.compare()), *returned_beside(0, output)]
     kept, load = [*LOSSES, *Registry.losses], LATEST
     forget()
     back, sent, arrived = travelled(effects, here)
@@ -140,7 +141,7 @@ def test_a_layer_that_writes_nothing_has_no_effects() -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before = Snapshot(Reach(root, root[0], frozenset()).containers())
     root[0](torch.ones(1, 2))
-    assert not list(before.effects(0))
+    assert not before.compare()
 
 
 def test_what_is_not_there_is_refused() -> None:

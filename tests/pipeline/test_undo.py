@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
-from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Kept, is_equal, unchanged
+from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Kept, Snapshot, is_equal, unchanged
 
 
 def test_entries_are_put_back_with_what_is_inside_of_them() -> None:
@@ -46,6 +46,46 @@ def test_a_tensor_that_was_not_written_keeps_its_version() -> None:
     Contents.of_tensor(buffer).put_back()
     product.backward()
     assert leaf.grad is not None and Contents.of(torch.ones(1, device="meta")) is None and Contents.of(3) is None
+
+
+def test_a_tensor_tells_whether_it_was_written() -> None:
+    buffer, statistic = torch.ones(2), torch.ones(2)
+    kept, watched, norms = Contents.of_tensor(buffer), Contents.of_tensor(buffer, copies=False), Contents.of(statistic)
+    assert norms is not None and not kept.is_changed(buffer) and not watched.is_changed(buffer)
+    buffer.add_(0)
+    assert kept.is_touched(buffer) and not kept.is_changed(buffer) and watched.is_changed(buffer)
+    assert not kept.is_changed(torch.ones(2)) and kept.is_changed(torch.ones(3)) and kept.is_changed(torch.zeros(2))
+    statistic.fill_(3)
+    torch._C._autograd._unsafe_set_version_counter((statistic,), (norms.version,))  # as a batch norm writes it
+    assert not norms.is_changed(statistic) and norms.is_changed(statistic, uncounted=True)
+    watched.put_back()
+    watched.rewind()
+    assert buffer._version == 1
+
+
+def test_a_tensor_is_rewound_under_a_graph_that_holds_it() -> None:
+    leaf, buffer = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    product, kept = (leaf * buffer).sum(), Contents.of_tensor(buffer)
+    buffer.zero_()
+    kept.rewind()
+    product.backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [3, 3]
+
+
+def test_a_snapshot_tells_single_changes_and_takes_back_those_of_a_micro_batch() -> None:
+    seen, weight = [1], torch.ones(1, requires_grad=True)
+    table: dict[str, Any] = {"calls": 1, "total": torch.zeros(1), "same": 2}
+    before = Snapshot([Container((), table), Container((), seen)])
+    assert not before.compare()
+    table["calls"] += 1
+    table["total"] += 5
+    table["loss"] = 2 * weight
+    seen.append(2)
+    changes = {(change.kind, change.key): change for change in before.compare()}
+    assert changes.keys() == {("set", "calls"), ("set", "total"), ("set", "loss"), ("append", None)}
+    assert changes["set", "total"].old.tolist() == [0] and changes["append", None].new == [2]
+    before.take_back()
+    assert table.keys() == {"calls", "total", "same"} and table["calls"] == 2 and seen == [1]
 
 
 class Remembering(nn.Module):

@@ -300,6 +300,11 @@ def test_values_are_pickled_for_other_ranks_in_one_place() -> None:
     assert picklers <= {"mesh.messages.objects", "pipeline.elsewhere.luggage"}  # the second describes tensors apart
 
 
+def test_writes_of_user_code_are_put_back_in_one_place() -> None:
+    rewinders = {name for name in modules() if "_unsafe_set_version_counter" in modules()[name].read_text()}
+    assert rewinders == {"mesh.autograd", "pipeline.elsewhere.undo"}
+
+
 @pytest.mark.parametrize("name", ["__init__", "parallelize", "planner", "strategy"])
 def test_type_checkers_see_the_names_of_a_lazy_package_and_no_others(name: str) -> None:
     hidden = [

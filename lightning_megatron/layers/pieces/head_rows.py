@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.layers.whole import NeedsWhole, SplitDim
+from lightning_megatron.mesh.autograd import version_of
 
 AUTO_BYTES = 64 * 2**20
 """Size of a piece's logits in float32, for ``loss_chunks="auto"``."""
@@ -181,8 +182,3 @@ class HeadRows(SplitDim):
             "`torch.utils.checkpoint(use_reentrant=True)`, `torch.func` or an operator written in C++. Use torch's own "
             "functions there, or leave `loss_chunks` out."
         )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, where that is counted."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
+from lightning_megatron.pipeline.elsewhere.undo import Contents
+
 LARGEST = 1 << 16
 """Elements of the largest buffer that is kept at each run, to be put back where stand-ins were written into it."""
 
@@ -90,15 +92,15 @@ class STATE:
 
     Attributes:
         paused: above 0 while stand-ins are not told from other tensors; see :func:`unmarked`.
-        written: ordinary tensors that stand-ins were written into in this run; with their numbers and their version
-            before, unless they have a gradient.
+        written: ordinary tensors that stand-ins were written into in this run, as they were before; without their
+            numbers, if they have a gradient.
         spared: ids of the running statistics of norms of stand-ins in this run.
         undone: names of buffers -> what a run of this step wrote of real values, where it was undone for another run
             on this rank to write.
     """
 
     paused = 0
-    written: list[tuple[Tensor, Tensor | None, int]] = []  # noqa: RUF012
+    written: list[Contents] = []  # noqa: RUF012
     spared: set[int] = set()  # noqa: RUF012
     undone: dict[str, Tensor] = {}  # noqa: RUF012
 
@@ -200,8 +202,8 @@ def spread(source: Source, func: Any, name: str, output: Any, args: Any, kwargs:
         if type(tensor) is Away:
             tensor.form = None
         elif type(tensor) is Tensor:
-            if not STATE.written or STATE.written[-1][0] is not tensor:
-                STATE.written.append((tensor, None, 0))
+            if not STATE.written or STATE.written[-1].value is not tensor:
+                STATE.written.append(Contents(tensor, None))
             mark(tensor, source)
     return mark(output, source)
 
@@ -215,7 +217,7 @@ def _note_written(name: str, args: Any, kwargs: Any) -> None:
     """Keep the numbers of ordinary tensors that a stand-in is about to be written into."""
     for tensor in _written_by(name, args, kwargs):
         if type(tensor) is Tensor and not tensor.requires_grad and not tensor.is_inference():
-            STATE.written.append((tensor, tensor.clone(), tensor._version))
+            STATE.written.append(Contents.of_tensor(tensor))
 
 
 def writes_in_place(name: str) -> bool:
@@ -259,13 +261,10 @@ def unmarked() -> Iterator[None]:
 def forget_written() -> None:
     """Let what stand-ins were written into be ordinary tensors again at the end of a run, with their numbers before."""
     while STATE.written:
-        tensor, numbers, version = STATE.written.pop()
-        if type(tensor) is Away:
-            make_real(tensor)
-            if numbers is not None and numbers.shape == tensor.shape:
-                with torch.no_grad():
-                    tensor.copy_(numbers)
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        before = STATE.written.pop()
+        if type(before.value) is Away:
+            make_real(before.value)
+            before.rewind()
 
 
 def source_of(value: Any) -> Source | None:

@@ -15,7 +15,7 @@ says :mod:`.luggage`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.pipeline.elsewhere.away import NUMBERS
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, NoSuchHook, resolve
-from lightning_megatron.pipeline.elsewhere.undo import Change
+from lightning_megatron.pipeline.elsewhere.undo import SUM, Change
 
 LARGEST = 4096
 """Elements of the largest tensor that travels besides the activations."""
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SUM = 64  # elements of the largest tensor that is taken for something that layers add to
-Contents = dict[Any, Any] | list[Any]
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,16 @@ class Effect:
     value: Any
     before: Any = None
     is_reset: bool = False
+
+    @classmethod
+    def of(cls, layer: int, change: Change) -> Effect:
+        """What a change is to other stages.
+
+        Args:
+            layer: the place in the trunk of the layer that made it.
+            change: on this stage.
+        """
+        return cls(layer, change.container.address, change.kind, change.key, change.new, _number(change.old))
 
     @property
     def entry(self) -> tuple[Address, Any]:
@@ -121,42 +127,6 @@ def _words(step: tuple[Any, ...]) -> str:
     return {"hook": " in a hook", "cell": " in a closure", "argument": "an argument"}.get(kind, "")
 
 
-class Snapshot:
-    """The containers that a call can write to, as they were before it.
-
-    Attributes:
-        changes: how to take back what has changed since; filled by :meth:`effects`.
-    """
-
-    def __init__(self, containers: Sequence[Container]) -> None:
-        contents = [(container, container.contents()) for container in containers]
-        self._before = [(container, found, _marks(container, found)) for container, found in contents]
-        self.changes: list[Change] = []
-
-    def effects(self, layer: int) -> Iterator[Effect]:
-        """What has changed since.
-
-        Args:
-            layer: the layer's place in the trunk.
-        """
-        for container, before, marks in self._before:
-            for effect, old in _effects(layer, container, before, marks):
-                self.changes.append(Change(container, effect.kind, effect.key, old, effect.value))
-                yield effect
-
-    def changed(self) -> list[Change]:
-        """Every change since."""
-        for _ in self.effects(0):
-            pass
-        return self.changes
-
-    def take_back(self) -> None:
-        """Take off what is of the micro-batch alone."""
-        for change in reversed(self.changes):
-            if change.is_of_micro_batch:
-                change.take_back()
-
-
 def lasts(effects: Iterable[Effect] | None) -> bool:
     """Whether any of what layers left behind is more than a part of their outputs."""
     return any(effect.kind != "return" for effect in effects or ())
@@ -175,60 +145,8 @@ def returned_beside(layer: int, output: Any) -> Iterator[Effect]:
             yield Effect(layer, (), "return", place, leaf)
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A tensor's version, and a copy of its values if it may be changed in place."""
-
-    version: int
-    numbers: Tensor | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Mark:
-        adds = type(tensor) is Tensor and not tensor.requires_grad and tensor.is_floating_point()
-        return cls(tensor._version, tensor.clone() if adds and tensor.numel() <= _SUM else None)
-
-
-def _effects(
-    layer: int, container: Container, before: Contents, marks: dict[Any, _Mark]
-) -> Iterator[tuple[Effect, Any]]:
-    """Each change of a container, with what was there before."""
-    now = container.contents()
-    if isinstance(before, dict) and isinstance(now, dict):
-        pairs = [(key, before.get(key, MISSING), value) for key, value in now.items()]
-    elif len(before) > len(now) or not all(old is new for old, new in zip(before, now, strict=False)):
-        if len(now) != len(before):
-            yield Effect(layer, container.address, "fill", None, now), before
-            return
-        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=True))]
-    else:
-        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=False))]
-        if len(now) > len(before):
-            yield Effect(layer, container.address, "append", None, now[len(before) :]), MISSING
-    for key, old, new in pairs:
-        mark = marks.get(key)
-        if old is MISSING or _differs(old, new, mark):
-            was = mark.numbers if old is new and mark is not None and mark.numbers is not None else old
-            yield Effect(layer, container.address, "set", key, new, _number(was)), was
-
-
-def _marks(container: Container, contents: Contents) -> dict[Any, _Mark]:
-    entries = contents.items() if isinstance(contents, dict) else enumerate(contents)
-    buffers = container.value._buffers if isinstance(container.value, nn.Module) else ()
-    return {
-        key: _Mark.of(entry)
-        for key, entry in entries
-        if isinstance(entry, Tensor) and not entry.is_inference() and key not in buffers
-    }
-
-
-def _differs(before: Any, now: Any, mark: _Mark | None) -> bool:
-    if before is now:
-        return mark is not None and now._version != mark.version
-    return not (type(before) is type(now) and isinstance(now, _PLAIN) and before == now)
-
-
 def _number(value: Any) -> Any:
     """``value`` if it is a number, or a small tensor of them; else ``None``."""
     if type(value) is Tensor:
-        return value if not value.requires_grad and value.numel() <= _SUM else None
+        return value if not value.requires_grad and value.numel() <= SUM else None
     return value if isinstance(value, (int, float)) else None

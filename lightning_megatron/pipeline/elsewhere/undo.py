@@ -1,11 +1,14 @@
 """Putting back what user code has written, where it must not stay.
 
 One process runs the user's code once per batch. Here it runs more often: on each stage that needs what it leaves
-behind, on copies of a batch that try something, abstractly for shapes, again for a backward. Whatever of it must not
-stay is put back in one of two ways::
+behind, on copies of a batch that try something, abstractly for shapes, again for a backward. What the code may write
+to is noted before such a run, and compared or put back after it. This file is the only one that does so in place::
 
-    Kept      all that was there before, over what is there     of a trial or an abstract run nothing stays
-    Change    single writes, each seen on its own               what belongs to one micro-batch goes, the rest stays
+    Contents    one tensor, list or generator           all that is below is made of these
+    Kept        a table, put back as a whole            of a trial or an abstract run nothing stays
+    Snapshot    containers; tells single Changes        what belongs to one micro-batch goes, the rest stays
+
+(Trials of parts that fit into memory twice need none of it: ``parallelize/reading/replay.py`` runs a copy.)
 
 Of single writes: a step that adds up its layers' auxiliary losses resets them, before the layers or behind them. Stages
 that end before that line have run their layers on the next micro-batch long before. In one process nothing can hold on
@@ -16,7 +19,7 @@ run ends, and so is what was added to lists. Numbers stay: a layer may count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.autograd import put_back
+from lightning_megatron.mesh.autograd import put_back, version_of
 from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
 LISTS = (list, deque, set)
 """What is written to entry by entry."""
+
+SUM = 64
+"""Elements of the largest tensor that is taken for something that layers add to."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+Entries = dict[Any, Any] | list[Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Contents:
 
     Attributes:
         value: the object.
-        copy: of it, as it was.
+        copy: of it, as it was; ``None`` of a tensor that is only watched.
         version: of a tensor, then.
     """
 
@@ -59,21 +68,50 @@ class Contents:
         return None if state is None else cls(value, state)
 
     @classmethod
-    def of_tensor(cls, tensor: Tensor) -> Contents:
-        """Those of a tensor, of whatever class."""
-        return cls(tensor, tensor.detach().clone(), 0 if tensor.is_inference() else tensor._version)
+    def of_tensor(cls, tensor: Tensor, *, copies: bool = True) -> Contents:
+        """Those of a tensor, of whatever class.
+
+        Args:
+            tensor: the tensor.
+            copies: whether its numbers are kept, and not just its version, of which torch counts one for each write.
+        """
+        return cls(tensor, tensor.detach().clone() if copies else None, version_of(tensor))
+
+    def is_touched(self, now: Tensor) -> bool:
+        """Whether ``now``, which is in the tensor's place, is another one, or was written to."""
+        return now is not self.value or version_of(now) != self.version
+
+    def is_changed(self, now: Tensor, *, uncounted: bool = False) -> bool:
+        """Whether ``now``, which is in the tensor's place, has other numbers; of a tensor that is only watched, whether
+        it was written to.
+
+        Args:
+            now: a tensor.
+            uncounted: compare the numbers even where no write was counted: norms write their statistics uncounted.
+        """
+        touched, copy = self.is_touched(now), self.copy
+        if copy is None or copy.shape != now.shape or copy.dtype != now.dtype:
+            return touched
+        return (touched or uncounted) and not torch.equal(copy, now)
 
     def put_back(self) -> None:
-        """Leave the object as it was; one that has not changed is not written to."""
+        """Leave the object as it was; one that has not changed, or of which there is no copy, is not written to."""
         value, copy = self.value, self.copy
         if isinstance(value, Tensor):
-            if not is_equal(value, copy):
+            if copy is not None and not is_equal(value, copy):
                 put_back(value, copy, self.version)
         elif isinstance(copy, State):
             if state_of(value) != copy:
                 set_state(value, copy)
         else:
             refill(value, copy)
+
+    def rewind(self) -> None:
+        """Leave a tensor as if nobody had written to it: a graph that holds it may run its backward."""
+        if self.copy is not None and self.copy.shape == self.value.shape:
+            with torch.no_grad():
+                self.value.copy_(self.copy)
+            torch._C._autograd._unsafe_set_version_counter((self.value,), (self.version,))
 
 
 def refill(value: Any, entries: Any) -> None:
@@ -181,7 +219,7 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
 
 @dataclass(frozen=True)
 class Change:
-    """Something that was changed; see :class:`.effects.Effect`.
+    """A single write; see :class:`.effects.Effect`, by which other stages are told of it.
 
     Attributes:
         container: where.
@@ -221,6 +259,72 @@ class Change:
                 place = next((i for i in reversed(range(len(entries))) if entries[i] is entry), None)
                 if place is not None:
                     del entries[place]
+
+
+class Snapshot:
+    """The containers that a call can write to, as they were before it.
+
+    Attributes:
+        changes: what has changed since; filled by :meth:`compare`.
+    """
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        contents = [(container, container.contents()) for container in containers]
+        self._before = [(container, found, _tensors(container, found)) for container, found in contents]
+        self.changes: list[Change] = []
+
+    def compare(self) -> list[Change]:
+        """Every change since, in :attr:`changes` as well."""
+        self.changes = [change for before in self._before for change in _changes(*before)]
+        return self.changes
+
+    def take_back(self) -> None:
+        """Take off what is of the micro-batch alone."""
+        for change in reversed(self.changes):
+            if change.is_of_micro_batch:
+                change.take_back()
+
+
+def _changes(container: Container, before: Entries, tensors: dict[Any, Contents]) -> Iterator[Change]:
+    """Each change of a container."""
+    now = container.contents()
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(key, before.get(key, MISSING), value) for key, value in now.items()]
+    elif len(before) > len(now) or not all(old is new for old, new in zip(before, now, strict=False)):
+        if len(now) != len(before):
+            yield Change(container, "fill", None, before, now)
+            return
+        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=True))]
+    else:
+        pairs = [(place, old, new) for place, (old, new) in enumerate(zip(before, now, strict=False))]
+        if len(now) > len(before):
+            yield Change(container, "append", None, MISSING, now[len(before) :])
+    for key, old, new in pairs:
+        inside = tensors.get(key)
+        if old is MISSING or _differs(old, new, inside):
+            copied = old is new and inside is not None and inside.copy is not None
+            yield Change(container, "set", key, inside.copy if copied and inside is not None else old, new)
+
+
+def _tensors(container: Container, entries: Entries) -> dict[Any, Contents]:
+    """Those among the entries; of what layers may add to, with copies."""
+    buffers = container.value._buffers if isinstance(container.value, nn.Module) else ()
+    return {
+        key: Contents.of_tensor(entry, copies=_is_sum(entry))
+        for key, entry in (entries.items() if isinstance(entries, dict) else enumerate(entries))
+        if isinstance(entry, Tensor) and not entry.is_inference() and key not in buffers
+    }
+
+
+def _is_sum(tensor: Tensor) -> bool:
+    adds = type(tensor) is Tensor and not tensor.requires_grad and tensor.is_floating_point()
+    return adds and tensor.numel() <= SUM
+
+
+def _differs(before: Any, now: Any, inside: Contents | None) -> bool:
+    if before is now:
+        return inside is not None and inside.is_touched(now)
+    return not (type(before) is type(now) and isinstance(now, _PLAIN) and before == now)
 
 
 def has_graph(value: Any) -> bool:

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.elsewhere.effects import Snapshot
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
-from lightning_megatron.pipeline.elsewhere.undo import Change
+from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Snapshot
 
 Place = tuple[nn.Module, str]
 
@@ -92,15 +91,14 @@ class StatefulForward:
             return self.again(seen, forward, *args, **kwargs)
         before = self._snapshot() if self._leaves is not False else None
         seen.dtype = torch.get_default_dtype()
-        buffers = [(place, buffer, buffer._version) for place, buffer in self._buffers()]
-        kept = {_key(place): buffer.clone() for place, buffer, _ in buffers if self._may_write(place)}
+        kept = [(at, Contents.of_tensor(buffer, copies=self._may_write(at))) for at, buffer in self._buffers()]
         try:
             return forward(*args, **kwargs)
         finally:
-            self._written = {_key(place) for place, buffer, at in buffers if self._wrote(place, buffer, at, kept)}
-            seen.buffers = [(place, kept.get(_key(place))) for place, *_ in buffers if _key(place) in self._written]
+            self._written = {_key(place) for place, buffer in kept if self._wrote(place, buffer)}
+            seen.buffers = [(place, buffer.copy) for place, buffer in kept if _key(place) in self._written]
             if before is not None:
-                changes = before.changed()
+                changes = before.compare()
                 seen.changes = [change for change in changes if not change.is_of_micro_batch]
                 if self._leaves is None:
                     self._leaves = bool(changes)
@@ -118,7 +116,7 @@ class StatefulForward:
         try:
             return forward(*args, **kwargs)
         finally:
-            before.changed()
+            before.compare()
             before.take_back()
 
     def _snapshot(self) -> Snapshot:
@@ -133,13 +131,13 @@ class StatefulForward:
     def _may_write(self, place: Place) -> bool:
         return self._written is None or _key(place) in self._written or isinstance(place[0], _NormBase)
 
-    def _wrote(self, place: Place, buffer: Tensor, version: int, kept: dict[tuple[int, str], Tensor]) -> bool:
+    def _wrote(self, place: Place, buffer: Contents) -> bool:
         """Whether forwards write into a buffer. Norms do so behind autograd's back, which counts no version."""
-        if buffer._version != version or isinstance(place[0], _NormBase):
+        if buffer.is_touched(buffer.value) or isinstance(place[0], _NormBase):
             return True
         if self._written is not None:
             return _key(place) in self._written
-        return not torch.equal(buffer, kept[_key(place)])
+        return buffer.is_changed(buffer.value, uncounted=True)
 
 
 def _key(place: Place) -> tuple[int, str]:

@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.key_value_caches import in_caches, is_cache
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, mark, refuse_away
-from lightning_megatron.pipeline.elsewhere.effects import Snapshot
+from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.luggage import from_bytes
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.repeated.caches import Caches, Grown
 from lightning_megatron.pipeline.repeated.groups import Groups
 from lightning_megatron.pipeline.repeated.wire import Wire
@@ -218,7 +219,7 @@ class CallFollower:
             self.inside = ""
         if not all(map(torch.equal, drawn, self._drawn())):
             _refuse_draws(name)
-        left = self._effects.packed(list(before.effects(unit)))
+        left = self._effects.packed([Effect.of(unit, change) for change in before.compare()])
         is_leaf = lambda leaf: isinstance(leaf, Tensor) or is_cache(leaf)  # noqa: E731
         output = _plain(output) if isinstance(output, Tensor) else pytree.tree_map(_plain, output, is_leaf=is_leaf)
         return output, left, caches.grown(lengths)

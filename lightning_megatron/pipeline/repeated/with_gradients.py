@@ -28,8 +28,9 @@ from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.key_value_caches import is_cache
 from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
-from lightning_megatron.pipeline.elsewhere.effects import Snapshot
+from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.repeated.caches import Caches
 from lightning_megatron.pipeline.repeated.follower import CallFollower, Note
 from lightning_megatron.pipeline.stage.calls import InnerCall, LayerCall
@@ -202,7 +203,7 @@ class TrainingFollower(CallFollower):
         drawn = None if apart else streams.drawn_since(position)
         if apart:
             streams.go_to(position)
-        found = list(before.effects(unit))
+        found = [Effect.of(unit, change) for change in before.compare()]
         if any(_has_graph(effect.value) for effect in found):
             _refuse_graph(name)
         call.check_written()

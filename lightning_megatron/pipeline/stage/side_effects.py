@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.containers import Container
-from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, Snapshot, lasts, returned_beside
+from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, lasts, returned_beside
 from lightning_megatron.pipeline.elsewhere.luggage import Luggage, from_bytes, has_away, to_bytes, unpack
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
-from lightning_megatron.pipeline.elsewhere.undo import Change
+from lightning_megatron.pipeline.elsewhere.undo import Change, Snapshot
 from lightning_megatron.pipeline.stage.boundary import Boundary
 from lightning_megatron.pipeline.stage.calls import has_user_hooks
 from lightning_megatron.pipeline.stage.final_state import FinalState
@@ -132,7 +132,7 @@ class SideEffects:
         self._inside = index
         output = run(*args, **kwargs)
         self._inside = None
-        found = list(before.effects(index))
+        found = [Effect.of(index, change) for change in before.compare()]
         if found:
             self._changes += [(index, change) for change in before.changes]
             self._known.pop(index, None)  # there may be new containers to look at

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.mesh.autograd import put_back
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
@@ -23,6 +22,7 @@ from lightning_megatron.pipeline.elsewhere.listing import install_listings
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
+from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
@@ -258,37 +258,36 @@ class Stage:
 
     @contextmanager
     def _undoing_buffers(self, again: frozenset[str]) -> Iterator[None]:
-        kept: list[tuple[str, nn.Module, str, Tensor, tuple[Tensor, int] | None]] = []
+        kept: list[tuple[str, nn.Module, str, Contents]] = []
         for name, child, leaf in self._shared or ():
             buffer: Tensor = child._buffers[leaf]  # type: ignore[assignment]
             small = not buffer.is_inference() and (buffer.numel() <= LARGEST or name in again)
-            kept.append((name, child, leaf, buffer, (buffer.clone(), buffer._version) if small else None))
+            kept.append((name, child, leaf, Contents.of_tensor(buffer, copies=small)))
         try:
             yield
         finally:
-            for name, child, leaf, buffer, before in kept:
+            for name, child, leaf, before in kept:
                 away = type(child._buffers[leaf]) is Away
                 if away or name in again:
-                    child._buffers[leaf] = make_real(buffer)
-                    if before is not None and not torch.equal(buffer, before[0]):
-                        put_back(buffer, *before)
-                if name in STATE.undone and (away or name in again or id(buffer) in STATE.spared):
-                    self._write_undone(name, buffer, before)
+                    child._buffers[leaf] = make_real(before.value)
+                    before.put_back()
+                if name in STATE.undone and (away or name in again or id(before.value) in STATE.spared):
+                    self._write_undone(name, before)
             STATE.spared.clear()
 
-    def _write_undone(self, name: str, buffer: Tensor, before: tuple[Tensor, int] | None) -> None:
+    def _write_undone(self, name: str, before: Contents) -> None:
         """Write what the real run of this rank wrote, after a run on stand-ins.
 
         Raises:
             RuntimeError: this run wrote of real values as well.
         """
-        if before is None or not torch.equal(buffer, before[0]):
+        if before.copy is None or not torch.equal(before.value, before.copy):
             raise RuntimeError(
                 f"two runs of the step on pipeline stage {self.stage} have each written into the buffer `{name}`, of "
                 "which one process has one: its module runs between layers, or before and behind them. Give each "
                 "place a module of its own (of a batch norm: or use `nn.LayerNorm`), or use `pipeline_parallel_size=1`."
             )
-        put_back(buffer, STATE.undone.pop(name), buffer._version)
+        Contents(before.value, STATE.undone.pop(name), before.value._version).put_back()
 
     def _finish(self, micro_batch: int, output: Any, received: Boundary) -> StageRun:
         self.cursor.check_finished()

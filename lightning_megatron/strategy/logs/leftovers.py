@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import Partition
@@ -173,7 +174,7 @@ def _fingerprint(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return ("plain", value if value == value else "nan")
     if isinstance(value, Tensor):
-        return ("tensor", id(value), value._version if not value.is_inference() else 0)
+        return ("tensor", id(value), version_of(value))
     if isinstance(value, dict):
         return ("dict", id(value), {key: _fingerprint(item) for key, item in value.items()})
     if isinstance(value, set):

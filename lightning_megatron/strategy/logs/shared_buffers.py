@@ -23,6 +23,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.undo import Contents
 
 
 class SharedBuffers:
@@ -55,7 +56,7 @@ class SharedBuffers:
         )
         owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in self._names}
         self._of_layers = [name for name in self._names if paths[id(owners[name])] > 1]
-        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        self._before: dict[str, Contents] = {}
         self._writers: dict[str, int] | None = None
         self._changed: list[str] | None = None
 
@@ -65,23 +66,14 @@ class SharedBuffers:
         STATE.undone.clear()
         for name in self._names:
             buffer = self._module.get_buffer(name)
-            kept = buffer.clone() if buffer.numel() <= LARGEST else None  # of larger ones torch counts writes
-            self._before[name] = buffer, _version(buffer), kept
+            self._before[name] = Contents.of_tensor(buffer, copies=buffer.numel() <= LARGEST)
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of those that were written here since."""
         for name in self._names if self._changed is None else self._changed:
             buffer = self._module.get_buffer(name)
-            if self._changed is not None or self._is_written(name, buffer):
+            if self._changed is not None or self._before[name].is_changed(buffer, uncounted=name in self._statistics):
                 yield name, buffer
-
-    def _is_written(self, name: str, buffer: Tensor) -> bool:
-        before, version, kept = self._before[name]
-        touched = buffer is not before or _version(buffer) != version
-        if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
-            return touched
-        looks = touched or name in self._statistics  # norms write theirs without counting a version
-        return looks and not torch.equal(kept, buffer)
 
     def set(self, name: str, value: Tensor) -> None:
         """Put a value into the place of one."""
@@ -149,7 +141,3 @@ class SharedBuffers:
         both = torch.stack([buffer, -buffer]).contiguous()
         highest, lowest = raw_all_reduce(both, group, keep=True, maximum=True)
         return torch.equal(highest, -lowest)
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
