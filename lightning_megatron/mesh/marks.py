@@ -16,37 +16,36 @@ _NAME = "_lightning_megatron"
 class Marks:
     """The values attached to one object, at most one per class.
 
-    The marks are a plain attribute in the object's ``__dict__``: not part of a module's ``state_dict``, but copied and
-    pickled with the object, as the deep copy of a cut module is cut too.
+    They are a dictionary in the object's ``__dict__``: not part of a module's ``state_dict``, but copied and pickled
+    with the object, as the deep copy of a cut module is cut too. The dictionary does not refer to the object, so a copy
+    is freed with its last reference.
 
     Args:
-        owner: the object; the attribute is set with the first value.
+        owner: the object; the dictionary is put there with the first value.
     """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._values: dict[type, Any] = {}
 
     @classmethod
     def of(cls, owner: Any) -> Marks:
         """The marks of ``owner``; empty ones if nothing is attached."""
-        found = owner.__dict__.get(_NAME)
-        return found if isinstance(found, Marks) else cls(owner)
+        return cls(owner)
 
     def get(self, kind: type[T]) -> T | None:
         """The value of class ``kind``, or ``None``."""
-        value: T | None = self._values.get(kind)
+        value: T | None = self._owner.__dict__.get(_NAME, {}).get(kind)
         return value
 
     def put(self, value: T) -> T:
         """Attach ``value``, replacing an earlier one of its class, and return it."""
-        self._values[type(value)] = value
-        self._owner.__dict__[_NAME] = self
+        self._owner.__dict__.setdefault(_NAME, {})[type(value)] = value
         return value
 
     def take(self, kind: type[T]) -> T | None:
-        """Detach and return the value of class ``kind``, or ``None``; without values the attribute is removed."""
-        value: T | None = self._values.pop(kind, None)
-        if not self._values:
+        """Detach and return the value of class ``kind``, or ``None``; without values the dictionary is removed."""
+        values = self._owner.__dict__.get(_NAME, {})
+        value: T | None = values.pop(kind, None)
+        if not values:
             self._owner.__dict__.pop(_NAME, None)
         return value

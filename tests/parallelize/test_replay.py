@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections import deque
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.replay import Replay
+from lightning_megatron.parallelize.reading.trace import trace
 from tests.parallelize.models import Block, CausalSelfAttention
 
 WIDTH = 16
@@ -217,3 +221,35 @@ def test_hooks_that_look_at_the_trainer_run_in_copies_of_a_layer() -> None:
     assert hook.__self__ is not module and hook.__self__.steps == [0] and module.steps == []
     report = explain(module, 2, example=torch.ones(1, 2, WIDTH))
     assert "x2" in report.explain() and module.steps == []
+
+
+class Failing(nn.Module):
+    """Notes who ran it, and fails where it is told to."""
+
+    def __init__(self, runners: list[weakref.ref[nn.Module]], fails: bool) -> None:
+        super().__init__()
+        self.note, self.fails = runners.append, fails
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(weakref.ref(self))
+        x = self.layer(x)
+        if self.fails:
+            raise ValueError("as told")
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_is_freed_with_its_trial(fails: bool) -> None:
+    runners: list[weakref.ref[nn.Module]] = []
+    module = Failing(runners, fails)
+    Marks.of(module).put("a value that copies have too")
+    gc.disable()
+    try:
+        try:
+            trace(module, (torch.ones(2, WIDTH),), {})
+        except ValueError:
+            assert fails
+        assert runners and not any(runner() for runner in runners)
+    finally:
+        gc.enable()

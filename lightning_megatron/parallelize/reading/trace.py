@@ -29,7 +29,8 @@ class Call:
 
     Attributes:
         name: dotted name of the module in the traced root.
-        module: the module, in the state before the run.
+        module: the module of the traced root, never the copy that ran: copies end with their run, so nothing that
+            their hooks hold may hold them.
         args: positional arguments, tensors detached and copied.
         kwargs: keyword arguments, likewise.
         tensors: the original tensors among the arguments, in order.
@@ -118,7 +119,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
     tagged = _tagged_names(module)
 
     def watch(copied: nn.Module) -> None:
-        names = {id(m): name for name, m in copied.named_modules()}
+        names = {id(m): (name, module.get_submodule(name)) for name, m in copied.named_modules()}
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         for m in copied.modules():
@@ -137,8 +138,6 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
                 result.on_inputs.add(name)
     result.results, met = nodes.reach(results)
     result.loose = {named[key] for key in met if key in named}
-    for call in result.calls.values():
-        call.module = module.get_submodule(call.name)
     return result
 
 
@@ -176,23 +175,27 @@ def _tagged_names(module: nn.Module) -> set[str]:
     return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
 
 
-def _before(result: Trace, names: dict[int, str], nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
+_Names = dict[int, tuple[str, nn.Module]]
+"""By the id of a part of the copy, its name and the part of the original that has this name."""
+
+
+def _before(result: Trace, names: _Names, nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = names[id(module)]
+        name, original = names[id(module)]
         result.counts[name] = result.counts.get(name, 0) + 1
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name not in result.calls:
             kept = tree_map(_copy, (args, dict(kwargs)))
-            result.calls[name] = Call(name, module, kept[0], kept[1], tensors)
+            result.calls[name] = Call(name, original, kept[0], kept[1], tensors)
         if name in tagged:
             nodes.reads(name, tensors)
 
     return hook
 
 
-def _after(result: Trace, names: dict[int, str], nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
+def _after(result: Trace, names: _Names, nodes: Nodes, tagged: set[str]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name = names[id(module)]
+        name, _ = names[id(module)]
         if result.counts[name] == 1:
             result.calls[name].output = tree_map(_copy, output)
         if name in tagged:
