@@ -58,6 +58,15 @@ def _presence(module: nn.Module, stage: int, stages: int = 4) -> Presence:
     return Presence.of_stage(module, _partition(module, stages), stage)
 
 
+def test_parts_tell_the_virtual_stage_in_which_they_run_and_the_buffers_that_several_write() -> None:
+    module = Tied()
+    presence = Presence.of_stage(module, _partition(module, 2, pipeline_split=[2, 2]), 1)
+    chunks = {name: part.chunk for name, part in presence.parts.items()}
+    assert chunks == {"scale": 1, "embed": 0, "head": 1} | {f"layers.{at}": at // 2 for at in range(4)}
+    assert presence.layer_names() == [f"layers.{at}" for at in range(4)]
+    assert presence.shared_buffers == ("rotary.table",)
+
+
 def test_every_name_of_the_whole_module_has_an_entry_on_every_stage() -> None:
     module = Tied()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]

@@ -300,6 +300,15 @@ def test_values_are_pickled_for_other_ranks_in_one_place() -> None:
     assert picklers <= {"mesh.messages.objects", "pipeline.elsewhere.luggage"}  # the second describes tensors apart
 
 
+def test_where_parts_are_is_answered_by_the_presence() -> None:
+    home = "pipeline.cut.partition"
+    readers = {
+        name for name, others in arrows().items() if home in others and "Partition" in modules()[name].read_text()
+    }
+    stages = {"pipeline.elsewhere.presence", "pipeline.stage.stage"}  # makes it; runs its layers
+    assert readers - stages <= {"strategy.strategy", "strategy.assembly.assembler"}, readers  # shows it; makes the cut
+
+
 def test_writes_of_user_code_are_put_back_in_one_place() -> None:
     rewinders = {name for name in modules() if "_unsafe_set_version_counter" in modules()[name].read_text()}
     assert rewinders == {"mesh.autograd", "pipeline.elsewhere.undo"}

@@ -20,7 +20,7 @@ optimizer updates, replaces it. It costs no messages, since all ranks cut the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -62,11 +62,13 @@ class Part:
         name: dotted name.
         stages: stages that compute with it.
         is_layer: whether it belongs to the trunk.
+        chunk: the only virtual stage in which it runs; ``None`` if there are several, or they are not known.
     """
 
     name: str
     stages: frozenset[int]
     is_layer: bool = False
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,8 @@ class Presence:
         parts: by name, what was placed; empty where the module is not cut.
         entries: by name, every parameter and buffer of the whole module; tied ones under each of their names.
         copies: what hooks keep up to date from the weights.
+        shared_buffers: names of the buffers outside the layers, or of those that layers share, which several stages
+            may write into: those used only before the layers come last.
     """
 
     stage: int = 0
@@ -114,6 +118,7 @@ class Presence:
     parts: Mapping[str, Part] = field(default_factory=dict, repr=False)
     entries: Mapping[str, TensorPlace] = field(default_factory=dict, repr=False)
     copies: Copies = field(default_factory=Copies)
+    shared_buffers: tuple[str, ...] = ()
 
     @classmethod
     def uncut(cls, module: nn.Module, table: Mapping[str, ParameterSharding], tensor_rank: int = 0) -> Presence:
@@ -146,11 +151,18 @@ class Presence:
         """
         everyone = frozenset(partition.owners)
         parts = {name: Part(name, stages) for name, stages in partition.units.items()}
-        for (start, stop), owner in zip(partition.bounds, partition.owners, strict=True):
-            names = partition.trunk.layer_names[start:stop]
-            parts |= {name: Part(name, frozenset({owner}), is_layer=True) for name in names}
+        for names, chunk in ((partition.before, 0), (partition.after, len(partition.owners) - 1)):
+            parts |= {name: replace(parts[name], chunk=chunk) for name in names}
+        for chunk, ((start, stop), owner) in enumerate(zip(partition.bounds, partition.owners, strict=True)):
+            names_here = partition.trunk.layer_names[start:stop]
+            parts |= {name: Part(name, frozenset({owner}), is_layer=True, chunk=chunk) for name in names_here}
         entries = _entries(module, table or {}, parts, everyone)
-        return cls(stage, len(everyone), tensor_rank, parts, entries, partition.copies)
+        buffers = tuple(
+            name
+            for name in (*partition.late_buffers, *partition.early_buffers)
+            if (part := _part_of(name, parts)) is None or part.is_layer or len(part.stages) > 1
+        )
+        return cls(stage, len(everyone), tensor_rank, parts, entries, partition.copies, buffers)
 
     def _entry(self, name: str) -> TensorPlace:
         entry = self.entries.get(name)
@@ -181,6 +193,10 @@ class Presence:
             return Sight.TWIN
         source = self.copies.source_of(name) if phase is Phase.HOOK else None
         return Sight.REAL if source is None or self.is_here(source) else Sight.UNLISTED
+
+    def layer_names(self) -> list[str]:
+        """Names of all layers of the trunk, in their order; empty where the module is not cut."""
+        return [name for name, part in self.parts.items() if part.is_layer]
 
     def layers_here(self) -> list[str]:
         """Names of the trunk's layers that this stage computes, in their order; empty where the module is not cut."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import nn
 
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.pipeline.cut.partition import Partition
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
 _AT_ONCE = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -49,17 +49,16 @@ class StageFinality:
 
     Args:
         module: the module, cut.
-        partition: who owns what.
-        stage: this stage rank.
+        presence: what of it is on this stage.
     """
 
-    def __init__(self, module: nn.Module, partition: Partition, stage: int) -> None:
-        self._module, self._partition, self._stage = module, partition, stage
+    def __init__(self, module: nn.Module, presence: Presence) -> None:
+        self._module, self._presence = module, presence
 
     def after(self, schedule: Schedule, deferred: frozenset[int]) -> Mapping[int, Final]:
         """See :class:`Finality`."""
-        chunks = _chunks_of_parameters(self._module, self._partition, schedule, self._stage)
-        instructions = schedule.instructions[self._stage]
+        chunks = _chunks_of_parameters(self._module, self._presence, schedule)
+        instructions = schedule.instructions[self._presence.stage]
         last = {
             (chunk, late): _last_position(instructions, chunk, _DEFERRED if late else _AT_ONCE)
             for chunk in range(schedule.chunks)
@@ -76,25 +75,16 @@ def _last_position(instructions: Iterable[Instruction], chunk: int, kinds: tuple
     return max((at for at, step in enumerate(instructions) if step.chunk == chunk and step.kind in kinds), default=-1)
 
 
-def _chunks_of_parameters(
-    module: nn.Module, partition: Partition, schedule: Schedule, stage: int
-) -> dict[int, frozenset[int]]:
+def _chunks_of_parameters(module: nn.Module, presence: Presence, schedule: Schedule) -> dict[int, frozenset[int]]:
     """Chunks of this stage in which each parameter that it holds may be used."""
     everywhere = frozenset(range(schedule.chunks))
     names: dict[str, frozenset[int]] = {}
-    for virtual, (start, stop) in enumerate(partition.bounds):
-        rank, chunk = schedule.owner(virtual)
-        if rank == stage:
-            names |= {partition.trunk.layer_names[index]: frozenset({chunk}) for index in range(start, stop)}
-    for unit in partition.units:
-        names[unit] = everywhere
-        for units, virtual in ((partition.before, 0), (partition.after, schedule.virtual_stages - 1)):
-            rank, chunk = schedule.owner(virtual)
-            if unit in units and rank == stage:
-                names[unit] = frozenset({chunk})
+    for name, part in presence.parts.items():
+        stage, chunk = (None, 0) if part.chunk is None else schedule.owner(part.chunk)
+        names[name] = frozenset({chunk}) if stage == presence.stage else everywhere
     parts, chunks = Parts(names), dict[int, frozenset[int]]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        part = parts.of(name)
-        used_in = everywhere if part is None else names[part]
+        found = parts.of(name)
+        used_in = everywhere if found is None else names[found]
         chunks[id(parameter)] = chunks.get(id(parameter), frozenset()) | used_in
     return chunks

@@ -153,8 +153,8 @@ class WholeHooks:
         """The user's step called ``name``, which sees parameters whole outside of the layers that compute with them."""
 
         def seeing(batch: Any) -> Any:
-            self._layers.look()
             with self.steps.running(serves=name in self._served):
+                self._layers.look()  # inside: `running` registers hooks, and none may be new when layers are called
                 return step(batch)
 
         return seeing

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
@@ -50,8 +49,7 @@ class Leftovers:
 
     Args:
         module: the user's module.
-        partition: says which buffers the step writes outside of the layers.
-        presence: says which stages have them.
+        presence: says which buffers several stages have, and which layers there are.
         mesh: the grid.
         device: where tensors live.
         side_effects: of the trunk's layers.
@@ -60,7 +58,6 @@ class Leftovers:
     def __init__(
         self,
         module: pl.LightningModule,
-        partition: Partition,
         presence: Presence,
         mesh: ParallelMesh,
         device: torch.device,
@@ -69,10 +66,10 @@ class Leftovers:
         self._module = module
         self._mesh, self._device = mesh, device
         self._side_effects = side_effects
-        self._buffers = SharedBuffers(module, partition, presence, mesh, device)
+        self._buffers = SharedBuffers(module, presence, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
-        self._beside = WrittenBeside(module, partition.trunk.layer_names, partial(_followed, depth=_DEPTH))
+        self._beside = WrittenBeside(module, presence.layer_names(), partial(_followed, depth=_DEPTH))
         self._is_last = mesh.rank == mesh.loss_rank
 
     def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.pipeline.cut.partition import Partition
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Contents
@@ -31,24 +30,17 @@ class SharedBuffers:
 
     Args:
         module: the user's module.
-        partition: names them.
-        presence: says which stages have them.
+        presence: names them, and says which stages have them.
         mesh: the grid.
         device: where tensors live.
     """
 
-    def __init__(
-        self, module: nn.Module, partition: Partition, presence: Presence, mesh: ParallelMesh, device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, presence: Presence, mesh: ParallelMesh, device: torch.device) -> None:
         self._module, self._mesh, self._device = module, mesh, device
-        self._names = [
-            name
-            for name in (*partition.late_buffers, *partition.early_buffers)
-            if (part := presence.part_of(name)) is None or part.is_layer or len(part.stages) > 1
-        ]
+        self._names = list(presence.shared_buffers)
         norms = {name for name, child in module.named_modules() if isinstance(child, _NormBase)}
         self._statistics = [name for name in self._names if name.rpartition(".")[0] in norms]
-        layers = Parts(partition.trunk.layer_names)
+        layers = Parts(presence.layer_names())
         paths = Counter(
             id(child)
             for name, child in module.named_modules(remove_duplicate=False)

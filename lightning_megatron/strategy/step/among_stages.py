@@ -173,7 +173,7 @@ class SeveralStages:
         self._has_loss = mesh.rank == mesh.loss_rank
         self.repeats = Repeats(module, stage, mesh)
         self._delivery = OutcomeDelivery(mesh, device)
-        self._leftovers = Leftovers(module, stage.partition, stage.presence, mesh, device, stage.cursor.side_effects)
+        self._leftovers = Leftovers(module, stage.presence, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
@@ -248,7 +248,7 @@ class SeveralStages:
         """What carries tensors to the other stages, opened in the first step of a run."""
         if self._opened is None:
             links = self._world.links(self._mesh, self._device, self._equal_boundaries())
-            finality = StageFinality(self._module, self._stage.partition, self._stage.stage)
+            finality = StageFinality(self._module, self._stage.presence)
             variable = self._options.variable_shapes or not self._module.automatic_optimization  # passes differ
             self._stage.cursor.tells_always = variable
             executor = self._world.executor(self._stage, links, finality, variable, self._clock)
