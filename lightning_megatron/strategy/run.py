@@ -23,21 +23,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoints.state.as_built import note_places
-from lightning_megatron.checkpoints.state.pretrained import has_start, start_from
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembled import Assembled
-from lightning_megatron.strategy.assembly.assembler import Assembler
 from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
-from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_callbacks
-from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
-from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
-from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
+from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -46,15 +40,11 @@ from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.logs.routing import LogRouting
-from lightning_megatron.strategy.options import checks
-from lightning_megatron.strategy.options.context_checks import check_context_run
-from lightning_megatron.strategy.options.expert_checks import check_batches, check_expert_ranks, check_expert_run
+from lightning_megatron.strategy.options import run_checks
+from lightning_megatron.strategy.options.expert_checks import check_batches
 from lightning_megatron.strategy.options.options import Options
-from lightning_megatron.strategy.options.together import check_activations_run, check_draws_run
-from lightning_megatron.strategy.options.weight_checks import check_sharded_weights, check_streamed_weights
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
-from lightning_megatron.strategy.saving.model_state import ModelState
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.step import Outcome, Window
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
@@ -135,7 +125,8 @@ class Run:
         if not self._fits:
             begin_averages(trainer, self.saving.weights, processes.device, self._on_parts, fits=False)
         self._clipping: HandClipping | None = None
-        if mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1 and not self.engine.splits_itself:
+        several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
+        if several and not self.engine.splits_itself:
             stage = Stage.of(self.module)
             self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, self._whole_hooks)
             self._clipping.start()
@@ -163,7 +154,7 @@ class Run:
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Keep this rank's part of optimizers that were made in sight of the whole module."""
-        checks.check_optimizers(optimizers, self._processes.mesh.layout.pipeline)
+        run_checks.check_optimizers(optimizers, self._processes.mesh.layout.pipeline)
         self.engine.note_trained(p for o in optimizers for group in o.param_groups for p in group["params"])
         self.saving.localize(optimizers)
 
@@ -182,7 +173,7 @@ class Run:
             ValueError: micro-batches are larger than its batches.
         """
         if self._trainer.training:
-            checks.check_micro_batch(loader, self._options.micro_batch_size)
+            run_checks.check_micro_batch(loader, self._options.micro_batch_size)
         return self.saving.continue_loader(loader)
 
     def training_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -331,65 +322,6 @@ class Run:
 def report_of(part: str) -> property:
     """What a part of the assembled module tells of its steps; ``None`` where there is no such part."""
     return property(lambda self: None if (found := getattr(self.run.assembled, part)) is None else found.report())
-
-
-def start_run(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    processes: Processes,
-    precision: Precision,
-    options: Options,
-    io: MegatronCheckpointIO,
-    stage_speeds: tuple[float, ...] | None = None,
-    earlier: Run | None = None,
-) -> Run:
-    """Divide the module, fill it with its initial weights, and take it over for a run.
-
-    Args:
-        trainer: of the run.
-        module: the user's; whole, or divided by an earlier run.
-        processes: connected.
-        precision: the plugin in use.
-        options: of the strategy.
-        io: writes and reads checkpoints.
-        stage_speeds: relative speed of every stage's devices, where they differ.
-        earlier: the strategy's run before this one, if any.
-
-    Raises:
-        MisconfigurationException: a module or callback that this strategy cannot train with.
-        ValueError: the module cannot be divided so; the message says what to change.
-    """
-    check_expert_ranks(*options.expert_sizes, processes.mesh.layout)
-    check_expert_run(*options.expert_sizes, trainer, module)
-    check_sharded_weights(options.weight_sharding, trainer, module, processes.mesh.layout)
-    check_streamed_weights(options.weight_streaming, trainer, module)
-    check_context_run(options.context_parallel_size, str(precision.precision), module)
-    check_activations_run(options.activation_offload, str(precision.precision), module)
-    check_draws_run(options.random_streams, module, processes.mesh.layout)
-    checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.balance_of)
-    lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))
-    remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
-    if processes.mesh.layout.world_size > 1:
-        lightning_state.insert_failure_callback(trainer, processes.report)
-        insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_ranks > 1)
-    if options.profiles_layers:
-        insert_profile(trainer)
-    insert_expert_callbacks(trainer, load=options.log_expert_load, bias=options.expert_balance == "bias")
-    if options.log_gradient_norm:
-        insert_gradient_norm(trainer)
-    syncs = lightning_state.syncs_batch_norm(trainer)
-    if earlier is not None and earlier.module is module:
-        synchronize(module, processes.mesh, wanted=syncs)
-        module.to(processes.device)
-        return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
-    wanted = options.module(stage_speeds), options.engine(getattr(precision, "layer_dtype", None))
-    assembler = Assembler(processes.mesh, processes.device, precision, *wanted, processes.world)
-    loads = has_start(module, options.initial_weights)
-    note_places(module, processes.constructions, in_order=not loads)
-    assembled = assembler.assemble(module, syncs, loads)
-    if (path := start_from(module, options.initial_weights)) is not None:
-        ModelState(assembled, processes.mesh).fill_from(path)
-    return Run(trainer, assembled, processes, precision, options, io)
 
 
 def _call_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> Any:

@@ -41,8 +41,9 @@ from lightning_megatron.strategy.memory.memory_report import memory_report
 from lightning_megatron.strategy.options import options as given
 from lightning_megatron.strategy.options.documented import documents_options
 from lightning_megatron.strategy.processes import Processes
-from lightning_megatron.strategy.run import Run, report_of, start_run
+from lightning_megatron.strategy.run import Run, report_of
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
+from lightning_megatron.strategy.start import start_run
 from lightning_megatron.strategy.world import World
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ def test_parts_tell_the_virtual_stage_in_which_they_run_and_the_buffers_that_sev
     chunks = {name: part.chunk for name, part in presence.parts.items()}
     assert chunks == {"scale": 1, "embed": 0, "head": 1} | {f"layers.{at}": at // 2 for at in range(4)}
     assert presence.layer_names() == [f"layers.{at}" for at in range(4)]
-    assert presence.shared_buffers == ("rotary.table",)
+    assert presence.shared_buffers == ("layers.0.rotary.table",)
 
 
 def test_every_name_of_the_whole_module_has_an_entry_on_every_stage() -> None:

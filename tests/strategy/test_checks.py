@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.layout import Layout
-from lightning_megatron.strategy.options.checks import check_run
+from lightning_megatron.strategy.options.run_checks import check_run
 
 
 class Small(LightningModule):

@@ -19,8 +19,8 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.planner import Recipe
 from lightning_megatron.planner.topology import Topology
-from lightning_megatron.strategy.options.checks import check_micro_batch, check_run
 from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.run_checks import check_micro_batch, check_run
 
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 RECIPE = Recipe(tensor=2, pipeline=4, chunks=3, schedule="interleaved", recompute="full", global_batch=8)

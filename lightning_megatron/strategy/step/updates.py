@@ -20,7 +20,7 @@ from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
-from lightning_megatron.strategy.options import checks
+from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
 from lightning_megatron.strategy.options.weight_checks import check_sharders, watches_steps, watches_whole_weights
@@ -57,7 +57,7 @@ def prepare_updates(
     processes.explain = TooLarge(trainer, gradients, optimizers, processes.place)
     if assembled.engine.splits_itself:
         refuse_own_split(gradients)
-        checks.check_own_gradients(loss_scale, nonfinite, gradients.options.reduce_dtype)
+        run_checks.check_own_gradients(loss_scale, nonfinite, gradients.options.reduce_dtype)
         return None
     several = assembled.needs_gradients or accumulates(trainer)
     adds_up = several and has_narrow_weights(module)
@@ -67,7 +67,7 @@ def prepare_updates(
     if not (assembled.needs_gradients or puts_together or widens):
         return None
     if loss_scale is not None:
-        checks.check_scaled(module)
+        run_checks.check_scaled(module)
     sharded = gradients.options.weights is not None
     if sharded:
         check_sharders(optimizers, gradients.replicas.shards)
@@ -116,7 +116,7 @@ def _least_independence(
         )
         gradients.keep_whole()
         shards = 1
-    checks.check_independence(optimizers, least, layout, shards, lowered)
+    run_checks.check_independence(optimizers, least, layout, shards, lowered)
     return least
 
 
