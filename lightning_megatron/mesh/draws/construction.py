@@ -13,8 +13,6 @@ Numbers that are overwritten, or that nobody here wants, are drawn and dropped, 
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.mesh.draws.meta_calls import MetaFunctions, MetaOperators, draws
 from lightning_megatron.mesh.replaced import Replacements
 
 _COVERING = frozenset(
@@ -35,16 +31,6 @@ _COVERING = frozenset(
     for name in ("uniform", "normal", "fill", "zero", "copy", "random", "exponential", "log_normal", "cauchy")
 )
 """Functions after which nothing is left of what their first argument was."""
-
-_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Functions that make tensors from Python's numbers, without any call that a mode sees."""
-
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_LEFT_OUT = {
-    function.__code__: (function, tuple(inspect.signature(function).parameters)[1:])
-    for function in (init._no_grad_trunc_normal_, init.orthogonal_, init.sparse_, init.dirac_)
-}
-"""Initialisers that do nothing on the meta device, by their code, with the names of their options."""
 
 _RESHAPING = ("aten::set_", "aten::resize_")
 
@@ -115,7 +101,7 @@ class Construction:
             watch: called before each call on the meta device; may replace what keeps code from drawing there. Says
                 whether the call is to be noted.
         """
-        with Replacements() as replaced, _Functions(self), _Operators(self):
+        with Replacements() as replaced, MetaFunctions(self), MetaOperators(self):
             self._watches = None if watch is None else partial(watch, replaced)
             for name in ("manual_seed", "seed"):
                 replaced.put(torch, name, self._seeding(getattr(torch, name)))
@@ -164,7 +150,7 @@ class Construction:
         if not writes or (schema.name == "aten::set_" and reads == writes):
             return  # a view
         covers = new | {self._place(tensor).memory for tensor in filled if _is_all(tensor)}
-        stream = self._drawn_from() if _draws(function) else None
+        stream = self._drawn_from() if draws(function) else None
         told = (
             given.get("generator") is None
             and schema.name not in _RESHAPING
@@ -335,57 +321,6 @@ def seen_at(content: torch.UntypedStorage, place: Place) -> Tensor:
     """The tensor of a place."""
     shape, stride, offset = place.form
     return torch.empty(0, dtype=place.dtype, device="cpu").set_(content, offset, shape, stride)
-
-
-class _Operators(TorchDispatchMode):
-    """Tells a construction of calls on the meta device."""
-
-    def __init__(self, construction: Construction) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._construction = construction
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | torch.device)]
-        on_meta = any(leaf.is_meta if isinstance(leaf, Tensor) else leaf.type == "meta" for leaf in leaves)
-        if not on_meta and _draws(func):
-            self._construction.catch_up()
-        output = func(*args, **kwargs)
-        plain = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        if on_meta and all(type(leaf) in plain for leaf in leaves if isinstance(leaf, Tensor)):
-            self._construction.note(func, tuple(args), kwargs, output)
-        return output
-
-
-class _Functions(TorchFunctionMode):
-    """Notes what no operator tells of.
-
-    Numbers of Python's, which become a tensor on the meta device, go through the CPU. Initialisers of torch's that
-    look at what they have drawn return at once on the meta device; they are noted as one call.
-    """
-
-    def __init__(self, construction: Construction) -> None:
-        super().__init__()
-        self._construction = construction
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func == _IS_META and func(*args):
-            asks: Any = sys._getframe(1)
-            while asks.f_code.co_name == "__torch_function__":  # of modes inside of this one, such as `torch.device`
-                asks = asks.f_back
-            if asks.f_code in _LEFT_OUT:
-                self._construction.note_whole(*_LEFT_OUT[asks.f_code], asks.f_locals)
-        device = kwargs.get("device")
-        if func not in _FROM_DATA or device is None or torch.device(device).type != "meta":
-            return func(*args, **kwargs)
-        if isinstance(args[0] if args else None, Tensor):
-            return func(*args, **kwargs)
-        return func(*args, **{**kwargs, "device": torch.device("cpu")}).to("meta")
-
-
-def _draws(function: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def _on_meta(tree: Any) -> list[Tensor]:
