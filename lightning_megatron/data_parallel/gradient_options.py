@@ -23,7 +23,7 @@ class GradientOptions:
         reduce_dtype: dtype in which sums over replicas travel; ``None`` for that of the main gradients.
         inspect: whether to note which gradients are not finite before they are summed.
         overlap_gather: whether updated weights travel while the next step begins.
-        experts: replicas over which experts are shared out.
+        experts: replicas over which experts are distributed.
         offload: where the optimizer's weights and state lie in host memory; ``None`` for on the device.
         weights: how replicas share the weights of layers too, each of which is whole while it runs; ``None`` for not.
     """

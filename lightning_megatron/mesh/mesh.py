@@ -126,7 +126,7 @@ class ParallelMesh:
         return cast("dist.ProcessGroup", group)
 
     def expert_groups(self, size: int) -> ExpertGroups | None:
-        """The ranks of this stage with experts shared out over ``size`` of them; ``None`` for one.
+        """The ranks of this stage with experts distributed over ``size`` of them; ``None`` for one.
 
         Collective over the world when first asked for.
         """
@@ -177,7 +177,7 @@ class ParallelMesh:
 
         Args:
             holders: one entry per set of ranks that hold a parameter.
-            experts: ranks of a stage over which experts are shared out.
+            experts: ranks of a stage over which experts are distributed.
 
         Returns:
             Holders -> group, for the groups of this rank. A group spans all data and context ranks on those stages, and

@@ -121,7 +121,7 @@ def _shardings(options: Options) -> tuple[str, ...]:
 
 
 def _without(options: Options, module: pl.LightningModule, usual: Limits) -> dict[str, Any]:
-    """Limits of a search for what does not go together with other options or the module, as their own checks say."""
+    """Limits of a search for what cannot be combined with other options or the module, as their own checks say."""
     whole = tuple(name for name in usual.shardings if name != "fsdp")
     limits: dict[str, dict[str, Any]] = {
         "expert_parallel_size": {"expert": 1},

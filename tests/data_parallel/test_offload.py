@@ -154,7 +154,7 @@ def test_values_that_cannot_be_meant_are_refused(offload: Any, message: str) -> 
 
 
 def test_what_does_not_go_together_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not go together with `layout='auto'`"):
+    with pytest.raises(ValueError, match="cannot be combined with `layout='auto'`"):
         MegatronStrategy(optimizer_offload=True, layout="auto")
     with pytest.raises(ValueError, match="a rehearsal counts a device's memory, not its host's"):
         MegatronStrategy(optimizer_offload=True).rehearse(SharedTask(), world_size=1)

@@ -252,8 +252,8 @@ def test_weights_are_whole_after_a_step_that_failed_everywhere(where: str) -> No
         ({"weight_sharding": {"sum": True}}, "must be one of 'micro_batch', 'step'"),
         ({"weight_sharding": {"shard": 2}, "optimizer_sharding": {"shard": 4}}, "differ"),
         ({"optimizer_sharding": False}, "needs `optimizer_sharding`"),
-        ({"compile_layers": True}, "does not go together with `compile_layers=True`"),
-        ({"overlap_parameter_gather": True}, "does not go together with `overlap_parameter_gather=True`"),
+        ({"compile_layers": True}, "cannot be combined with `compile_layers=True`"),
+        ({"overlap_parameter_gather": True}, "cannot be combined with `overlap_parameter_gather=True`"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:

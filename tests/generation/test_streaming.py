@@ -129,7 +129,7 @@ def test_the_next_layer_is_read_while_one_computes(ahead: int) -> None:
 @pytest.mark.parametrize(
     ("what", "words", "devices"),
     [
-        ("fit", "does not go together with `fit`", 1),
+        ("fit", "cannot be combined with `fit`", 1),
         ("no files", "nothing says from where", 1),
         pytest.param("no memory", "nothing says from where", 2, marks=wide),
         pytest.param("no layers", "found no layers", 1, marks=wide),

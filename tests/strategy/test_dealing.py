@@ -52,7 +52,7 @@ def test_an_empty_stream_ends_an_endless_loader() -> None:
         ([1, 2], {"batch": 3}, r"`deal\(batch=3\)` cannot be shared by 2 replicas; use a multiple of 2"),
         ([1, 2], {"passes": None}, "`passes=None` is for streams"),
         (iter(()), {"shuffle": True}, "a stream is shuffled before, by `rows.shuffle"),
-        (iter(()), {"num_workers": 2}, "`num_workers=2` would share out the order of a stream; use 1"),
+        (iter(()), {"num_workers": 2}, "`num_workers=2` would split a stream between workers; use 1"),
     ],
 )
 def test_what_would_change_the_order_is_refused(rows: Any, options: dict[str, Any], message: str) -> None:

@@ -80,7 +80,7 @@ def test_gradient_hooks_are_given_the_gradient_of_each_batch_that_is_accumulated
         ("OwnBatches", "the tensor-parallel ranks of one replica loaded different batches", False),
         ("Aside", "is read in a thread of its own while a step or a hook runs", False),
         pytest.param("TooEarly", "layers that run after this line wait for this rank", False, marks=WIDE),
-        ("Pruned", "ModelPruning puts masks in the place of weights", False),
+        ("Pruned", "ModelPruning replaces weights by masked ones", False),
         pytest.param("Keeps", "`on_fit_start` keeps a view of the whole `net.", False, marks=WIDE),
         pytest.param("OwnBackward", "`on_after_backward` runs a backward of its own", True, marks=WIDE),
     ],

@@ -42,4 +42,4 @@ def check_kind(stored: str) -> None:
     """
     kind = stored.partition(":")[0]
     if kind != _KIND:
-        raise ValueError(f"checksums of the kind {kind!r} are not known, only {_KIND!r}.")
+        raise ValueError(f"unknown type of checksum {kind!r}; only {_KIND!r} is supported.")

@@ -66,8 +66,8 @@ class CheckpointFolder(Folder):
         """
         if name not in self.files:
             raise DamagedCheckpointError(
-                f"{self}/{name} is to be read, but `{MANIFEST}` does not list it: the checkpoint was put together from "
-                "files of several. Resume from another one."
+                f"{self}/{name} is needed, but `{MANIFEST}` does not list it: the directory mixes files of several "
+                "checkpoints. Resume from another one."
             )
         return super().open(name, mode)
 
@@ -189,7 +189,7 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
     marker = _marker_or_none(target)
     if marker is None:
         raise IncompleteCheckpointError(
-            f"the checkpoint {target} has no marker `{MARKER}`: it was not written to its end. Use "
+            f"the checkpoint {target} has no marker `{MARKER}`: it is incomplete, as writing it was interrupted. Use "
             '`ckpt_path="last"` to take the newest complete one.'
         )
     data = target.child(marker.data)
@@ -235,7 +235,7 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
 
     Raises:
         IncompleteCheckpointError: the manifest is missing, or its checksum is not the marker's.
-        DamagedCheckpointError: it is no list of files, or lists files outside of the checkpoint.
+        DamagedCheckpointError: it is not a valid list of files, or lists files outside of the checkpoint.
     """
     try:
         content = data.read(MANIFEST)
@@ -248,7 +248,7 @@ def read_manifest(data: Folder, marker: Marker) -> dict[str, FileSum]:
         listed = json.loads(content)["files"].items()
         files = {name: FileSum(int(total["bytes"]), str(total["checksum"])) for name, total in listed}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{data}/{MANIFEST} is no list of files: {error!r}.") from error
+        raise DamagedCheckpointError(f"{data}/{MANIFEST} is not a valid list of files: {error!r}.") from error
     if outside := [name for name in files if not _is_plain(name)]:
         raise DamagedCheckpointError(f"{data}/{MANIFEST} lists files outside of the checkpoint: {outside}.")
     return files

@@ -255,8 +255,8 @@ def _entries(source: Source, prefix: str, dtype: torch.dtype | None) -> dict[str
     held = [adapter.name for adapter in adapters_of(source, prefix) if prefix.startswith(adapter.start)]
     if held:
         raise ValueError(
-            f"the model {prefix!r} has adapters ({', '.join(held)}), and its class alone has no place for them: add "
-            "one to the weights with `--merge-adapters`, or write it alone with `--format adapter`."
+            f"the model {prefix!r} has adapters ({', '.join(held)}), which its class alone cannot load: merge one "
+            "into the weights with `--merge-adapters`, or export it alone with `--format adapter`."
         )
     optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
     names = [name for name in source.kinds if name.startswith(prefix) and name not in optimizers]

@@ -92,7 +92,7 @@ def _check(source: Source, adapter: Adapter) -> None:
     elif adapter.updates is not None:
         return
     raise ValueError(
-        f"adapter {adapter.name!r} ({kind}) cannot be added to the weights here; write it alone with "
+        f"adapter {adapter.name!r} ({kind}) cannot be merged into the weights here; write it alone with "
         "`--format adapter`, and merge it with peft's `merge_and_unload`."
     )
 

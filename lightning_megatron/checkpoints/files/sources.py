@@ -177,8 +177,8 @@ def load_plain(content: bytes, what: str, trust: bool) -> dict[str, Any]:
     if not content.startswith(_BEGINNINGS):
         found = f"begins with {content[:8]!r}" if content else "is empty"
         raise RuntimeError(
-            f"{what} is not a checkpoint: it {found}, as no file of torch.save does. It was not written to its end, or "
-            "is another file; take another checkpoint."
+            f"{what} is not a checkpoint: it {found}, which no file of torch.save does. Writing it was interrupted, or "
+            "it is a file of another kind; use another checkpoint."
         )
     with _safe_types():
         try:

@@ -350,7 +350,7 @@ def decode_index(index: dict[str, Any]) -> tuple[Metadata, dict[str, list[Place]
     for name, entry in index["tensors"].items():
         dtype = getattr(torch, entry["dtype"], None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"`{name}` has the type {entry['dtype']!r}, which this torch does not know.")
+            raise ValueError(f"`{name}` has dtype {entry['dtype']!r}, which this version of torch does not support.")
         chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s, _, _ in entry["boxes"]]
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
         places[name] = [Place(file, start) for _, _, file, start in entry["boxes"]]

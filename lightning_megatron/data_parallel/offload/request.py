@@ -68,6 +68,6 @@ def check_offload(options: Any) -> None:
     for name in ("layout", "topology"):
         if getattr(options, name) is not None:
             raise ValueError(
-                f"`optimizer_offload` does not go together with `{name}={getattr(options, name)!r}`: the planner does "
+                f"`optimizer_offload` cannot be combined with `{name}={getattr(options, name)!r}`: the planner does "
                 f"not know it; leave `{name}` out, or `optimizer_offload`."
             )

@@ -65,7 +65,7 @@ def deal(
         )
     if options.get("num_workers", 0) > 1:
         raise ValueError(
-            f"`num_workers={options['num_workers']}` would share out the order of a stream; use 1, which reads "
+            f"`num_workers={options['num_workers']}` would split a stream between workers; use 1, which reads "
             "ahead, or rows with a length."
         )
     return DataLoader(DealtStream(rows, replicas, replica, passes), batch // replicas, **options)

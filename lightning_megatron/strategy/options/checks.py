@@ -38,7 +38,7 @@ def check_tensor_options(tensor: int, plan: Any, sequence_parallel: Any) -> None
         ValueError: with the option's name and value.
     """
     if plan != "auto" and (not isinstance(plan, Mapping) or not plan):
-        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a dict of pattern -> style, not empty.")
+        raise ValueError(f"`tensor_parallel_plan={plan!r}` must be 'auto' or a non-empty dict of pattern -> style.")
     if tensor == 1 and plan != "auto":
         raise ValueError("`tensor_parallel_plan` is given, but `tensor_parallel_size=1`; set `tensor_parallel_size`.")
     if tensor == 1 and sequence_parallel:
@@ -89,7 +89,8 @@ def check_options(
         raise ValueError(f"`whole_batch_loss={whole_batch_loss!r}` must be 'auto', True or False.")
     if micro_batch_loss_weight is not None and whole_batch_loss is True:
         raise ValueError(
-            "`micro_batch_loss_weight` weighs micro-batches, of which `whole_batch_loss=True` leaves none."
+            "`micro_batch_loss_weight` weighs the losses of micro-batches, but with `whole_batch_loss=True` there are "
+            "none."
         )
 
 

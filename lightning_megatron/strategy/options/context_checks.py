@@ -1,4 +1,4 @@
-"""What context parallelism does not go together with, refused before any work starts."""
+"""What context parallelism cannot be combined with, refused before any work starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHOUT_CONTEXT = {
     "layout": None,
     "topology": None,
 }
-"""Options that do not go together with context ranks, and the only values that do."""
+"""Options that cannot be combined with context ranks, and the only values that do."""
 
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true")
@@ -26,7 +26,7 @@ PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true")
 
 
 def check_context(options: Any) -> None:
-    """Refuse a context-parallel size that is none, and options that do not go together with context ranks.
+    """Refuse a context-parallel size that is none, and options that cannot be combined with context ranks.
 
     Raises:
         ValueError: with both options.

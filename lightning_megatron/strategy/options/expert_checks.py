@@ -1,4 +1,4 @@
-"""What experts on several ranks do not go together with, refused before any work starts."""
+"""What experts on several ranks cannot be combined with, refused before any work starts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _WITHOUT_EXPERTS = {
     "layout": None,
     "topology": None,
 }
-"""Options that do not go together with expert ranks, and the only values that do."""
+"""Options that cannot be combined with expert ranks, and the only values that do."""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
 def check_experts(options: Any) -> None:
-    """Refuse an expert-parallel size that is none, and options that do not go together with expert ranks.
+    """Refuse an expert-parallel size that is none, and options that cannot be combined with expert ranks.
 
     Raises:
         ValueError: with both options.
@@ -54,7 +54,7 @@ def check_expert_ranks(size: int, parts: int, layout: Layout) -> None:
     if ranks % (size * parts) and parts > 1:
         raise ValueError(
             f"`expert_parallel_size={size}` times `expert_tensor_parallel_size={parts}` does not divide the {ranks} "
-            "ranks of a stage, over which experts are shared out; use sizes whose product does, or more devices."
+            "ranks of a stage, over which experts are distributed; use sizes whose product does, or more devices."
         )
     if ranks % size:
         fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
@@ -62,7 +62,7 @@ def check_expert_ranks(size: int, parts: int, layout: Layout) -> None:
         sizes = f"`tensor_parallel_size={layout.tensor}` times {context}`data_parallel_size={layout.data}`"
         raise ValueError(
             f"`expert_parallel_size={size}` does not divide the {ranks} ranks of a stage ({sizes}), over which experts "
-            f"are shared out; use {' or '.join(fitting)}, or more devices."
+            f"are distributed; use {' or '.join(fitting)}, or more devices."
         )
 
 
@@ -85,7 +85,7 @@ def check_expert_run(size: int, parts: int, trainer: pl.Trainer, module: pl.Ligh
         compiled="how many tokens a rank's experts get is not known when code is compiled",
     )
     if any(isinstance(callback, ModelPruning) for callback in getattr(trainer, "callbacks", ())):
-        masks = "it puts masks in the place of weights, of which every rank has its own experts' only"
+        masks = "it replaces weights by masked ones, of which every rank has its own experts' only"
         refuse_with(given, f"ModelPruning: {masks}")
     if noisy := _jitter(module):
         refuse_with(
@@ -111,7 +111,7 @@ def check_expert_optimizers(size: int, optimizers: Sequence[Optimizer], least: I
     if size > 1 and least is not Independence.ELEMENT:
         names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
-            f"{names} needs {least.value} (found by a trial on small matrices), but experts shared out over {size} "
+            f"{names} needs {least.value} (found by a trial on small matrices), but experts distributed over {size} "
             "ranks leave every rank a part of their parameters; use an optimizer that updates every element by itself, "
             "such as AdamW or SGD, or `expert_parallel_size=1` and `expert_tensor_parallel_size=1`."
         )
@@ -135,7 +135,8 @@ def check_batches(size: int | str | None, groups: ExpertGroups | None, batch: An
     sizes = objects.gather(batch_size_of(batch), groups.group)
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"the batches of the {groups.size} replicas that share out experts have {', '.join(map(str, sizes))} "
-            "samples, but all of them take part in every micro-batch, so they need equally many; shard the data by "
-            "`trainer.strategy.distributed_sampler_kwargs` into equal parts, or pass `DataLoader(drop_last=True)`."
+            f"the batches of the {groups.size} replicas over which experts are distributed have "
+            f"{', '.join(map(str, sizes))} samples, but all of them take part in every micro-batch, so they need "
+            "equally many; shard the data by `trainer.strategy.distributed_sampler_kwargs` into equal parts, or pass "
+            "`DataLoader(drop_last=True)`."
         )

@@ -30,7 +30,7 @@ def refuse_own_split(gradients: ModelGradients) -> None:
     """
     if gradients.options.offload is not None:
         raise MisconfigurationException(
-            "`optimizer_offload` does not go together with a module whose own `configure_model` has split it; leave "
+            "`optimizer_offload` cannot be combined with a module whose own `configure_model` has split it; leave "
             "that to the strategy, or `optimizer_offload` out."
         )
 
@@ -89,7 +89,7 @@ def _check_optimizers(
         wrong = f"{names} with a learning rate that is a tensor on the device; give a number"
     if wrong is not None:
         raise MisconfigurationException(
-            f"`optimizer_offload` does not go together with {wrong}; or leave `optimizer_offload` out."
+            f"`optimizer_offload` cannot be combined with {wrong}; or leave `optimizer_offload` out."
         )
 
 

@@ -329,7 +329,7 @@ class Options:
         """The same options with the layout that the planner chose.
 
         Raises:
-            ValueError: the layout does not go together with the other options; the message names them.
+            ValueError: the layout cannot be combined with the other options; the message names them.
         """
         chosen = arguments_of(recipe)
         if isinstance(self.optimizer_sharding, Mapping):

@@ -73,7 +73,7 @@ def check_run(
             )
         if isinstance(callback, ModelPruning) and layout.pipeline * layout.tensor > 1 and not splits_itself(module):
             raise MisconfigurationException(
-                f"{type(callback).__name__} puts masks in the place of weights, of which every rank has a part with "
+                f"{type(callback).__name__} replaces weights by masked ones, of which every rank has a part with "
                 f"`tensor_parallel_size={layout.tensor}` and `pipeline_parallel_size={layout.pipeline}`: it would "
                 "prune other weights than in one process, or none. Use both sizes 1 for it, or zero weights in a hook "
                 "(`self.layer.weight.mul_(mask)` in `on_train_batch_end`), which sees them whole."
@@ -231,7 +231,7 @@ def check_own_gradients(loss_scale: Any, nonfinite: Any, reduce_dtype: Any) -> N
     for name, value in wanted.items():
         if value is not None:
             raise MisconfigurationException(
-                f"`{name}` does not go together with a module that splits itself in `configure_model` "
+                f"`{name}` cannot be combined with a module that splits itself in `configure_model` "
                 "(`parallelize_module`, `fully_shard`), whose gradients torch sums; leave it out, or let "
                 "`tensor_parallel_size` split the module."
             )

@@ -1,4 +1,4 @@
-"""What does not go together with a way of spreading the model: questions that each of them asks, refused alike."""
+"""What cannot be combined with a way of spreading the model: questions that each of them asks, refused alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_options_with(given: str, options: Any, only: Mapping[str, Any], withou
     for name, value in only.items():
         if getattr(options, name) != value:
             raise ValueError(
-                f"`{given}` does not go together with `{name}={getattr(options, name)!r}`; use `{name}={value!r}`, or "
+                f"`{given}` cannot be combined with `{name}={getattr(options, name)!r}`; use `{name}={value!r}`, or "
                 f"`{without}`."
             )
 
@@ -74,13 +74,13 @@ def refuse_with(given: str, wrong: str) -> NoReturn:
 
     Args:
         given: the option that spreads the model, with its value.
-        wrong: what does not go together with it, and why.
+        wrong: what cannot be combined with it, and why.
 
     Raises:
         MisconfigurationException: always.
     """
     option = given.partition("=")[0]
-    raise MisconfigurationException(f"`{given}` does not go together with {wrong}. Otherwise leave `{option}` out.")
+    raise MisconfigurationException(f"`{given}` cannot be combined with {wrong}. Otherwise leave `{option}` out.")
 
 
 _GIVEN = "random_streams='layout'"
@@ -88,11 +88,11 @@ _WITH_LAYOUT = {
     "compile_layers": False,
     "layout": None,
 }
-"""Options that do not go together with draws from counters, and the only values that do."""
+"""Options that cannot be combined with draws from counters, and the only values that do."""
 
 
 def check_draws(options: Any) -> None:
-    """Refuse a value of ``random_streams`` that is none, and options that do not go together with it.
+    """Refuse a value of ``random_streams`` that is none, and options that cannot be combined with it.
 
     Raises:
         ValueError: with both options.
@@ -120,7 +120,7 @@ def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Lay
 
 
 _WITH_ACTIVATIONS = {"activation_recompute": None, "compile_layers": False, "layout": None}
-"""Options that do not go together with activations in host memory, and the only values that do."""
+"""Options that cannot be combined with activations in host memory, and the only values that do."""
 _WITH_TOKENS = {"sequence_parallel": False, "random_streams": "torch"}
 """Likewise where layers run again on some of their tokens."""
 _WITH_PIECES = {

@@ -1,4 +1,4 @@
-"""What weights spread over replicas do not go together with, refused before any work starts."""
+"""What weights spread over replicas cannot be combined with, refused before any work starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WITHOUT = {
     "layout": None,
     "topology": None,
 }
-"""Options that do not go together with sharded weights, and the only values that do."""
+"""Options that cannot be combined with sharded weights, and the only values that do."""
 
 _SEEN = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _OVERRIDDEN = (*_SEEN, "configure_gradient_clipping", "backward")
@@ -42,7 +42,7 @@ _BLIND = (
 
 
 def check_weight_sharding(options: Any) -> None:
-    """Refuse a value that is none, and options that do not go together with sharded weights.
+    """Refuse a value that is none, and options that cannot be combined with sharded weights.
 
     Raises:
         ValueError: with both options.
@@ -115,11 +115,11 @@ _NOT_STREAMED = {
     "layout": None,
     "topology": None,
 }
-"""Options that do not go together with streamed weights, and the only values that do."""
+"""Options that cannot be combined with streamed weights, and the only values that do."""
 
 
 def check_weight_streaming(options: Any) -> None:
-    """Refuse a value that is none, and options that do not go together with streamed weights.
+    """Refuse a value that is none, and options that cannot be combined with streamed weights.
 
     Raises:
         ValueError: with both options.
