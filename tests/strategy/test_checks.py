@@ -30,7 +30,7 @@ def trainer_with(callback: Any) -> Trainer:
 def test_pruning_of_parts_is_refused_by_name(sizes: tuple[int, int]) -> None:
     trainer, (tensor, pipeline) = trainer_with(ModelPruning("l1_unstructured", amount=0.5)), sizes
     check_run(trainer, Small(), Layout(data=2), "auto")
-    named = f"ModelPruning puts masks .*tensor_parallel_size={tensor}` and `pipeline_parallel_size={pipeline}"
+    named = f"ModelPruning replaces weights .*tensor_parallel_size={tensor}` and `pipeline_parallel_size={pipeline}"
     with pytest.raises(MisconfigurationException, match=named):
         check_run(trainer, Small(), Layout(tensor=tensor, pipeline=pipeline), "auto")
 

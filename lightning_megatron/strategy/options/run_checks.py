@@ -110,8 +110,9 @@ def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Lay
         grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
         if grouped and trainer.precision_plugin.precision == "64-true":
             raise MisconfigurationException(
-                f"`{called}` multiplies its experts by `experts_implementation='grouped_mm'`, which torch has not in "
-                "float64; build it with `experts_implementation='eager'`, or use another `precision` than '64-true'."
+                f"`{called}` multiplies its experts by `experts_implementation='grouped_mm'`, which torch does not "
+                "support in float64; build it with `experts_implementation='eager'`, or use another "
+                "`precision` than '64-true'."
             )
         if getattr(config, "output_router_logits", False) is not True:
             continue
