@@ -40,13 +40,29 @@ class Reader(LightningModule):
         rows = Dataset.from_dict({"n": list(range(ROWS))})
         if self.kind == "rows":
             return data.deal(rows.with_format("torch"), BATCH, self.trainer, shuffle=True, seed=3)
+        if self.kind == "packed streams":
+            return data.deal(self.packed(rows), BATCH, self.trainer, passes=None, collate_fn=_first_tokens)
         mixed = data.mix([rows, rows.map(lambda row: {"n": row["n"] + 100})], [2, 1], seed=5)
         stream = mixed.to_iterable_dataset(num_shards=3).shuffle(seed=7, buffer_size=8)
         workers = int(self.kind == "stream in a worker")
         return data.deal(stream, BATCH, self.trainer, passes=None, num_workers=workers)
 
+    def packed(self, rows: Dataset) -> Any:
+        """Two sources of documents of several lengths, each packed, and mixed by rows."""
+        documents = [
+            rows.map(lambda row, add=add: {"input_ids": [row["n"] + add] * (1 + row["n"] % 5)})
+            .to_iterable_dataset(num_shards=2)
+            .shuffle(seed=2, buffer_size=5)
+            for add in (0, 100)
+        ]
+        return data.mix([data.pack(source, 4, filler=0) for source in documents], [2, 1], seed=5)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _first_tokens(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return {"n": torch.tensor([row["input_ids"][0] for row in rows])}
 
 
 class SaveAt(Callback):

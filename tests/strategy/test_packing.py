@@ -131,9 +131,56 @@ def test_sources_are_mixed_by_weights_and_no_row_comes_twice() -> None:
         (lambda rows: data.mix([rows], [1], until="never"), "must be 'first' or 'all'"),
         (lambda rows: data.tokenise(rows, _words), r"have the columns \['n'\]; `tokenise\(column='text'\)`"),
         (lambda rows: data.tokenise(rows, _words, column="n", longest=0), "`longest=0` must be at least 1"),
+        (lambda rows: data.mix([rows, Dataset.from_dict({"m": [1]})], [1, 1]), r"the columns \['n'\] and \['m'\]"),
+        (lambda rows: data.pack(rows, 4, filler=0), r"have the columns \['n'\], and `pack` needs `input_ids`"),
         (lambda rows: data.pack(rows, 4, filler=0, overlap=4), "`overlap=4` must be at least 0 and below `length=4`"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(Dataset.from_dict({"n": [1]}))
+
+
+def _packed(begin: int, count: int) -> Any:
+    rows = Dataset.from_dict({"input_ids": [[begin + number] * 3 for number in range(count)]})
+    return data.pack(rows.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=4), 4, filler=0)
+
+
+def test_packed_streams_are_mixed_by_weights_in_the_same_order_again_and_in_another_one_by_epoch() -> None:
+    mixed = data.mix([_packed(0, 3000), _packed(10_000, 3000)], [3, 1], seed=1)
+    first = [row["input_ids"] for row in mixed]
+    share = sum(tokens[0] < 10_000 for tokens in first) / len(first)
+    assert abs(share - 0.75) < 0.03
+    assert [row["input_ids"] for row in mixed] == first
+    mixed.set_epoch(1)
+    assert [row["input_ids"] for row in mixed] != first
+    everything = {row["input_ids"][0] // 10_000 for row in data.mix([_packed(0, 4), _packed(10_000, 40)], [1, 1])}
+    assert everything == {0, 1}
+    whole = [row["input_ids"] for row in data.mix([_packed(0, 4), _packed(10_000, 40)], [1, 1], until="all")]
+    assert all(row["input_ids"] in whole for source in (_packed(0, 4), _packed(10_000, 40)) for row in source)
+    with pytest.raises(ValueError, match="Source 1 of `mix"):
+        list(data.mix([_packed(0, 4), data.pack(iter(()), 4, filler=0)], [1, 1], until="all"))
+
+
+def test_streams_by_split_are_tokenised_and_packed_by_split() -> None:
+    from datasets import IterableDatasetDict
+
+    splits = IterableDatasetDict({"train": Dataset.from_dict({"text": ["1 2 3"] * 4}).to_iterable_dataset()})
+    packed = data.pack(data.tokenise(splits, _words), 4, filler=0)
+    assert next(iter(packed["train"])) == {"input_ids": [1, 2, 3, 1], "lengths": [3, 1]}
+
+
+def test_streams_that_are_not_shuffled_have_one_order() -> None:
+    class Rows:
+        def __iter__(self) -> Any:
+            return iter([{"input_ids": [1, 2, 3]}] * 4)
+
+    packed = data.pack(Rows(), 4, filler=0)
+    packed.set_epoch(1)
+    assert len(list(packed)) == len(list(packed)) == 4
+
+
+def test_lists_are_refused_with_the_way_to_rows() -> None:
+    for call in (lambda: data.tokenise([{"text": "1"}], _words), lambda: data.pack([{"input_ids": [1]}], 4, filler=0)):
+        with pytest.raises(TypeError, match=r"was given a list; `datasets.Dataset.from_list"):
+            call()

@@ -119,6 +119,12 @@ def test_a_checkpoint_that_is_not_there_is_refused_without_slow_imports() -> Non
     assert done.stdout.split() == ["2"]
 
 
+@pytest.mark.parametrize("arguments", [[], ["checkpoint"]], ids=["alone", "group"])
+def test_a_command_without_a_name_shows_its_help_once(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.output.count("Usage:") == 1
+
+
 def test_a_small_model_has_its_size_in_the_plan() -> None:
     small = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "100"]
     result = run("plan", "--gpus", "2", "--global-batch", "8", *small)

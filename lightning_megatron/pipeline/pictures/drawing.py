@@ -67,7 +67,7 @@ def svg(timeline: Timeline) -> str:
         The SVG document.
     """
     schedule = timeline.schedule
-    shortest = min((bar[3] - bar[2] for bar in _bars(timeline) if bar[3] > bar[2]), default=1.0)
+    shortest = _unit(timeline)
     scale = min(28.0 / shortest, 16000.0 / max(timeline.makespan, shortest))
     left, top, height = 70, 48, 22
     width = left + timeline.makespan * scale + 20
@@ -130,6 +130,13 @@ def title(timeline: Timeline) -> str:
         f" {counted(schedule.micro_batches, 'micro-batch')}, makespan {timeline.makespan:.5g},"
         f" bubble {timeline.bubble_fraction:.1%}"
     )
+
+
+def _unit(timeline: Timeline) -> float:
+    """The shortest of the usual bars: one that was measured as far shorter must not stretch the picture."""
+    spans = sorted(end - start for _, _, start, end in _bars(timeline) if end > start)
+    usual = spans[len(spans) // 2] / 3 if spans else 0.0  # a backward takes twice a forward
+    return min((span for span in spans if span >= usual), default=1.0)
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:

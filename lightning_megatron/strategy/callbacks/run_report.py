@@ -38,6 +38,7 @@ from lightning_megatron.strategy.data.walk import batch_size_of
 from lightning_megatron.strategy.planning import counted_shape, detected_cluster, sample_length
 
 _WARM = 2  # steps that are not timed
+_DRAWN = (3, 21)  # steps whose timeline is asked for; the later one stays, if the run comes to it: caches are warm
 _COUNTED = (5, 19)  # steps whose operations are counted: those in which a loss is tried have more
 
 
@@ -99,6 +100,7 @@ class RunReport(Callback):
         self._warned: dict[str, None] = {}
         self._replaced = Replacements()
         self._timeline: Timeline | None = None
+        self._drawn = 0
         self._opening = ""
 
     @property
@@ -157,8 +159,8 @@ class RunReport(Callback):
             self._stop_counting()
             counted = FORWARD_AND_BACKWARD * sum(objects.gather(self._counted))
             self.flops = min(self.flops or counted, counted)
-        if self._seen == _WARM + 1 and strategy.records_timeline:
-            self._timeline = strategy.measured_timeline()
+        if self._seen in _DRAWN and strategy.records_timeline:
+            self._timeline, self._drawn = strategy.measured_timeline(), self._seen
         self._take_time(trainer)
         if self._seen % self._every == 0 and trainer.is_global_zero:
             self._take_points(trainer, outputs)
@@ -293,7 +295,7 @@ class RunReport(Callback):
         measured = self._timeline
         predicted = simulate(measured.schedule, measured_costs(measured))
         rows = [
-            ("measured", f"{measured.step_bubble_fraction:.1%}", f"{measured.makespan:.4g} s"),
+            (f"measured in step {self._drawn}", f"{measured.step_bubble_fraction:.1%}", f"{measured.makespan:.4g} s"),
             ("with the mean times measured, messages free", f"{predicted.step_bubble_fraction:.1%}",
              f"{predicted.makespan:.4g} s"),
             ("ideal: stages that take equally long", f"{ideal_bubble(measured.schedule):.1%}", ""),

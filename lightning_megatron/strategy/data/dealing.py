@@ -40,11 +40,13 @@ def deal(
         seed: of the orders.
         passes: how often a stream is read in one epoch, each pass in an order of its own if it is shuffled; ``None`` is
             endless, for runs that end by ``max_steps``. Every epoch begins with the order of the first pass.
-        options: for ``DataLoader``, as ``collate_fn`` or ``num_workers``. ``drop_last`` is true unless it is given.
+        options: for ``DataLoader``, as ``collate_fn`` or ``num_workers``. ``drop_last`` is true unless it is given;
+            ``drop_last=False`` needs rows that the replicas share out evenly.
 
     Raises:
-        ValueError: ``batch`` cannot be shared by the replicas, or a stream is to be shuffled here, or to be read by
-            several workers.
+        ValueError: ``batch`` cannot be shared by the replicas, there are fewer rows than that, ``drop_last=False``
+            would give other samples than one replica has, a stream is to be shuffled here, or to be read by several
+            workers.
     """
     parts = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     replicas, replica = parts["num_replicas"], parts["rank"]
@@ -53,7 +55,15 @@ def deal(
             f"`deal(batch={batch})` cannot be shared by {replicas} replicas; use a multiple of {replicas}."
         )
     drops = options.setdefault("drop_last", True)
+    if not drops and replicas > 1 and (is_stream(rows) or len(rows) % replicas):
+        rest = "a stream" if is_stream(rows) else f"{len(rows)} rows"
+        raise ValueError(
+            f"`drop_last=False` cannot share out {rest} over {replicas} replicas as one replica reads them: some would "
+            f"be read twice, or not at all. Leave it out, or give rows whose number is a multiple of {replicas}."
+        )
     if not is_stream(rows):
+        if drops and len(rows) < batch:
+            raise ValueError(f"{len(rows)} rows make no batch of {batch} samples; use a smaller `batch` in `deal`.")
         if passes != 1:
             raise ValueError(f"`passes={passes}` is for streams; rows with a length are read by `max_epochs`.")
         sampler: Any = DistributedSampler(rows, replicas, replica, shuffle=shuffle, seed=seed, drop_last=drops)

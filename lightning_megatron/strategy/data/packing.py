@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.strategy.data.rows import is_stream, needs_datasets
+from lightning_megatron.strategy.data.rows import OwnStream, is_stream, is_stream_of_splits, needs_datasets
 
 IGNORED = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out."""
@@ -39,19 +39,29 @@ def pack(rows: Any, length: int, *, filler: int, overlap: int = 1, **options: An
         options: for ``Dataset.from_generator``, as ``cache_dir``.
 
     Returns:
-        The same kind of rows with ``input_ids`` of ``length`` and ``lengths``; of a stream, an iterable.
+        The same kind of rows with ``input_ids`` of ``length`` and ``lengths``; of a stream, an iterable, which
+        :func:`mix` and :func:`deal` take; of streams by split, a dictionary of such.
 
     Raises:
-        ValueError: ``overlap`` is negative, or not below ``length``.
+        ValueError: ``overlap`` is negative, or not below ``length``, or there is no column ``input_ids``.
+        TypeError: the rows are a list or the like.
     """
     if not 0 <= overlap < length:
         raise ValueError(f"`overlap={overlap}` must be at least 0 and below `length={length}`.")
+    if isinstance(rows, Mapping):
+        parts = {name: pack(part, length, filler=filler, overlap=overlap, **options) for name, part in rows.items()}
+        return parts if is_stream_of_splits(rows) else needs_datasets().DatasetDict(parts)
+    columns = getattr(rows, "column_names", None)
+    if columns is not None and "input_ids" not in columns:
+        raise ValueError(f"The rows have the columns {columns}, and `pack` needs `input_ids`; use `tokenise` first.")
+    if not (hasattr(rows, "iter") or is_stream(rows)):
+        raise TypeError(
+            f"`pack` takes rows of `datasets` or a stream of them, and was given a {type(rows).__name__}; "
+            "`datasets.Dataset.from_list([{'input_ids': ...}])` makes them of a list."
+        )
     if is_stream(rows):
         return PackedStream(rows, length, filler, overlap)
     datasets = needs_datasets()
-    if isinstance(rows, Mapping):
-        parts = {name: pack(part, length, filler=filler, overlap=overlap, **options) for name, part in rows.items()}
-        return datasets.DatasetDict(parts)
     column = datasets.Sequence(datasets.Value("int64"))
     features = datasets.Features({"input_ids": column, "lengths": column})
     split = datasets.NamedSplit(f"packed_{rows.split or 'rows'}")  # what the progress bar calls them
@@ -61,7 +71,7 @@ def pack(rows: Any, length: int, *, filler: int, overlap: int = 1, **options: An
     )
 
 
-class PackedStream:
+class PackedStream(OwnStream):
     """A stream of documents as a stream of packed rows; every pass begins anew.
 
     Args:
@@ -72,12 +82,9 @@ class PackedStream:
     """
 
     def __init__(self, rows: Any, length: int, filler: int, overlap: int) -> None:
+        super().__init__(rows)
         self._rows = rows
         self._sizes = (length, filler, overlap)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let a shuffled stream draw another order."""
-        self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         return pack_documents((row["input_ids"] for row in self._rows), *self._sizes)

@@ -47,7 +47,8 @@ def _told(error: Any) -> int:
     """Print an error of a call, and return the exit code."""
     context: Any = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(context.get_help())
+        if said := error.format_message():  # with rich, the help was printed when the error was made
+            typer.echo(said)
         return 2
     typer.echo(f"Error: {error.format_message().removeprefix('Invalid value: ')}", err=True)
     if context is not None:
