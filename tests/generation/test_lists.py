@@ -279,7 +279,7 @@ def test_a_failure_in_one_group_ends_the_others(fails: str) -> None:
                 ([[1, 999]], {}, "prompt 0 has token 999"),
                 ([[]], {}, "prompt 0 has no tokens"),
                 ([[1]], {"streamer": None}, "`streamer` cannot be given"),
-                ([[1]], {"groups": 0}, "`groups=0` must be 'auto' or a number"),
+                ([[1]], {"groups": 0}, "`groups=0` must be 'auto' or the number of batches in flight"),
                 ([[1]], {"batch_size": 0}, "`batch_size=0` must be at least 1"),
                 ([[1]], {"max_new_tokens": 0}, "`max_new_tokens=0` must be at least 1"),
                 ([[1]], {"cache_implementation": "quantized"}, "'quantized'` is not supported under a pipeline"),

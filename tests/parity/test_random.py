@@ -87,10 +87,14 @@ def test_batches_of_one_update_draw_as_in_one_process(layout: str) -> None:
     compare("dropouts", layout, {"accumulate_grad_batches": 2})
 
 
+@pytest.mark.wide
+def test_a_loss_of_the_whole_batch_draws_for_each_sample_what_one_process_draws() -> None:
+    compare("by_sample", "pp2-mb2", {})
+
+
 REFUSED = [
     ("diffusion", "dp2", "only steps of training are tried"),
     ("mixup", "pp2-mb2", "it is an order of all samples, of which some are here"),
-    pytest.param("by_sample", "pp2-mb2", "how often it does depends on the number of samples", marks=pytest.mark.wide),
     pytest.param("pythons", "pp2-mb2", "it may draw for every sample, and has no counters", marks=pytest.mark.wide),
 ]
 

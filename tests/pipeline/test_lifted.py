@@ -26,7 +26,6 @@ def _one_process(name: str) -> tuple[list[float], bool]:
         pytest.param("in_place", marks=WIDE),
         pytest.param("parts", marks=WIDE),
         pytest.param("layers_in_place", marks=WIDE),
-        pytest.param("whole", marks=WIDE),
     ],
 )
 def test_a_compiled_module_is_cut_and_its_layers_are_compiled(name: str) -> None:
@@ -41,3 +40,9 @@ def test_scripted_layers_are_refused_on_every_rank() -> None:
     for outcome in run_trainers(lifted.fit, (2, 1), {}, "scripted", devices=2, check=False, grace=20.0):
         said = f"{outcome.error}\n{outcome.output}"
         assert "is a TorchScript module" in said and "`MegatronStrategy(compile_layers=True)`" in said, said
+
+
+@pytest.mark.wide
+def test_a_compiled_lightning_module_is_refused_by_lightning() -> None:
+    for outcome in run_trainers(lifted.fit, (2, 1), {}, "whole", devices=2, check=False, grace=20.0):
+        assert "Using a compiled model is incompatible with the current strategy: `MegatronStrategy`" in outcome.error

@@ -364,6 +364,7 @@ class Normed(InBatch):
         for layer in self.layers:
             layer.append(nn.BatchNorm1d(LENGTH))
         self.double()
+        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.int64)  # no other length passes
 
 
 class Warming(Rows):

@@ -24,13 +24,12 @@ from lightning_megatron.pipeline.cut.trunk import Trunk
 from lightning_megatron.pipeline.forwards.compiled import Compiler, compile_by_class
 
 
-def lift_compilation(module: nn.Module, trunk: Trunk, around: Compiler | None, *, compiles: bool) -> list[str]:
+def lift_compilation(module: nn.Module, trunk: Trunk, *, compiles: bool) -> list[str]:
     """Move compilation from the modules that contain the layers to the layers.
 
     Args:
         module: the whole module, not cut yet; changed in place.
         trunk: its layers.
-        around: the compiler of ``module`` itself, or ``None`` if it is not compiled.
         compiles: whether layers may be compiled; otherwise they run eagerly.
 
     Returns:
@@ -39,7 +38,9 @@ def lift_compilation(module: nn.Module, trunk: Trunk, around: Compiler | None, *
     Raises:
         ValueError: a layer is a TorchScript module, whose parameters belong to compiled code.
     """
-    lifted, own = [""] if around is not None else [], {}
+    lifted: list[str] = []
+    own: dict[nn.Module, Compiler] = {}
+    around: Compiler | None = None
     for name, child in list(module.named_modules()):
         if isinstance(child, torch.jit.ScriptModule) and _holds_layers(name, trunk):
             raise ValueError(

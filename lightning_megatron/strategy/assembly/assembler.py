@@ -41,7 +41,7 @@ from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.assembly.refusals import already_cut, check_own_split
 from lightning_megatron.strategy.generation.streaming import stream_weights
 from lightning_megatron.strategy.lightning.hooks import watches_weights
-from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, taken_uncompiled, trainer_of
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine, layers_of
@@ -228,7 +228,7 @@ class Assembler:
         except ValueError as reason:
             compiles, then = False, f"runs as it was written: {reason}"
         trunk = find_trunk(module, options.pipeline_layers)
-        lifted = lift_compilation(module, trunk, taken_uncompiled(module), compiles=compiles)
+        lifted = lift_compilation(module, trunk, compiles=compiles)
         for name in lifted:
             rank_zero_info(f"`{name or type(module).__name__}` is compiled; under a pipeline {then}.")
 

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import Tensor
@@ -304,15 +303,6 @@ def syncs_batch_norm(trainer: pl.Trainer) -> bool:
             "over replicas."
         )
     return True
-
-
-def taken_uncompiled(module: pl.LightningModule) -> Any:
-    """What ``torch.compile`` has compiled a LightningModule with; its steps run as they were written from now on."""
-    compiled = module._compiler_ctx
-    if compiled is None:
-        return None
-    to_uncompiled(module)
-    return compiled["dynamo_ctx"]
 
 
 def stops(module: pl.LightningModule) -> bool:
