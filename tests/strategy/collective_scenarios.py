@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from lightning_megatron.mesh.batches import batch_size_of
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
 from tests.parity.zoo.language import LearnedPositions
@@ -120,6 +121,23 @@ class Stopping(TokenTask):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
+
+
+class StoppingByPart(TokenTask):
+    """Asks to stop after a batch of one sample, of which there is none."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__(LearnedPositions())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_size_of(batch) == 1:
+            self.trainer.should_stop = True
+        return self.loss(batch)
+
+
+def stopping_by_part(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    return _fit(info, layout, {**arguments, "micro_batch_size": 1}, StoppingByPart(), max_epochs=2)[1:]
 
 
 def stopping_in_training(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:

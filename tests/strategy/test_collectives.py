@@ -32,7 +32,11 @@ def test_collectives_in_a_step_are_over_the_replicas(scenario: Any, layout: tupl
 @pytest.mark.parametrize(("layout", "tensor"), LAYOUTS)
 @pytest.mark.parametrize(
     "scenario",
-    [collectives.stopping_in_training, pytest.param(collectives.stopping_in_validation, marks=WIDE)],
+    [
+        collectives.stopping_in_training,
+        collectives.stopping_by_part,
+        pytest.param(collectives.stopping_in_validation, marks=WIDE),
+    ],
     ids=lambda scenario: scenario.__name__,
 )
 def test_all_ranks_stop_where_one_asks_to(scenario: Any, layout: tuple[int, int], tensor: int) -> None:

@@ -23,7 +23,7 @@ from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.reachable import may_read
 from lightning_megatron.pipeline.elsewhere.undo import Change
 
-TRIAL = "training_step (tried)"
+TRIAL = "training_step (tried)"  # as :func:`tried` has it
 """Name of a step whose writes are put back on every stage after each micro-batch: nothing is left in the end."""
 
 TRIAL_WITH_BACKWARD = "training_step (tried, with backwards)"
@@ -33,6 +33,11 @@ TRIAL_WITH_BACKWARD = "training_step (tried, with backwards)"
 def trains(where: str) -> bool:
     """Whether a step, or a pass, of this name is one of training."""
     return where.startswith("training_step") and where != TRIAL
+
+
+def tried(name: str) -> str:
+    """Name of a trial of the step of this name, of which nothing is left in the end."""
+    return f"{name} (tried)"
 
 
 _Entry = tuple[Address, Any]
@@ -56,7 +61,7 @@ class FinalState:
 
     def begin(self, micro_batch: int, where: str) -> None:
         """Prepare for a run of this micro-batch in the step of this name."""
-        self._first, self._tried = micro_batch == 0, where in (TRIAL, TRIAL_WITH_BACKWARD)
+        self._first, self._tried = micro_batch == 0, where.endswith((tried(""), TRIAL_WITH_BACKWARD))
 
     def note(self, effects: Iterable[Effect]) -> None:
         """Keep, on the stage where the step has just ended for a micro-batch, what all layers have left behind."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.pipeline.stage.final_state import TRIAL, tried
 
-STARTS_OVER = frozenset(("validation_step", "test_step", "predict_step", TRIAL))
+_EVALUATE = ("validation_step", "test_step", "predict_step")
+STARTS_OVER = frozenset((*_EVALUATE, *map(tried, _EVALUATE), TRIAL))
 
 
 class CalledAgain(BaseException):

@@ -44,10 +44,11 @@ class Attempt:
 
     Args:
         module: the user's.
+        beside: whether what does not hang on the module is taken back too.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._traces = Traces(module)
+    def __init__(self, module: pl.LightningModule, *, beside: bool = False) -> None:
+        self._traces = Traces(module, beside=beside)
 
     def take_back(self) -> None:
         """Leave the module as it was."""

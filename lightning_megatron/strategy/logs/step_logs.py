@@ -81,6 +81,7 @@ class _Recorded:
     sizes: list[float] = field(default_factory=list)
     sources: list[BatchValue | None] = field(default_factory=list)
     batch_size: int | None = None
+    batch_sizes: list[int | None] = field(default_factory=list)
 
     def whole(self) -> Any:
         """The value that a metric has for the whole batch, if one metric stands behind every micro-batch's value."""
@@ -168,6 +169,7 @@ class LogRecorder:
         batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
         record.sizes.append(self._size)
+        record.batch_sizes.append(batch_size)
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
 
@@ -200,11 +202,36 @@ class LogRecorder:
             return value.detach().reshape(()).clone()
         return torch.tensor(float(value), dtype=torch.float64)
 
-    def collect(self, device: torch.device) -> StepLogs:
-        """What was logged, aggregated over the micro-batches of this replica."""
+    def numbers(self, parts: int) -> list[dict[str, dict[int, tuple[float, int | None]]]]:
+        """Of each micro-batch what was logged as a number and is not the value of a metric: key -> how often it was
+        logged before -> value and batch size.
+        """
+        found: list[dict[str, dict[int, tuple[float, int | None]]]] = [{} for _ in range(parts)]
+        for (name, count), record in self._records.items():
+            if record.key.metric is None and not any(record.sources):
+                for part, value, size in zip(found, record.values, record.batch_sizes, strict=False):
+                    part.setdefault(name, {})[count] = float(value), size
+        return found
+
+    def collect(
+        self,
+        device: torch.device,
+        joined: Mapping[tuple[str, int], tuple[Any, Any]] = MappingProxyType({}),
+    ) -> StepLogs:
+        """What was logged, aggregated over the micro-batches of this replica.
+
+        Args:
+            device: where tensors live.
+            joined: key and how often it was logged before -> value and batch size, of those that are known.
+        """
         keys = [record.key for record in self._records.values()]
         rows = torch.zeros(len(keys), 3, dtype=torch.float64, device=device)
-        for row, record in zip(rows, self._records.values(), strict=True):
+        for row, (place, record) in zip(rows, self._records.items(), strict=True):
+            if place in joined:
+                value, size = joined[place]
+                row[0], row[1] = float(value), float(size if size is not None else 1.0)
+                row[2] = -1.0 if size is None else float(size)
+                continue
             whole = record.whole()
             found = record.values if whole is None else [self._as_tensor(whole)] * len(record.values)
             values = torch.stack([value.to(device) for value in found]).to(torch.float64)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.repeats import Repeats
+from lightning_megatron.strategy.logs.joined import Joint
 from lightning_megatron.strategy.loss.gradient_trials import BackwardTrials
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.once import OncePerBatch
@@ -36,6 +37,7 @@ class Cut:
         once: what the step writes once per batch.
         sums: whether their losses are added up.
         layers: the micro-batches in which layers run, where the loss is one of the whole batch.
+        joint: how micro-batches of evaluation come together.
     """
 
     weights: list[float]
@@ -44,6 +46,7 @@ class Cut:
     once: OncePerBatch = field(default_factory=OncePerBatch)
     sums: bool = False
     layers: list[Any] = field(default_factory=list)
+    joint: Joint | None = None
 
 
 class Cuts:
@@ -134,7 +137,7 @@ class Cuts:
             parts = [batch] if whole and self._options.loss_weight is None else parts
             weights = self.weights(parts)
             return parts, Cut(weights, self._over_replicas(weights, self._options.loss_weight is not None))
-        if self._skips.may and whole and len(parts) > 1:
+        if self._skips.whole and whole and len(parts) > 1:
             if whole == "auto":
                 self._skips.say(len(parts), self._layout.pipeline)
             return [batch], Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))

@@ -73,6 +73,11 @@ class OncePerBatch:
         slots: where they are: table, key, how the parts come together (see :func:`.judge`), and in which run of a
             micro-batch they are written, if by a layer.
         tables: in which nothing else is written, as far as is known.
+        step: name of the user's step.
+        may_run_again: whether a batch that writes something else can be taken back, and run whole.
+
+    Attributes:
+        unforeseen: name of something else that the latest batch has written, where it can; or "".
     """
 
     def __init__(
@@ -80,10 +85,19 @@ class OncePerBatch:
         root: nn.Module | None = None,
         slots: Sequence[tuple[Table, Any, str, int | None]] = (),
         tables: Sequence[Table] = (),
+        step: str = "training_step",
+        *,
+        may_run_again: bool = False,
     ) -> None:
+        self._step, self._may_run_again, self.unforeseen = step, may_run_again, ""
         self._root, self._slots, self._tables = root, [_Slot(*slot) for slot in slots], tables
         self._watched: list[tuple[Any, Any, Any, Any]] = []
         self._runs = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a trial has found out what the step writes."""
+        return self._root is not None
 
     def around(self) -> OnceAround:
         """The same, for a step whose layers run in micro-batches, and the code around them on the whole batch."""
@@ -98,7 +112,7 @@ class OncePerBatch:
             weights: of its micro-batches in means.
             sizes: of its micro-batches, in samples.
         """
-        self._weights, self._sizes, self._runs = weights, sizes, 0
+        self._weights, self._sizes, self._runs, self.unforeseen = weights, sizes, 0, ""
         for slot in self._slots:
             slot.values = found_again(self._root, slot.table) if self._root is not None else None
             value = slot.values.get(slot.key, MISSING) if slot.values is not None else MISSING
@@ -178,7 +192,7 @@ class OncePerBatch:
                 continue  # it is read in the step, or another stage judges it
             name = next((table.name for table in self._tables if table.values is values), "")
             if now is value and isinstance(now, Tensor) and self._runs > 1:
-                raise RuntimeError(_refused(name, key))
+                self._refuse(name, key)
             slot = _Slot(Table(name, values, (key,), ()), key, _NEW, None, values)
             old = inside if isinstance(inside, list) else value[:inside] if isinstance(value, list) else value
             slot.start = value, Contents(value, old) if isinstance(value, list) else None
@@ -186,6 +200,11 @@ class OncePerBatch:
             self._slots.append(slot)
         if len(self._slots) > known:
             self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
+
+    def _refuse(self, name: str, key: Any) -> None:
+        if not self._may_run_again:
+            raise RuntimeError(_refused(self._step, name, key))
+        self.unforeseen = spelled((name, key))
 
     def _has(self, values: Any, key: Any) -> bool:
         return any(slot.values is values and slot.key == key for slot in self._slots)
@@ -195,7 +214,8 @@ class OncePerBatch:
         if slot.kind == _NEW:
             slot.kind = _kind_of_new(before, left)
             if not slot.kind:
-                raise RuntimeError(_refused(slot.table.name, slot.key))
+                self._refuse(slot.table.name, slot.key)
+                slot.kind = "same"
             if slot.kind == "same":
                 return left[-1]
         if before is MISSING and any(isinstance(now, LISTS) for now in left):
@@ -214,6 +234,8 @@ class OncePerBatch:
         if slot.kind == "sum" and all(len(now) == len(before) for now in slot.left):
             return [_sum(row[0], row[1:]) for row in zip(before, *slot.left, strict=True)]
         if any(tail is None for tail in tails):
+            if self._may_run_again:
+                self._refuse(slot.table.name, slot.key)
             return slot.left[-1]
         entries = [entry for tail in tails for entry in tail or ()]
         if slot.kind in ("sizes", "weights") and len(entries) == len(self._sizes):
@@ -319,11 +341,12 @@ def _is_as_marked(value: Any, mark: Any) -> bool:
     return bool(_mark(value) == mark)
 
 
-def _refused(name: str, key: Any) -> str:
+def _refused(step: str, name: str, key: Any) -> str:
+    whole = "whole_batch_loss=True" if step == "training_step" else 'evaluation_micro_batch_size="auto"'
     return (
-        f"`training_step` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "
+        f"`{step}` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "
         "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
-        "`whole_batch_loss=True`, or write it in the first step too."
+        f"`{whole}`, or write it in the first step too."
     )
 
 

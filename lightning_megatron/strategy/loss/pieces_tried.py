@@ -78,24 +78,40 @@ class Joins:
 class Tried:
     """The user's step on the pieces of a trial; leaves nothing behind.
 
+    Args:
+        call: the user's step, taking a (micro-)batch.
+        recording: of the logs.
+        traces: of the module, to be put back.
+        joins: the pieces.
+        stages: of this rank's pipeline.
+        counts_as: how many micro-batches the logs of each piece are told that there are.
+
     Attributes:
+        recorders: by piece, of what it logs.
         failed: why it does not run on one of them, as far as the code behind the layers is concerned; or "".
     """
 
     def __init__(
-        self, call: Callable[[Any], Any], recording: Recording, traces: Traces, joins: Pieces, stages: Stages
+        self,
+        call: Callable[[Any], Any],
+        recording: Recording,
+        traces: Traces,
+        joins: Pieces,
+        stages: Stages,
+        counts_as: int = 1,
     ) -> None:
+        self._counts_as = counts_as
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
-        self._recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
+        self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
     def __call__(self, part: Any, index: int) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            with self._recording.step() as recorder, self.draws.run(index), eager:
-                self._recorders[index] = recorder
+            with self._recording.step(self._counts_as) as recorder, self.draws.run(index), eager:
+                self.recorders[index] = recorder
                 return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:
             if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
@@ -130,7 +146,7 @@ class Tried:
 
     def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
         """What was logged as numbers, run by run."""
-        for recorder in self._recorders:
+        for recorder in self.recorders:
             logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
             plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
             yield {name: float(row[0]) for name, row in plain}

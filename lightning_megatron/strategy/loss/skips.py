@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_megatron.pipeline.cut.flows import returns
 from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.strategy.lightning.hooks import names_in
 
 
 class Asks:
@@ -61,10 +62,16 @@ class Skips:
 
     Attributes:
         may: whether ``training_step`` may return ``None``, by its source.
+        whole: what of the step is decided by the whole batch, in words; or "".
     """
 
     def __init__(self, module: pl.LightningModule, *, alone: bool) -> None:
         self.may = alone and module.automatic_optimization and may_return_none(module, module.training_step)
+        self.whole = "`training_step` may return None, which leaves a batch out" if self.may else ""
+        if not self.whole and "should_stop" in _names(module, module.training_step):
+            self.whole = (
+                "`training_step` sets `trainer.should_stop`, which the loss of a part of a batch may not decide"
+            )
         self._said = False
 
     def asks(self, share: Callable[[Tensor], Tensor], device: torch.device) -> Asks:
@@ -78,11 +85,35 @@ class Skips:
         self._said = True
         idle = f", in which each of the {stages} stages is busy a {stages}th of the time" if stages > 1 else ""
         rank_zero_info(
-            "`training_step` may return None, which leaves a batch out. So that the step is that of one process, each "
-            f"batch runs whole{idle}, with the activations of all {parts} micro-batches. Without `return None` it runs "
-            "in micro-batches; `MegatronStrategy(nonfinite='skip')` skips updates whose loss or gradients are not "
-            "finite."
+            f"{self.whole}. So that the step is that of one process, each batch runs whole{idle}, with the activations "
+            f"of all {parts} micro-batches. "
+            + (
+                "Without `return None` it runs in micro-batches; `MegatronStrategy(nonfinite='skip')` skips updates "
+                "whose loss or gradients are not finite."
+                if self.may
+                else "Set it in `on_train_batch_end`, and it runs in micro-batches."
+            )
         )
+
+
+def _names(owner: Any, method: Callable[..., Any]) -> set[str]:
+    """Names in the code of a method, and of methods of ``owner`` that it names."""
+    waiting, seen, found = [method], set[Any](), set[str]()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names = set(names_in(code))
+        found |= names
+        following = (inspect.getattr_static(type(owner), name, None) for name in names)
+        waiting += [each for each in following if inspect.isfunction(each) and not _is_lightnings(each)]
+    return found
+
+
+def _is_lightnings(function: Any) -> bool:
+    return str(function.__module__).split(".")[0] in ("lightning", "torch")
 
 
 def may_return_none(owner: Any, method: Callable[..., Any]) -> bool:

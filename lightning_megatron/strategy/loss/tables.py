@@ -58,6 +58,11 @@ class Table:
     address: Address
     buffers: bool = False
 
+    @property
+    def entries(self) -> bool:
+        """Whether these are the entries of a list, one by one."""
+        return self.address[-1:] == (("entries",),)
+
 
 class _Entries(MutableMapping[Any, Any]):
     """A container that is no dictionary, as one; of a list, the tensors in it."""

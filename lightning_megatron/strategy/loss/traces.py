@@ -67,8 +67,8 @@ class Traces:
         found: Changes = {}
         for table, kept in self._compared:
             for key in list(kept.table):
-                if key not in kept.values and not is_users(key):
-                    continue
+                if key not in kept.values and (table.entries or not is_users(key)):
+                    continue  # what a list has grown by is for the list's own table
                 value, now = kept.values.get(key, (MISSING,))[0], kept.table[key]
                 if not self._counts(key, value, now) or source_of((value, now)) is not None:
                     continue  # no number, or one that another stage judges

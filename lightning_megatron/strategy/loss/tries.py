@@ -103,7 +103,7 @@ class LossTrials:
 
     def _due(self, batch: Any, parts: Sequence[Any]) -> str:
         """Why the step has to be tried on this batch; "" if it need not be."""
-        look = _look_of(batch)
+        look = look_of(batch)
         if look not in self._looks:
             self._looks.add(look)
             return "look"
@@ -219,7 +219,7 @@ class LossTrials:
             warn_of_earlier_steps(self._steps - 1)
 
 
-def _look_of(batch: Any) -> Any:
+def look_of(batch: Any) -> Any:
     """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
     size = batch_size_of(batch)
     return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))

@@ -74,7 +74,8 @@ def judge(
     inside = Parts(layers)
     others = [name for name in kinds if name not in alike and (name in lasting or name[0] not in inside)]
     others.sort(key=lambda name: name[0] not in inside)
-    unsure = any(kind not in ("same", "once") and all(map(_is_nothing, starts[name])) for name, kind in alike.items())
+    plain = {name for name, kind in alike.items() if kind not in ("same", "once")}
+    unsure = any(all(_is_nothing(start) for start in starts[name]) for name in plain)
     return alike, spelled(others[0]) if others else "", unsure
 
 

@@ -16,17 +16,19 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
-from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.generation.repeats import Attempt, StartOver
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
+from lightning_megatron.strategy.logs.joined import Joint, Unforeseen
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.recorded_step import Recorded, RecordedAround
-from lightning_megatron.strategy.logs.step_logs import LogRecorder
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, no_logs
 from lightning_megatron.strategy.loss.cuts import Cut, Cuts
 from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.skips import Asks
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.drawn_steps import Drawing
+from lightning_megatron.strategy.step.evaluated_parts import EvaluatedParts, RunWhole
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -57,6 +59,7 @@ class ScheduledStep:
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
+        self._evaluated = EvaluatedParts(context, self._writes.undone)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
@@ -106,8 +109,16 @@ class ScheduledStep:
     def _evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         chosen = self._context.options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self.cuts.split(batch, chosen)
-        cut = Cut(self.cuts.weights(parts) if len(parts) > 1 else [1.0])
-        outcome = self._run(call, batch, parts, [], cut, name)
+        cut = self._evaluated.cut(call, batch, parts, name) if len(parts) > 1 else None
+        if cut is not None:
+            attempt = Attempt(self._module, beside=True)
+            outcome = self._run(call, batch, parts, [], cut, name)
+            self._stages.settle()
+            if not isinstance(outcome.output, RunWhole):
+                return outcome
+            attempt.take_back()
+            self._evaluated.note_unforeseen(name)
+        outcome = self._run(call, batch, [batch], [], Cut([1.0]), name)
         self._stages.settle()
         return outcome
 
@@ -187,7 +198,10 @@ class ScheduledStep:
         weights = cut.weights
         outputs = [step.outputs.get(index) for index in range(len(parts))]  # none, where the step is left out
         sizes = [batch_size_of(part) for part in parts] if len(parts) > 1 else [0]
-        self._appended.merge(weights, sizes)
+        if cut.joint is not None:
+            return self._join(cut, cut.joint, step, outputs, batch, recorder)
+        if not cut.once.is_known:
+            self._appended.merge(weights, sizes)
         logs, loss = recorder.collect(self._device), None
         if step.name == "training_step" and step.outputs:
             losses = [loss_of(output).detach() for output in outputs]
@@ -203,5 +217,25 @@ class ScheduledStep:
         written = self._batches.finish(batch, sizes, weights, step.name)
         outcome = Outcome(logs, loss, output, stop=stops(self._module), batch=written)
         self._mean.start(outcome, trains=step.name == "training_step")
+        self._mean.finish(outcome)
+        return outcome
+
+    def _join(
+        self, cut: Cut, joint: Joint, step: PipelineStep, outputs: list[Any], batch: Any, recorder: LogRecorder
+    ) -> Outcome:
+        """The same of micro-batches of evaluation; or that their batch has to run again."""
+        unforeseen, output, logs = cut.once.unforeseen, None, no_logs(self._device)
+        try:
+            logs, output = recorder.collect(self._device, joint.logs(recorder)), joint.output(outputs)
+        except Unforeseen as error:
+            unforeseen = f"{error}"
+        if self._evaluated.agreed(unforeseen):
+            return Outcome(no_logs(self._device), output=RunWhole())
+        if self._compares:
+            self._losses.compare(None, step.name, self._device)
+        sizes = list(joint.weights["sizes"])
+        written = self._batches.finish(batch, [int(size) for size in sizes], sizes, step.name)
+        outcome = Outcome(logs, output=output, stop=stops(self._module), batch=written)
+        self._mean.start(outcome, trains=False)
         self._mean.finish(outcome)
         return outcome
