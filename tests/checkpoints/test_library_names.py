@@ -57,6 +57,34 @@ def test_a_family_is_converted_in_both_directions(family: str, tmp_path: Path) -
     _equal(type(model).from_pretrained(tmp_path / "again").state_dict(), model.state_dict())
 
 
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_HYBRID = {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("Camembert", {}, id="tied, and stored under the name that comes last"),
+        pytest.param("GraniteMoeHybrid", {**_HYBRID, "num_key_value_heads": 2}, id="an infinity in its config"),
+    ],
+)
+def test_a_model_with_a_habit_of_its_own_is_converted(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**_SIZES, **options, intermediate_size=48, pad_token_id=0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "model")
+    _equal(_loaded(model, tmp_path / "model").state_dict(), model.state_dict())
+    command("import", tmp_path / "model", tmp_path / "checkpoint", "--prefix", "model.")
+    command("export", tmp_path / "checkpoint", tmp_path / "again")
+    _equal(_stored(tmp_path / "again"), _stored(tmp_path / "model"))
+
+
 def test_files_that_have_the_names_of_the_module_are_read_too(tmp_path: Path) -> None:
     model = _model("mixtral", num_local_experts=12)  # which sort otherwise as words
     model.save_pretrained(tmp_path, max_shard_size="10KB")

@@ -226,9 +226,18 @@ def _model(config: Mapping[str, Any] | None) -> Any:
     known = [str(kinds[0]), *_types(config)]
     if kind is None or not any(get_checkpoint_conversion_mapping(each) for each in known):
         return None
-    options = {key: value for key, value in config.items() if key != "model_type"}
+    options = {key: _with_infinities(value) for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         return kind(transformers.AutoConfig.for_model(config["model_type"], **options))
+
+
+def _with_infinities(value: Any) -> Any:
+    """An entry of a ``config.json`` with numbers where ``transformers`` writes ``{"__float__": "Infinity"}``."""
+    if isinstance(value, Mapping):
+        if list(value) == ["__float__"]:
+            return float(value["__float__"])
+        return {key: _with_infinities(entry) for key, entry in value.items()}
+    return [_with_infinities(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _types(config: Mapping[str, Any]) -> Iterator[str]:

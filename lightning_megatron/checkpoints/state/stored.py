@@ -357,10 +357,12 @@ def match(
     for alias, name in saved_aliases.items():
         if name in kinds:
             renamed.setdefault(_renamed(alias, prefixes or {}), name)
+    tied = {first: renamed[name] for name, first in further.items() if name in renamed}  # stored under a later name
     found: dict[str, str] = {}
     missing, reshaped = [], {}
     for name, shape in shapes.items():
-        stored = renamed.get(further.get(name, name), renamed.get(name))
+        first = further.get(name, name)
+        stored = renamed.get(first, renamed.get(name, tied.get(first)))
         if stored is None:
             missing.append(name)
         elif tuple(kinds[stored][0]) != tuple(shape):
