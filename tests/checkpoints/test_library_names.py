@@ -57,13 +57,7 @@ def test_a_family_is_converted_in_both_directions(family: str, tmp_path: Path) -
     _equal(type(model).from_pretrained(tmp_path / "again").state_dict(), model.state_dict())
 
 
-_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 _HYBRID = {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 
 
