@@ -156,3 +156,10 @@ def test_ranks_read_their_parts(family: str, sizes: dict[str, int], tmp_path: Pa
     command("export", tmp_path / "checkpoint", tmp_path / "again")
     _equal(_stored(tmp_path / "again"), _stored(tmp_path / "model"))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == model.config.model_type
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(9)}, tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:30])
+    assert "model.safetensors is no whole" in "".join(command("inspect", tmp_path, fails=True).split("\n"))

@@ -39,6 +39,7 @@ _BEGINNINGS = (b"PK", b"\x80")  # of what torch.save writes: a zip archive, or, 
 _SAFE_TYPES = ("lightning.fabric.utilities.data:AttributeDict",)
 """Types besides plain data that files may hold: Lightning's dict of hyperparameters. Imported when a file is read."""
 
+_LONGEST_HEADER = 100_000_000  # bytes, by the format
 _SAFETENSORS_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -195,13 +196,28 @@ def _safe_types() -> AbstractContextManager[None]:
     return torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in _SAFE_TYPES])
 
 
+def _header(content: bytes, file: str) -> dict[str, Any]:
+    """What a safetensors file says of its tensors.
+
+    Raises:
+        ValueError: it does not begin as one.
+    """
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no whole safetensors file: what it says of its tensors cannot be read ({error}). Copy or "
+            "download it again."
+        ) from error
+
+
 def _open_safetensors(folder: Folder, files: Mapping[str, Any]) -> Source:
     tensors: dict[str, STORAGE_TYPES] = {}
     places: dict[str, list[Place]] = {}
     for name in files:
         with folder.open(name, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = _header(file.read(min(length, _LONGEST_HEADER)), f"{folder}/{name}")
         for key, entry in header.items():
             if key != "__metadata__":
                 dtype = _SAFETENSORS_TYPES[entry["dtype"]]
