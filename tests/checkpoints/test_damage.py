@@ -86,7 +86,7 @@ def of_another_form(manifest: dict[str, Any]) -> None:
         (without_files, "does not list it"),
         (without_the_tensors, "does not list it"),
         (with_a_file_outside, "outside of the checkpoint"),
-        (of_another_form, "no list of files"),
+        (of_another_form, "not a valid list of files"),
     ],
 )
 def test_a_forged_manifest_is_refused(change: Callable[[dict[str, Any]], None], message: str, saved: Path) -> None:
