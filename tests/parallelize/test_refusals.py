@@ -36,7 +36,11 @@ from tests.strategy.start_scenarios import fit_with
             ["is a LlamaMLP and cannot be 'rowwise'", "needs a linear layer; it holds"],
         ),
         ("gpt", {"tensor_parallel_size": 2, "tensor_parallel_plan": "all"}, ["`tensor_parallel_plan='all'`", "'auto'"]),
-        ("gpt", {"tensor_parallel_size": 2, "tensor_parallel_plan": {}}, ["`tensor_parallel_plan={}`", "not empty"]),
+        (
+            "gpt",
+            {"tensor_parallel_size": 2, "tensor_parallel_plan": {}},
+            ["`tensor_parallel_plan={}`", "a non-empty dict"],
+        ),
         ("gpt", {"tensor_parallel_size": 1, "sequence_parallel": True}, ["`sequence_parallel=True` needs"]),
     ],
 )

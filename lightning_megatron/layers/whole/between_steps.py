@@ -69,6 +69,10 @@ class WholeView:
         group: the tensor group, whose ranks add the same parameters in the same order.
         sums_later: why gradients of a backward that a hook runs by itself would not be summed over ranks; ``None`` if
             they need not be.
+
+    Attributes:
+        hook: name of the hook that runs.
+        rounds: in which the ranks meet in a hook that may run other code on each.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums_later: str | None = None) -> None:
@@ -77,10 +81,10 @@ class WholeView:
         self._gradients: dict[int, _SeenBetween] = {}
         self._numbered: list[_SeenBetween] = []
         self._whole = self._serves = False
-        self._hook = ""
+        self.hook = ""
         self._calls: list[tuple[nn.Module, Any]] = []
         self._kinds = kinds.Kinds(self)
-        self._rounds, self._thread = Rounds(group, self._part), 0
+        self.rounds, self._thread = Rounds(group, self._part), 0
 
     def add(self, parts: ParameterParts, parameter: nn.Parameter) -> None:
         """Show one more parameter whole."""
@@ -96,6 +100,15 @@ class WholeView:
         """Whether code that runs now sees whole tensors."""
         return self._whole
 
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next((parameter.device for _, parameter in _alive(self._parameters)), torch.device("cpu"))
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether parameters of a module are split."""
+        return any(id(parameter) in self._parameters for parameter in module.parameters())
+
     @contextmanager
     def seen(self, hook: str, *, serves: bool) -> Iterator[None]:
         """Show whole parameters while a hook runs.
@@ -107,8 +120,8 @@ class WholeView:
         Raises:
             RuntimeError: the hook keeps a gathered tensor, or only some ranks changed parameters.
         """
-        before = self._hook, self._serves
-        self._hook, self._serves = hook, serves and self._group.size() > 1
+        before = self.hook, self._serves
+        self.hook, self._serves = hook, serves and self._group.size() > 1
         self._thread = threading.get_ident()
         handles = (
             nn.modules.module.register_module_forward_pre_hook(self._before_forward),
@@ -123,13 +136,13 @@ class WholeView:
             if "returned an invalid gradient" not in str(error):  # torch's words, where it meets a gathered weight
                 raise
             raise RuntimeError(
-                f"`{self._hook}` runs a backward of its own, through a whole weight of which every rank holds a part. "
+                f"`{self.hook}` runs a backward of its own, through a whole weight of which every rank holds a part. "
                 "Add its loss to that of `training_step`, or leave that out."
             ) from error
         finally:
             for handle in handles:
                 handle.remove()
-            self._hook, self._serves = before
+            self.hook, self._serves = before
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -169,7 +182,7 @@ class WholeView:
                 kept.append(entry.parts.name)
         if kept and not forgiving:
             raise RuntimeError(
-                f"`{self._hook}` keeps a view of the whole `{kept[0]}`, of which every rank holds a part: it was "
+                f"`{self.hook}` keeps a view of the whole `{kept[0]}`, of which every rank holds a part: it was "
                 "gathered for this hook and would not follow later updates. Keep a copy (`clone()`, "
                 "`copy.deepcopy`), or read the parameter again when it is needed."
             )
@@ -194,7 +207,7 @@ class WholeView:
         current = tensor.data
         if tuple(current.shape) != entry.parts.shape:
             raise RuntimeError(
-                f"`{self._hook}` gave `{entry.parts.name}` the shape {tuple(current.shape)}; it must stay "
+                f"`{self.hook}` gave `{entry.parts.name}` the shape {tuple(current.shape)}; it must stay "
                 f"{entry.parts.shape}, of which every rank holds a part."
             )
         entry.part.copy_(entry.parts.cut(current))
@@ -287,12 +300,11 @@ class WholeView:
         Raises:
             RuntimeError: all are done, and only some have changed parameters.
         """
-        device = next((parameter.device for _, parameter in _alive(self._parameters)), torch.device("cpu"))
-        found, notes = self._rounds.ask(asked, self._changes() if asked == NOTHING else 0.0, device)
+        found, notes = self.rounds.ask(asked, self._changes() if asked == NOTHING else 0.0, self.device)
         nobody = all(number == NOTHING for number, _ in notes)
         if nobody and len({changes for _, changes in notes}) > 1:
             raise RuntimeError(
-                f"`{self._hook}` changed parameters or gradients that are split over {len(notes)} ranks on some of "
+                f"`{self.hook}` changed parameters or gradients that are split over {len(notes)} ranks on some of "
                 "them only, so that their parts no longer belong together. Change them on every rank: not under "
                 "`if self.trainer.is_global_zero` or `@rank_zero_only`."
             )
@@ -306,7 +318,7 @@ class WholeView:
             tensor = tensor.grad if number % 2 and tensor is not None else tensor
             if tensor is None:
                 raise RuntimeError(
-                    f"`{self._hook}` reads the gradient of `{entry.parts.name}` on another rank; there is none here."
+                    f"`{self.hook}` reads the gradient of `{entry.parts.name}` on another rank; there is none here."
                 )
             data = tensor.data.as_subclass(Tensor)
         whole = tuple(data.shape) == entry.parts.shape and entry.parts.shape != entry.parts.spec.local_shape
@@ -325,7 +337,7 @@ class WholeView:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """A layer that is called in a hook computes with parts."""
-        if self._whole and any(id(parameter) in self._parameters for parameter in module.parameters()):
+        if self._whole and self.holds(module):
             phase = self._phase(whole=False)
             phase.__enter__()
             self._calls.append((module, phase))
@@ -334,10 +346,10 @@ class WholeView:
         if self._calls and self._calls[-1][0] is module and not self._whole:
             self._calls.pop()[1].__exit__(None, None, None)
             if self._sums_later is not None:
-                tree_map(functools.partial(_refuse_backward, self._hook, self._sums_later), output)
+                tree_map(functools.partial(refuse_backward, self.hook, self._sums_later), output)
 
 
-def _refuse_backward(hook: str, reason: str, output: Any) -> None:
+def refuse_backward(hook: str, reason: str, output: Any) -> None:
     """Stop a backward that starts in a hook where its gradients would stay terms."""
     if isinstance(output, Tensor) and output.requires_grad:
         output.register_hook(functools.partial(_own_backward, hook, reason))

@@ -5,13 +5,16 @@ every reading is announced, and ranks that are done answer until nobody asks::
 
     rank 0   reads tensor 4 ── round: 4, none ── gather 4 ── is done ── round: none, none
     rank 1   is done        ── round: 4, none ── gather 4 ───────────── round: none, none
+
+A rank may also announce a call that all have to make (:mod:`lightning_megatron.strategy.hooks.served_calls`). The
+others make it, and tensors that are asked for in the same round are gathered in the next.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.watch import waits
 
-NOTHING = -1.0
+NOTHING, CALL = -1.0, -2.0
 _LOOK_S = 1e-4
 
 
@@ -32,6 +35,11 @@ class Rounds:
         group: its ranks.
         part: number of a tensor, and the note of the rank that asks -> how it is split, and this rank's part.
         patience_s: a rank that asks gives up after so many seconds; ``None``: never.
+
+    Attributes:
+        group: the same.
+        serve: makes a call that some ranks announce, whose places in the group and notes it is given; set by whoever
+            announces any.
     """
 
     def __init__(
@@ -41,12 +49,13 @@ class Rounds:
         patience_s: float | None = None,
     ) -> None:
         self.group, self._part, self._patience_s = group, part, patience_s
+        self.serve: Callable[[Sequence[tuple[int, float]]], None] | None = None
 
     def ask(self, number: float, note: float, device: torch.device, name: str = "") -> tuple[Any, list[list[float]]]:
         """Gather what any rank asks for.
 
         Args:
-            number: of the tensor that this rank reads, or `NOTHING`.
+            number: of the tensor that this rank reads, or `NOTHING`; `CALL` for a call.
             note: a number that all ranks are told.
             device: of the tensors.
             name: of the tensor, for messages.
@@ -57,7 +66,17 @@ class Rounds:
         Raises:
             RuntimeError: another rank does not come to answer.
         """
-        notes, found = self._exchange(torch.tensor([number, note], dtype=torch.float64, device=device), name), None
+        mine, found = torch.tensor([number, note], dtype=torch.float64, device=device), None
+        while True:
+            notes = self._exchange(mine, name)
+            calls = [(rank, told) for rank, (asked, told) in enumerate(notes) if asked == CALL]
+            if number == CALL or not calls or self.serve is None:
+                break
+            self.serve(calls)
+            if number == NOTHING:
+                return None, notes
+        if calls:
+            return None, notes
         for asked, told in sorted({(asked, told) for asked, told in notes if asked != NOTHING}):
             parts, part = self._part(int(asked), told)
             whole = parts.gather(part)

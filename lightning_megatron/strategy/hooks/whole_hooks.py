@@ -34,6 +34,7 @@ from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.strategy.hooks.layer_hooks import LayerHooks
+from lightning_megatron.strategy.hooks.served_calls import ServedCalls
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -100,6 +101,7 @@ class WholeHooks:
             elif name in tensor.table and tensor.table[name].sums_gradient:
                 self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
+        self._served_calls = ServedCalls(module, self.view)
         self._layers = LayerHooks(module, split, group.size(), report is not None and report.sequence_parallel)
         self.steps.watch(module, _is_compiled, self._layers.called)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
@@ -118,7 +120,7 @@ class WholeHooks:
 
         @functools.wraps(hook)
         def seeing(*args: Any, **kwargs: Any) -> Any:
-            with self.steps.paused(), self.view.seen(name, serves=serves):
+            with self.steps.paused(), self.view.seen(name, serves=serves), self._served_calls.announced(serves=serves):
                 return hook(*args, **kwargs)
 
         return seeing
