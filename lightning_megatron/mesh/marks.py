@@ -13,15 +13,24 @@ T = TypeVar("T")
 _NAME = "_lightning_megatron"
 
 
+class _Attached:
+    """What is stored on the object: values by class. No dictionary, which would pass for one that user code fills."""
+
+    __slots__ = ("by_class",)
+
+    def __init__(self) -> None:
+        self.by_class: dict[type, Any] = {}
+
+
 class Marks:
     """The values attached to one object, at most one per class.
 
-    They are a dictionary in the object's ``__dict__``: not part of a module's ``state_dict``, but copied and pickled
-    with the object, as the deep copy of a cut module is cut too. The dictionary does not refer to the object, so a copy
-    is freed with its last reference.
+    They are in the object's ``__dict__``: not part of a module's ``state_dict``, but copied and pickled with the
+    object, as the deep copy of a cut module is cut too. They do not refer to the object, so a copy is freed with its
+    last reference.
 
     Args:
-        owner: the object; the dictionary is put there with the first value.
+        owner: the object; it gets its attribute with the first value.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -34,18 +43,20 @@ class Marks:
 
     def get(self, kind: type[T]) -> T | None:
         """The value of class ``kind``, or ``None``."""
-        value: T | None = self._owner.__dict__.get(_NAME, {}).get(kind)
-        return value
+        attached = self._owner.__dict__.get(_NAME)
+        return None if attached is None else attached.by_class.get(kind)
 
     def put(self, value: T) -> T:
         """Attach ``value``, replacing an earlier one of its class, and return it."""
-        self._owner.__dict__.setdefault(_NAME, {})[type(value)] = value
+        self._owner.__dict__.setdefault(_NAME, _Attached()).by_class[type(value)] = value
         return value
 
     def take(self, kind: type[T]) -> T | None:
-        """Detach and return the value of class ``kind``, or ``None``; without values the dictionary is removed."""
-        values = self._owner.__dict__.get(_NAME, {})
-        value: T | None = values.pop(kind, None)
-        if not values:
-            self._owner.__dict__.pop(_NAME, None)
+        """Detach and return the value of class ``kind``, or ``None``; with the last value the attribute goes too."""
+        attached = self._owner.__dict__.get(_NAME)
+        if attached is None:
+            return None
+        value: T | None = attached.by_class.pop(kind, None)
+        if not attached.by_class:
+            del self._owner.__dict__[_NAME]
         return value

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatron.checkpoints.state.pretrained import start_from
 from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.pipeline.elsewhere.containers import is_library
 
 
 @dataclass
@@ -31,6 +32,7 @@ def test_asking_leaves_nothing_and_the_last_value_takes_the_attribute_along() ->
     assert Marks.of(module).get(About) is about and Marks.of(module).get(str) == "words"
     assert set(module.__dict__) - set(before) == {"_lightning_megatron"}, "one attribute, whatever is remembered"
     assert set(module.state_dict()) == {"weight", "bias"}
+    assert is_library(type(module.__dict__["_lightning_megatron"])), "or it is followed as what user code may fill"
     assert Marks.of(module).take(str) == "words" and Marks.of(module).take(About) is about
     assert module.__dict__ == before
 
