@@ -88,6 +88,7 @@ class Run:
         self._fits = trainer.state.fn == TrainerFn.FITTING
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
         self._replay = LogReplay()
+        self.engine.recording.hand_on = functools.partial(self._replay, self.module)
         self._reduces = True
         assembled.open()
         self._step = self.engine.whole

@@ -206,3 +206,56 @@ def padded_mean(info: RankInfo, layout: Layout | None, arguments: Mapping[str, A
         arguments = {**arguments, "micro_batch_loss_weight": real_tokens}
     rows = _recorded(info, layout, arguments, PaddedMean, max_epochs=2, limit_val_batches=0)
     return [row["callback"]["train_loss"] for row in rows if row["where"] == "batch"]
+
+
+class FirstRankOnly(TokenTask):
+    """Logs for global rank 0 alone: on every rank, as Lightning allows it, and under a condition."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("first", loss, rank_zero_only=True, on_step=True, on_epoch=True)
+        if self.trainer.is_global_zero:
+            self.log("samples", float(len(batch[0])), reduce_fx="sum", rank_zero_only=True)
+        return loss
+
+
+def logged_on_the_first_rank(
+    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]
+) -> dict[str, list[float]]:
+    """What a logger on global rank 0 gets."""
+    rows: dict[str, list[float]] = {}
+
+    class Rows(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            for name in {"first_step", "first_epoch", "samples", "loss"} & metrics.keys():
+                rows.setdefault(name, []).append(float(metrics[name]))
+
+    options = {"logger": Rows(info.directory), "log_every_n_steps": 1, "max_steps": 3}
+    trainer_for(info, layout, arguments, **options).fit(FirstRankOnly())
+    return rows
+
+
+class Refused(TokenTask):
+    """Logs what Lightning refuses, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(LearnedPositions())
+        self.refusals: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for arguments in ({"name": "a/dataloader_idx_0"}, {"name": "b", "on_step": False, "on_epoch": False}):
+            try:
+                self.log(value=1.0, **arguments)
+            except Exception as error:
+                self.refusals.append(f"{type(error).__name__}: {error}")
+        return super().training_step(batch, batch_idx)
+
+
+def refused_at_the_line(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> list[str]:
+    """What ``self.log`` has raised within the step, by a single process."""
+    module = Refused()
+    trainer_for(info, layout, arguments, max_steps=2).fit(module)
+    return module.refusals

@@ -12,6 +12,7 @@ from tests.parity.scenario import compare_scenario, differences, one_process
 from tests.strategy import life_scenarios as life
 from tests.strategy import logging_scenarios as logging
 
+WHOLE = {"micro_batch_size": "auto"}
 BOTH = pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=["pp2", "pp2xdp2"])
 
 
@@ -38,6 +39,21 @@ def test_loggers_monitors_and_early_stopping_see_the_same_run() -> None:
     first, *others = [outcome.value for outcome in run_trainers(logging.files_written, (2, 1), {}, devices=2)]
     assert first == reference
     assert all(other == {**reference, "columns": None} for other in others)
+
+
+def test_what_is_logged_for_rank_zero_only_arrives_there_and_nowhere_else() -> None:
+    reference = one_process(logging.logged_on_the_first_rank)
+    assert reference.keys() == {"first_step", "first_epoch", "samples"}
+    alone, *_ = run_trainers(logging.logged_on_the_first_rank, (1, 1), WHOLE, devices=1)
+    assert alone.value == reference
+    first, other = [outcome.value for outcome in run_trainers(logging.logged_on_the_first_rank, (2, 1), {}, devices=2)]
+    assert not list(differences("", first, reference, 1e-9)) and not other
+
+
+def test_one_process_refuses_a_log_at_the_line_that_makes_it() -> None:
+    reference = one_process(logging.refused_at_the_line)
+    assert len(reference) == 4 and "dataloader_idx" in reference[0]
+    assert run_trainers(logging.refused_at_the_line, (1, 1), WHOLE, devices=1)[0].value == reference
 
 
 @BOTH

@@ -37,8 +37,8 @@ class LogReplay:
 
     def __call__(self, module: pl.LightningModule, logs: StepLogs) -> None:
         """Log every key with its aggregated value, as the public ``self.log`` would."""
-        if not logs.keys:
-            return
+        if logs.own is not None and module.trainer.is_global_zero:
+            self(module, logs.own)
         for key, row in zip(logs.keys, logs.rows.unbind(), strict=True):
             value, size = row[0].to(key.dtype, copy=True), int(row[2])
             batch_size = size if size >= 0 else None

@@ -8,6 +8,9 @@ the step leaves behind (:mod:`~lightning_megatron.strategy.step.step`), and then
 
     last stage   log(loss) × m ──aggregate──▶ all-gather over replicas ──▶ broadcast ──▶ self.log(loss)
     other stages                                                          receive  ──▶ self.log(loss)
+
+One process alone, with one micro-batch, has nothing to aggregate: each call goes on at once, so that what Lightning
+refuses is refused at the user's line. What is logged with ``rank_zero_only=True`` stays on global rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +36,7 @@ LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_DEFAULTS = {
     name: parameter.default for name, parameter in LOG_SIGNATURE.parameters.items() if parameter.default is not _EMPTY
 }
-_NOT_REPLAYED = ("sync_dist", "sync_dist_group", "rank_zero_only", "enable_graph")
+_NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,12 @@ class StepLogs:
     Attributes:
         keys: logged keys.
         rows: per key ``[value, weight, batch size]`` in float64; batch size -1 where none was given.
+        own: what was logged with ``rank_zero_only=True`` on this rank; ``None`` if nothing.
     """
 
     keys: list[LogKey]
     rows: Tensor
+    own: StepLogs | None = None
 
 
 def no_logs(device: torch.device) -> StepLogs:
@@ -105,6 +110,7 @@ def _log_dtype(value: Any) -> torch.dtype:
 
 
 TakesLog = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+TakesLogs = Callable[[StepLogs], None]
 
 
 class LogRecorder:
@@ -117,6 +123,7 @@ class LogRecorder:
         take: called with the arguments of each call; says whether another stage records it.
         within: by key, how the values of micro-batches combine, where that is known: see :func:`combine`, or
             ``weights`` or ``sizes``, means by the weights or the sizes of the micro-batches.
+        at_once: called with the logs of each call as it is made, where nothing is to be aggregated.
     """
 
     def __init__(
@@ -126,14 +133,15 @@ class LogRecorder:
         check: Callable[[Any, str], None] | None = None,
         within: Mapping[str, str] = MappingProxyType({}),
         take: TakesLog | None = None,
+        at_once: TakesLogs | None = None,
     ) -> None:
-        self._within, self._take = within, take
+        self._within, self._take, self._at_once = within, take, at_once
         self._module = module
         self._check = check
         self._records: dict[tuple[str, int], _Recorded] = {}
+        self._own: dict[tuple[str, int], _Recorded] = {}
         self._counts: dict[str, int] = {}
         self._weight = self._size = 1.0
-        self.rank_zero_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.metric_calls = metric_calls
 
     def begin_micro_batch(self, weight: float, size: float = 1.0) -> None:
@@ -152,17 +160,15 @@ class LogRecorder:
             raise ValueError(
                 f"`self.log({name}, {value!s})` was called, but `{type(value).__name__}` values cannot be logged"
             )
-        if options.get("rank_zero_only"):
-            self.rank_zero_calls.append((args, kwargs))
-            return
         if self._check is not None:
             self._check(value, f"the logged value `{name}`")
         number = self._as_tensor(value)
         occurrence = self._counts.get(name, 0)
         self._counts[name] = occurrence + 1
-        record = self._records.get((name, occurrence))
+        records = self._own if options.get("rank_zero_only") else self._records
+        record = records.get((name, occurrence))
         if record is None:
-            record = self._records[(name, occurrence)] = _Recorded(self._key(name, value, options))
+            record = records[(name, occurrence)] = _Recorded(self._key(name, value, options))
         record.values.append(number)
         if self.metric_calls is not None:
             record.sources.append(self.metric_calls.behind(value))
@@ -172,10 +178,14 @@ class LogRecorder:
         record.batch_sizes.append(batch_size)
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
+        if self._at_once is not None:
+            logs = self.collect(number.device)
+            self._records, self._own = {}, {}
+            self._at_once(logs)
 
     def _key(self, name: str, value: Any, options: dict[str, Any]) -> LogKey:
         every = {**_LOG_DEFAULTS, **options}
-        kept = tuple(sorted(item for item in every.items() if item[0] not in (*_NOT_REPLAYED, "batch_size")))
+        kept = tuple(sorted(item for item in every.items() if item[0] not in _NOT_REPLAYED))
         return LogKey(name, operation_of(every["reduce_fx"]), self._metric_name(value), _log_dtype(value), kept)
 
     def _metric_name(self, value: Any) -> str | None:
@@ -224,9 +234,18 @@ class LogRecorder:
             device: where tensors live.
             joined: key and how often it was logged before -> value and batch size, of those that are known.
         """
-        keys = [record.key for record in self._records.values()]
+        own = self._collected(self._own, device, {}) if self._own else None
+        return replace(self._collected(self._records, device, joined), own=own)
+
+    def _collected(
+        self,
+        records: Mapping[tuple[str, int], _Recorded],
+        device: torch.device,
+        joined: Mapping[tuple[str, int], tuple[Any, Any]],
+    ) -> StepLogs:
+        keys = [record.key for record in records.values()]
         rows = torch.zeros(len(keys), 3, dtype=torch.float64, device=device)
-        for row, (place, record) in zip(rows, self._records.items(), strict=True):
+        for row, (place, record) in zip(rows, records.items(), strict=True):
             if place in joined:
                 value, size = joined[place]
                 row[0], row[1] = float(value), float(size if size is not None else 1.0)
@@ -285,7 +304,10 @@ class Recording:
 
     Attributes:
         recorder: takes what the running step logs; ``None`` between steps.
+        hand_on: logs of a step -> Lightning, for steps that have nothing to aggregate; ``None`` outside of a run.
     """
+
+    hand_on: TakesLogs | None = None
 
     def __init__(
         self,
@@ -298,10 +320,19 @@ class Recording:
         self.recorder: LogRecorder | None = None
 
     @contextmanager
-    def step(self, micro_batches: int = 1, within: Mapping[str, str] = MappingProxyType({})) -> Iterator[LogRecorder]:
-        """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`."""
+    def step(
+        self, micro_batches: int = 1, within: Mapping[str, str] = MappingProxyType({}), *, alone: bool = False
+    ) -> Iterator[LogRecorder]:
+        """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`.
+
+        Args:
+            micro_batches: of the step.
+            within: see :class:`LogRecorder`.
+            alone: whether no other rank or micro-batch has to do with the values.
+        """
         calls = MetricCalls(self._metric_copies) if micro_batches > 1 else None
-        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, self._take)
+        at_once = self.hand_on if alone else None
+        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, self._take, at_once)
         try:
             yield recorder
         finally:

@@ -37,7 +37,7 @@ class PlainStep:
     ) -> None:
         self._module, self._device, mesh = context.module, context.device, context.mesh
         self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
-        self._alone = mesh.layout.data == 1
+        self._alone, self._logs_alone = mesh.layout.data == 1, mesh.layout.world_size == 1
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
         self._experts = context.experts
         self._copies, self._mixing = copies, mixing
@@ -56,7 +56,8 @@ class PlainStep:
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
-        with self._recording.step() as recorder, _NOTHING if automatic else self._backwards:
+        recording = self._recording.step(alone=self._logs_alone)
+        with recording as recorder, _NOTHING if automatic else self._backwards:
             output = self._experts.ending(call)(batch)
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -104,7 +105,7 @@ class PlainStep:
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, name, self._device)
-        with self._recording.step() as recorder:
+        with self._recording.step(alone=self._logs_alone) as recorder:
             output = self._experts.ending(call)(batch)
             if compares:
                 self._losses.compare(None, name, self._device)
