@@ -50,8 +50,8 @@ def told_to_stop(info: RankInfo, grid: Grid, rank: int, folder: str, on_exceptio
         ended = isinstance(error, SIGTERMException)
     warnings.filterwarnings("ignore", message=".*there is no last checkpoint")
     newest = newest_complete(folder)
-    rest = Losses()
-    _trainer(info, grid, [rest, ModelCheckpoint(folder)], ReusedProcesses(info)).fit(Tied(seed=4), ckpt_path="last")
+    rest, saves = Losses(), ModelCheckpoint(folder, save_on_exception=on_exception)
+    _trainer(info, grid, [rest, saves], ReusedProcesses(info)).fit(Tied(seed=4), ckpt_path="last")
     return [ended, Path(newest or "").name, losses.values, rest.values]
 
 

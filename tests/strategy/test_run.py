@@ -30,9 +30,11 @@ def test_a_run_gives_back_what_it_took_over() -> None:
 def test_the_last_checkpoint_is_looked_for_by_marker_under_our_launcher_only(monkeypatch: pytest.MonkeyPatch) -> None:
     callback = ModelCheckpoint(dirpath="saved")
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[callback], barebones=False)
-    monkeypatch.setattr(launcher, "newest_checkpoint", lambda *found: {f"the newest of {len(found)} facts"})
+    monkeypatch.setattr(
+        launcher, "newest_checkpoint", lambda *found, saves_last: {f"the newest of {len(found)} facts, {saves_last}"}
+    )
     with launcher.answers_from_markers(trainer):
-        assert callback._find_last_checkpoints(trainer) == {"the newest of 4 facts"}
+        assert callback._find_last_checkpoints(trainer) == {"the newest of 4 facts, False"}
     assert callback._find_last_checkpoints(trainer) == set()
     assert "callback._find_last_checkpoints(self.trainer)" in inspect.getsource(_CheckpointConnector)
 

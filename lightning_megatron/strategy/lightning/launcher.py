@@ -253,4 +253,6 @@ class _Search(Replacement):
         """Lightning's answer, with the newest whole checkpoint."""
         folder = self._callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
         found = self._lightnings(trainer)
-        return newest_checkpoint(found, folder, self._callback.FILE_EXTENSION, trainer.default_root_dir)
+        saves_last = bool(self._callback.save_last or self._callback.save_on_exception)
+        places = folder, self._callback.FILE_EXTENSION, trainer.default_root_dir
+        return newest_checkpoint(found, *places, saves_last=saves_last)

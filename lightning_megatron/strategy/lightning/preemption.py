@@ -36,8 +36,8 @@ from lightning_megatron.mesh.messages.collectives import world_maximum
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.watch.turns import TRAINING
 from lightning_megatron.strategy.lightning.launcher import INTERRUPTED, TERMINATED
+from lightning_megatron.strategy.saving.newest import ON_SIGNAL
 
-_NAME = "preempted.ckpt"
 _QUESTION = "_broadcast_sigterm_tensor"
 _ONE_PRESS_S = 0.5
 _SLOW_S = 5.0
@@ -169,7 +169,7 @@ class Preemption:
             return "nothing was saved; a ModelCheckpoint among the Trainer's callbacks says where to."
         if not trainer.global_step:
             return "there was nothing to save yet."
-        path = os.path.join(saver.dirpath, _NAME)
+        path = os.path.join(saver.dirpath, ON_SIGNAL)
         trainer.save_checkpoint(path, weights_only=False)
         return f'saved {path}; go on with `ckpt_path={path!r}`, or "last".'
 

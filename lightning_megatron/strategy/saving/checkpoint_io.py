@@ -52,6 +52,7 @@ from lightning_megatron.checkpoints.files.storage import BoxReader, BoxWriter
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.strategy.saving.separation import separate
+from lightning_megatron.strategy.saving.single_file import SingleFile
 
 
 class MegatronCheckpointIO(CheckpointIO):
@@ -67,6 +68,10 @@ class MegatronCheckpointIO(CheckpointIO):
             (custom hyperparameter types), which runs code from the file: only for checkpoints you trust.
         verify: whether loading first reads every file once, each on one rank, and compares its checksum, so that a
             damaged checkpoint is refused and not trained on. ``False`` reads only what each rank needs.
+        single_file: save one file, as Lightning does, for ``torch.load`` and other readers; see :mod:`.single_file`.
+
+    Raises:
+        ValueError: ``single_file`` together with ``async_save``.
     """
 
     def __init__(
@@ -76,8 +81,14 @@ class MegatronCheckpointIO(CheckpointIO):
         prefixes: Mapping[str, str] | None = None,
         weights_only: bool = True,
         verify: bool = True,
+        single_file: bool = False,
     ) -> None:
-        self.verify = verify
+        if single_file and async_save:
+            raise ValueError(
+                "`single_file=True` gathers all tensors in one file, for which the ranks have to wait; leave "
+                "`async_save=True` out, or save directories and convert them by `lightning-megatron checkpoint export`."
+            )
+        self.verify, self.single_file = verify, single_file
         self._verified: str | None = None  # path whose tensors are being loaded, in one or several parts
         self.async_save = async_save
         self.load_optimizer = load_optimizer
@@ -104,10 +115,19 @@ class MegatronCheckpointIO(CheckpointIO):
                 what was there before stays.
         """
         self.wait()
+        if self.single_file:
+            file = SingleFile(path, storage_options, objects.broadcast(new_token(), 0, self._process_group()))
+            self._save_directory(checkpoint, file.directory, None)
+            failure = file.write() if _is_first() else None
+            _raise_together(failure, f"the checkpoint {path} was not saved", self._process_group())
+        else:
+            self._save_directory(checkpoint, path, storage_options)
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         tensors, meta = separate(checkpoint)
-        self._warn_of_pickles(meta)
         target = Folder(path, storage_options)
         writer = _CheckpointWriter(target, objects.broadcast(new_token(), 0, self._process_group()), meta)
+        self._warn_of_pickles(writer.meta)
         options: dict[str, Any] = {
             "storage_writer": writer,
             "planner": PieceSavePlanner(),
@@ -127,15 +147,13 @@ class MegatronCheckpointIO(CheckpointIO):
         assert isinstance(pending, Future)
         self._pending, self._pending_path, self._pending_writer = pending, path, writer
 
-    def _warn_of_pickles(self, meta: dict[str, Any]) -> None:
+    def _warn_of_pickles(self, meta: bytes) -> None:
         """Say at the first save, and not when a run wants to resume, that plain loading will not do."""
         if not self._weights_only or self._has_saved or not _is_first():
             return
         self._has_saved = True
-        buffer = io.BytesIO()
-        torch.save(meta, buffer)
         try:
-            load_plain(buffer.getvalue(), "the checkpoint", trust=False)
+            load_plain(meta, "the checkpoint", trust=False)
         except RuntimeError as error:
             rank_zero_warn(f"Resuming will need a choice: {error}")
 
@@ -261,9 +279,8 @@ def megatron_checkpoint_io(plugin: CheckpointIO | None) -> MegatronCheckpointIO:
     raise MisconfigurationException(
         f"`{type(plugin).__name__}` writes what one process holds, for the same layout only; checkpoints "
         "of MegatronStrategy, at one device too, hold boxes of tensors that any layout can load. Leave it out, or use "
-        "`Trainer(plugins=[MegatronCheckpointIO(...)])`, which takes fsspec paths and saves asynchronously; "
-        "`lightning-megatron checkpoint export` turns its directories into single files. On one device "
-        "`Trainer(strategy='auto')` takes any plugin."
+        "`Trainer(plugins=[MegatronCheckpointIO(...)])`, which takes fsspec paths, saves asynchronously, or writes one "
+        "file with `single_file=True`. On one device `Trainer(strategy='auto')` takes any plugin."
     )
 
 
@@ -284,6 +301,11 @@ class _CheckpointWriter(BoxWriter):
         buffer = io.BytesIO()
         torch.save(meta, buffer)
         self._small = {META: buffer.getvalue(), ABOUT: json.dumps(about, indent=1).encode()}
+
+    @property
+    def meta(self) -> bytes:
+        """What is stored beside the tensors, on the first rank."""
+        return self._small.get(META, b"")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
