@@ -118,6 +118,21 @@ def train(info: RankInfo, folder: str, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+class Two(Trained):
+    """Two models from a folder, one of which trains."""
+
+    def __init__(self, folder: str) -> None:
+        pl.LightningModule.__init__(self)
+        self.model, self.second = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train() for _ in range(2))
+
+
+def train_two(info: RankInfo, folder: str, path: str) -> None:
+    """One step of such a module, and a checkpoint."""
+    trainer = make_trainer(info, MegatronStrategy(), max_steps=1)
+    trainer.fit(Two(folder), DataLoader(torch.arange(1, 41).view(4, 10), batch_size=4))  # type: ignore[arg-type]
+    trainer.save_checkpoint(path)
+
+
 def listed(info: RankInfo, folder: str, sizes: tuple[int, int, int], options: dict[str, Any]) -> list[Any]:
     """``strategy.generate`` after a step that changes nothing: tokens, texts, and whether all is as it was."""
     strategy = MegatronStrategy(*sizes)

@@ -190,7 +190,7 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
     if marker is None:
         raise IncompleteCheckpointError(
             f"the checkpoint {target} has no marker `{MARKER}`: it is incomplete, as writing it was interrupted. Use "
-            '`ckpt_path="last"` to take the newest complete one.'
+            f"{_newest_beside(target) or 'another one; there is no complete checkpoint beside it'}."
         )
     data = target.child(marker.data)
     files = read_manifest(data, marker)
@@ -202,6 +202,13 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
                 f"`lightning-megatron checkpoint verify {target}` tells more."
             )
     return CheckpointFolder(data, files)
+
+
+def _newest_beside(target: Folder) -> str | None:
+    """The newest checkpoint in the same folder that has a marker."""
+    found = [(marker, str(f)) for f in target.parent.folders() for marker in [_marker_or_none(f)] if marker is not None]
+    newest = max(found, key=lambda pair: (pair[0].step, pair[0].time), default=None)
+    return None if newest is None else f"the newest complete one, {newest[1]}"
 
 
 def read_marker(target: Folder) -> Marker:

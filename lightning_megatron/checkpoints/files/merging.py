@@ -91,10 +91,27 @@ def _check(source: Source, adapter: Adapter) -> None:
         kind += f" with `{more[0]}`"
     elif adapter.updates is not None:
         return
+    alone = "write it alone with `--format adapter`"
+    if adapter.tensors is None:
+        alone = "load the checkpoint into the module, write it alone with its `save_pretrained`"
+    if why := _unmergeable(source, adapter, more):
+        raise ValueError(
+            f"adapter {adapter.name!r} ({kind}) {why}, which no weights can take up; leave `--merge-adapters` out, "
+            f"{alone}, and load it with peft's `PeftModel`."
+        )
     raise ValueError(
-        f"adapter {adapter.name!r} ({kind}) cannot be merged into the weights here; write it alone with "
-        "`--format adapter`, and merge it with peft's `merge_and_unload`."
+        f"adapter {adapter.name!r} ({kind}) cannot be merged into the weights here; {alone}, and merge it with peft's "
+        "`merge_and_unload`."
     )
+
+
+def _unmergeable(source: Source, adapter: Adapter, more: list[str]) -> str | None:
+    """What peft cannot merge either."""
+    if "num_virtual_tokens" in adapter.config:
+        return "puts learned tokens before the text"
+    biases = [name.partition(".lora_B.")[0] for name in more if ".lora_B." in name and name.endswith(".bias")]
+    names = {*source.kinds, *source.aliases}
+    return next((f"has a bias, and {n} none" for n in biases if f"{n}.base_layer.bias" not in names), None)
 
 
 def _origins(

@@ -316,5 +316,5 @@ def safetensors_type(dtype: torch.dtype) -> str:
         ValueError: the format does not have it.
     """
     if dtype not in _NAMES_OF_TYPES:
-        raise ValueError(f"safetensors cannot hold {dtype}; choose another with `--dtype`.")
+        raise ValueError(f"safetensors cannot hold {dtype}; `--format lightning` writes a file that can.")
     return _NAMES_OF_TYPES[dtype]

@@ -235,10 +235,14 @@ class Resumption:
             )
         samples, step = batches * before * self._saved_replicas, now * self._replicas
         if samples % step:
+            nearest = _batch_size_near(now, samples, self._replicas)
+            how = f"resume with `data_parallel_size={self._saved_replicas}`, or from the end of an epoch"
+            if nearest is not None:
+                how = f"choose a batch size whose product with the replicas divides {samples}, for instance "
+                how += f"`batch_size={nearest}`"
             raise ValueError(
                 f"the run consumed {samples} samples of this epoch, which is not a whole number of batches of {now} on "
-                f"`data_parallel_size={self._replicas}` replicas; choose a batch size whose product with the replicas "
-                f"divides {samples}, for instance {before * self._saved_replicas}."
+                f"`data_parallel_size={self._replicas}` replicas; {how}."
             )
         return samples // step
 
@@ -248,3 +252,13 @@ class Resumption:
         shift = batches - self._batches
         for field in fields(current):
             setattr(current, field.name, getattr(current, field.name) + shift)
+
+
+def _batch_size_near(wanted: int, samples: int, replicas: int) -> int | None:
+    """The batch size nearest to ``wanted`` of which ``replicas`` read ``samples`` in whole steps; ``None`` if none do.
+
+    24 samples, 2 replicas, 5 wanted: 4, in 3 steps of 8 samples.
+    """
+    each = samples // replicas
+    fitting = [size for size in range(1, each + 1) if each % size == 0]
+    return min(fitting, key=lambda size: abs(size - wanted), default=None) if samples % replicas == 0 else None
