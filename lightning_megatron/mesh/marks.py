@@ -60,3 +60,8 @@ class Marks:
         if not attached.by_class:
             del self._owner.__dict__[_NAME]
         return value
+
+
+def is_marked(owner: Any) -> bool:
+    """Whether an earlier run has attached something."""
+    return _NAME in owner.__dict__

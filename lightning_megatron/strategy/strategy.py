@@ -42,6 +42,7 @@ from lightning_megatron.strategy.options import options as given
 from lightning_megatron.strategy.options.documented import documents_options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, report_of
+from lightning_megatron.strategy.saving.before_run import is_whole, save_before_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
 from lightning_megatron.strategy.start import start_run
 from lightning_megatron.strategy.world import World
@@ -330,6 +331,8 @@ class MegatronStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state; what is split over tensor-parallel ranks as pieces of logical tensors."""
+        if self._run is None and is_whole(self.lightning_module):
+            return present(self.lightning_module, "module").state_dict()
         return self.run.saving.weights.stored()
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -354,6 +357,9 @@ class MegatronStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save; every rank takes part. After a failure of some ranks only, a message says that nothing is saved."""
+        if self._run is None and is_whole(self.lightning_module):
+            whole = present(self.lightning_module, "module"), self.checkpoint_io, checkpoint, filepath, storage_options
+            return save_before_run(*whole, is_first=self.is_global_zero)
         self.run.save(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -83,6 +83,36 @@ def resume_imported(info: RankInfo, path: str, sizes: tuple[int, int, int]) -> l
     return losses.values
 
 
+def saved_before(info: RankInfo, path: str) -> None:
+    """A checkpoint of a module that no run has seen."""
+    trainer = trainer_of(info, 4, (1, info.world_size, 1))
+    trainer.strategy.connect(Tied(seed=9))
+    trainer.save_checkpoint(path)
+
+
+def fresh_losses(info: RankInfo, sizes: tuple[int, int, int]) -> list[float]:
+    """Losses of a run from the start."""
+    losses = Losses()
+    trainer_of(info, 4, sizes, callbacks=[losses]).fit(Tied(seed=9))
+    return losses.values
+
+
+class Keeps(Losses):
+    """Keeps the dictionary that it is shown before a save."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint
+
+
+def kept_by_a_hook(info: RankInfo, path: str, sizes: tuple[int, int, int]) -> list[str]:
+    """What is in the dictionary that a hook has kept, after the save."""
+    keeps = Keeps()
+    trainer = trainer_of(info, 1, sizes, callbacks=[keeps])
+    trainer.fit(Tied())
+    trainer.save_checkpoint(path)
+    return sorted(keeps.kept)
+
+
 def last_of_a_remote_folder(info: RankInfo) -> dict[str, Any]:
     """Saves where folders have no time of change, and goes on from the last; old checkpoints are deleted there."""
     fsspec.filesystem("memory").mkdirs("/remote", exist_ok=True)

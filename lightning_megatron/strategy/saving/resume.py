@@ -35,10 +35,13 @@ _PACKAGES = ("lightning_megatron", "torch", "lightning", "transformers", "numpy"
 
 def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The part of a checkpoint that a human asks for first: layout, versions, the module's class."""
-    module = trainer.lightning_module
+    layout = {"layout": asdict(mesh.layout) | dict(extra), "precision": str(trainer.precision)}
+    return layout | about_module(trainer.lightning_module, names)
+
+
+def about_module(module: pl.LightningModule, names: Iterable[str]) -> dict[str, Any]:
+    """What of this is the module's; ``names`` are those of all its parameters and buffers."""
     return {
-        "layout": asdict(mesh.layout) | dict(extra),
-        "precision": str(trainer.precision),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "huggingface": _huggingface_configs(module),
         "generation": _generation_configs(module),

@@ -200,8 +200,8 @@ class Saving:
             print(f"{self._processes.place}: no checkpoint at {path}: not all ranks failed together")
             return
         self._engine.share_copies()
-        checkpoint["lightning_megatron"] = self._run_section(checkpoint)
-        self._io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        whole = {**checkpoint, "lightning_megatron": self._run_section(checkpoint)}  # hooks may have kept `checkpoint`
+        self._io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps for this package; whole on global rank 0."""
