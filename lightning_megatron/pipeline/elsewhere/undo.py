@@ -6,6 +6,7 @@ to is noted before such a run, and compared or put back after it. This file is t
 
     Contents    one tensor, list or generator           all that is below is made of these
     Kept        a table, put back as a whole            of a trial or an abstract run nothing stays
+    KeptHooks   the hooks of modules                    likewise
     Snapshot    containers; tells single Changes        what belongs to one micro-batch goes, the rest stays
 
 (Trials of parts that fit into memory twice need none of it: ``parallelize/reading/replay.py`` runs a copy.)
@@ -18,7 +19,7 @@ run ends, and so is what was added to lists. Numbers stay: a layer may count.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import put_back, version_of
 from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
-from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
+from lightning_megatron.mesh.pickling import AroundHook
+from lightning_megatron.pipeline.elsewhere.containers import HOOKS, MISSING, Container, is_library, is_ours
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
+_HOOKS = (
+    *HOOKS,
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 LISTS = (list, deque, set)
 """What is written to entry by entry."""
 
@@ -186,6 +193,45 @@ class Kept:
                 inside.put_back()
 
 
+class KeptHooks:
+    """Hooks of modules as they were. Code that registers them in its first call notes on a module that it has, as
+    Hugging Face models do to collect hidden states: where that note is put back, the hooks have to go as well.
+
+    Args:
+        root: the module with all modules that may get hooks, or lose them.
+        lost: whether hooks that are taken off are put back, and not just those that are added.
+    """
+
+    def __init__(self, root: nn.Module, *, lost: bool = True) -> None:
+        self._root, self._next = root, RemovableHandle.next_id
+        tables = [getattr(module, name) for module in root.modules() for name in _HOOKS] if lost else ()
+        self._full = [(table, dict(table)) for table in tables if table]
+
+    def put_back(self) -> None:
+        """Leave them as they were; this package's own stay as they are."""
+        if RemovableHandle.next_id != self._next:
+            for module in self._root.modules():
+                added = [
+                    key for name in HOOKS for key, hook in getattr(module, name).items() if self._is_added(key, hook)
+                ]
+                for name in _HOOKS if added else ():
+                    for key in added:
+                        getattr(module, name).pop(key, None)
+        for table, hooks in self._full:
+            if any(key not in table and _is_users(hook) for key, hook in hooks.items()):
+                later = {key: hook for key, hook in table.items() if key not in hooks}
+                here = {key: hook for key, hook in hooks.items() if key in table or _is_users(hook)}
+                table.clear()
+                table.update(here | later)
+
+    def _is_added(self, key: int, hook: Any) -> bool:
+        return key >= self._next and _is_users(hook)
+
+
+def _is_users(hook: Any) -> bool:
+    return not is_ours(hook.given if isinstance(hook, AroundHook) else hook)
+
+
 @contextmanager
 def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[None]:
     """Around a run of a module that leaves nothing behind: attributes and tables of the module and of all that is in
@@ -197,7 +243,7 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
         arguments: of the call.
     """
     attributes = [child.__dict__ for child in module.modules()]
-    tables = [value for table in attributes for value in table.values() if type(value) is dict]
+    tables = [value for table in attributes for value in table.values() if type(value) in (dict, OrderedDict)]
     kept = [Kept(table, inside=False) for table in (*attributes, *tables)]
     orders = [list(each.table) for each in kept]
     buffers = [Contents.of_tensor(buffer) for buffer in module.buffers() if not buffer.is_meta]

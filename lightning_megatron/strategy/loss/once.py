@@ -19,7 +19,7 @@ from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, KeptHooks, has_graph, is_equal, refill
 from lightning_megatron.strategy.loss.tables import NUMBERS, Table, appended_names, found_again, is_users, spelled
 from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
@@ -93,6 +93,7 @@ class OncePerBatch:
         self._root, self._slots, self._tables = root, [_Slot(*slot) for slot in slots], tables
         self._watched: list[tuple[Any, Any, Any, Any]] = []
         self._runs = 0
+        self._hooks: KeptHooks | None = None
 
     @property
     def is_known(self) -> bool:
@@ -113,6 +114,7 @@ class OncePerBatch:
             sizes: of its micro-batches, in samples.
         """
         self._weights, self._sizes, self._runs, self.unforeseen = weights, sizes, 0, ""
+        self._hooks = KeptHooks(self._root, lost=False) if self._root is not None and self._slots else None
         for slot in self._slots:
             slot.values = found_again(self._root, slot.table) if self._root is not None else None
             value = slot.values.get(slot.key, MISSING) if slot.values is not None else MISSING
@@ -137,6 +139,8 @@ class OncePerBatch:
         Args:
             turn: which run of a micro-batch it is.
         """
+        if self._hooks is not None:
+            self._hooks.put_back()
         for slot in self._slots:
             if slot.values is not None and slot.turn in (turn, None):
                 self._start_over(slot)
@@ -302,6 +306,8 @@ class OnceAround(OncePerBatch):
             mine = slot.kind == "same" if slot.turn is None else slot.turn == turn and not whole
             if slot.values is not None and mine:
                 self._start_over(slot)
+        if self._hooks is not None:
+            self._hooks.put_back()
 
     def settle(self) -> None:
         """After a run of the code around the layers: what it has written stays."""

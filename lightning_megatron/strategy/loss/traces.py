@@ -19,7 +19,7 @@ from lightning_megatron.mesh.draws.given_again import state_of
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, KeptHooks, has_graph, is_equal
 from lightning_megatron.strategy.loss.tables import (
     NUMBERS,
     Name,
@@ -58,6 +58,7 @@ class Traces:
             for table in tables:
                 wrap_iterators(table)
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
+        self._hooks = KeptHooks(module)
         self._compared = [(table, kept) for table, kept in self._kept if table.name not in metrics]
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
@@ -93,6 +94,7 @@ class Traces:
         """Leave everything as it was."""
         for _, kept in self._kept:
             kept.put_back(is_users)
+        self._hooks.put_back()
 
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
         """Where the values called ``names`` are kept."""
