@@ -42,6 +42,22 @@ class Counted(StochasticWeightAveraging):
         StochasticWeightAveraging.transfer_weights(*args)
 
 
+class Swapped(EMAWeightAveraging):
+    """Overrides what exchanges the average and the weights, and counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def _swap_models(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("swap")
+        super()._swap_models(*args, **kwargs)
+
+    def _copy_average_to_current(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("copy")
+        super()._copy_average_to_current(*args, **kwargs)
+
+
 class Layer(nn.Module):
     """An MLP with a residual, and a norm of the kind asked for."""
 
@@ -130,10 +146,12 @@ def averaged(
     return notes.found, {name: value.clone() for name, value in state.items()}
 
 
-def counted(info: RankInfo, sizes: tuple[int, int, int] | None) -> tuple[list[str], dict[str, Tensor]]:
-    """Calls of the methods that a subclass of SWA overrides, and the weights at the end, on rank 0."""
+def counted(
+    info: RankInfo, kind: type[Counted | Swapped], sizes: tuple[int, int, int] | None
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Calls of the methods that a subclass overrides, and the weights at the end, on rank 0."""
     strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
-    callback, module = Counted(), Regression()
+    callback, module = kind(), Regression()
     make_trainer(info, strategy, max_epochs=EPOCHS, callbacks=[callback], num_sanity_val_steps=0).fit(module)
     state = module.state_dict() if sizes is None else strategy.full_state_dict()
     return callback.calls, {name: value.clone() for name, value in state.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import one_process, run_trainers
-from tests.strategy.averaging_scenarios import KINDS, STOP, averaged, counted
+from tests.strategy.averaging_scenarios import KINDS, STOP, Counted, Swapped, averaged, counted
 
 WIDE = pytest.mark.wide
 LAYOUTS = {"one": (1, 1, 1), "pp2": (2, 1, 1), "dp2": (1, 2, 1), "tp2": (1, 1, 2), "pp2tp2": (2, 1, 2)}
@@ -34,11 +34,14 @@ def test_averages_are_those_of_one_process_and_go_on(kind: str, layout: str, tmp
 
 
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2", marks=WIDE)])
-def test_methods_that_a_subclass_overrides_are_called_as_in_one_process(layout: str) -> None:
-    calls, weights = one_process(counted, None)
-    outcomes = run_trainers(counted, LAYOUTS[layout], devices=2)
+@pytest.mark.parametrize("kind", [Counted, Swapped])
+def test_methods_that_a_subclass_overrides_are_called_as_in_one_process(
+    kind: type[Counted | Swapped], layout: str
+) -> None:
+    calls, weights = one_process(counted, kind, None)
+    outcomes = run_trainers(counted, kind, LAYOUTS[layout], devices=2)
     assert [outcome.value[0] for outcome in outcomes] == [calls, calls]
-    assert {"setup", "update", "transfer"} == set(calls)
+    assert set(calls) == ({"setup", "update", "transfer"} if kind is Counted else {"swap", "copy"})
     for name, value in weights.items():
         torch.testing.assert_close(outcomes[0].value[1][name], value, rtol=1e-9, atol=1e-12)
 

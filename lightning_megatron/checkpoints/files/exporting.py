@@ -63,7 +63,8 @@ def export_lightning(source: Source, path: Path, *, optimizer: bool = True) -> N
     if optimizer and "optimizer_groups" in source.meta:
         content["optimizer_states"] = _numbered(source, fakes)
         own = source.meta.get("lightning_megatron", {})
-        content["lightning_megatron"] = {key: own[key] for key in RUN_STATE if key in own}
+        if kept := {key: own[key] for key in RUN_STATE if key in own}:
+            content["lightning_megatron"] = kept
     else:
         content.pop("lr_schedulers", None)
         content.pop("callbacks", None)

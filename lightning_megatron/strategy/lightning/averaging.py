@@ -33,9 +33,12 @@ from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState
 
+OnParts = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+"""Makes a function meet this rank's parts where hooks see whole weights; None where they see none."""
 _Averaging = (StochasticWeightAveraging, WeightAveraging)
 _OF_AVERAGES = ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")
 _OF_SWA = ("update_parameters", "transfer_weights")
+_CALLED_BY_SUPER = ("_swap_models", "_copy_average_to_current")  # the others ask for a subclass's method themselves
 
 
 class HeldTensors(nn.Module):
@@ -102,7 +105,7 @@ def begin_averages(
     trainer: pl.Trainer,
     weights: ModelState,
     device: torch.device,
-    on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    on_parts: OnParts,
     *,
     fits: bool = True,
 ) -> None:
@@ -115,7 +118,7 @@ def begin_averages(
         trainer: of the run.
         weights: state of the divided module.
         device: of this rank; averages lie there unless the callback has one of its own.
-        on_parts: makes a function meet this rank's parts where hooks see whole weights; None where they see none.
+        on_parts: see :data:`OnParts`.
         fits: whether weights are trained; else an average of an earlier run goes on, and there are no new ones.
     """
     for callback in callbacks_of(trainer):
@@ -125,12 +128,27 @@ def begin_averages(
         replaced = setup.replaced if isinstance(setup, _NoCopy) else Replacements()
         own = _Own(callback, weights, replaced)
         if fits:
-            callback._average_model = own.new_average(device)
+            callback._average_model = own.new_average(device, on_parts)
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
             names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
             for name in names:
                 method = getattr(own, name.removeprefix("_"))
-                replaced.call(callback, name, method if on_parts is None else on_parts(method))
+                method = method if on_parts is None else on_parts(method)
+                replaced.call(callback, name, _below_an_override(callback, name, method))
+
+
+def _below_an_override(callback: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, or what a subclass overrides it with, to which ``super()`` is then ``method``."""
+    override = getattr(type(callback), name)
+    if name not in _CALLED_BY_SUPER or override is getattr(WeightAveraging, name):
+        return method
+
+    def overridden(*args: Any, **kwargs: Any) -> Any:
+        with Replacements() as replaced:
+            replaced.put(WeightAveraging, name, lambda _, *args, **kwargs: method(*args, **kwargs))
+            return override(callback, *args, **kwargs)
+
+    return overridden
 
 
 class _NoCopy(Replacement):
@@ -168,14 +186,15 @@ class _Own:
         """The weights in use, not copied."""
         return HeldTensors(self._weights.stored_once(), self.names)
 
-    def new_average(self, device: torch.device) -> Any:
+    def new_average(self, device: torch.device, on_parts: OnParts) -> Any:
         """A new average, equal to the current weights; on the callback's device if it has one, else on ``device``."""
         callback = self._callback
         if not isinstance(callback, WeightAveraging):
             return copy.deepcopy(self.live())
         options = {"use_buffers": callback._use_buffers, **callback._kwargs}
         average = AveragedModel(self.live(), callback._device or device, **options)
-        self._replaced.call(average, "update_parameters", functools.partial(self.update, average))
+        update: Callable[..., Any] = functools.partial(self.update, average)
+        self._replaced.call(average, "update_parameters", update if on_parts is None else on_parts(update))
         return average
 
     def update(self, average: AveragedModel, module: nn.Module) -> None:
