@@ -179,7 +179,7 @@ class LogRecorder:
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
         if self._at_once is not None:
-            logs = self.collect(number.device)
+            logs = self.collect(self._module.device)
             self._records, self._own = {}, {}
             self._at_once(logs)
 
