@@ -16,8 +16,6 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "alone": ((1, 1), {}),
     "interleaved": ((2, 1), INTERLEAVED),
     "zb-v": ((2, 1), {"pipeline_schedule": "zb-v"}),
-    "tensor": ((1, 1), {"tensor_parallel_size": 2, "micro_batch_size": "auto"}),
-    "stages x tensor": ((2, 1), {"tensor_parallel_size": 2}),
 }
 QUICK = {("stages", "hidden_states"), ("stages", "segmentation")}
 
@@ -28,12 +26,13 @@ QUICK = {("stages", "hidden_states"), ("stages", "segmentation")}
         pytest.param(layout, kind, marks=() if (layout, kind) in QUICK else pytest.mark.wide)
         for layout in LAYOUTS
         for kind in KINDS
+        if kind != "captions" or layout in ("stages", "interleaved")
     ],
 )
 def test_a_model_trains_as_in_one_process(layout: str, kind: str) -> None:
     (plain,) = run_trainers(train, None, {}, kind, devices=1)
     shape, arguments = LAYOUTS[layout]
-    devices = shape[0] * shape[1] * arguments.get("tensor_parallel_size", 1)
+    devices = shape[0] * shape[1]
     for outcome in run_trainers(train, shape, arguments, kind, devices=devices):
         if outcome.rank == 0:
             found = list(differences("", outcome.value, plain.value, KINDS[kind].tolerance))
