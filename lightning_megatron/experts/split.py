@@ -15,7 +15,7 @@ from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.exchange.taking_part import Calls
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts, cut_blocks, try_blocks
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, with_block
-from lightning_megatron.experts.kinds.listed import ListedExperts, lead_list, listed_experts, routes
+from lightning_megatron.experts.kinds.listed import ListedExperts, experts_of, lead_list, listed_experts, routes
 from lightning_megatron.experts.kinds.probe import cut_one, cut_stacked, draws, mixes_samples, try_listed, try_stacked
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import lead
@@ -40,11 +40,13 @@ class Found:
         name: of the experts.
         count: how many there are.
         cut: leaves each rank its own, and fills the table.
+        gathers: whether a call gives tokens with their experts, so that all ranks can get all tokens.
     """
 
     name: str
     count: int
     cut: Callable[[Owners, ShardTable], None]
+    gathers: bool = False
 
 
 @dataclass
@@ -75,6 +77,7 @@ class ExpertSplit:
         size: over how many ranks.
         parts: over how many further ones each expert is cut.
         per_replica: whether what a module makes of a whole batch is meant to be that of each replica.
+        gathers: whether all ranks get all tokens, instead of rows for their experts.
 
     Attributes:
         report: what was found.
@@ -84,12 +87,16 @@ class ExpertSplit:
             cannot be cut.
     """
 
-    def __init__(self, module: nn.Module, size: int, parts: int = 1, *, per_replica: bool = False) -> None:
-        self._module, self._parts, self.report = module, parts, ExpertReport()
+    def __init__(
+        self, module: nn.Module, size: int, parts: int = 1, *, per_replica: bool = False, gathers: bool = False
+    ) -> None:
+        self._module, self._parts, self._gathers, self.report = module, parts, gathers, ExpertReport()
         self._found = _Finder(module, size, parts, self.report, per_replica).found()
         for mixture in self._found:
             if mixture.count % size:
                 raise ValueError(_indivisible(mixture.name, mixture.count, size))
+            if gathers and not mixture.gathers:
+                raise ValueError(_not_gathered(mixture.name))
             self.report.split[mixture.name] = mixture.count
         if not self._found:
             raise ValueError(_none_found(module, self.report, size, parts))
@@ -109,7 +116,8 @@ class ExpertSplit:
             parameters = self._module.get_submodule(mixture.name).named_parameters(mixture.name)
             sees_some = any(name in on_shards for name, _ in parameters)
             folding = Folding(None if sees_some else groups.tensor)
-            owners = Owners(mixture.count, groups.group, calls, mixture.name, folding, self._parts)
+            about = mixture.name, folding, self._parts, self._gathers
+            owners = Owners(mixture.count, groups.group, calls, *about)
             mixture.cut(owners, self.report.table)
         return self.report
 
@@ -159,7 +167,8 @@ class _Finder:
             return None
         cutting = cut_blocks if blocked_experts(experts) else cut_stacked
         inner = self._inner(name, experts, lambda copied: cutting(copied, count, self._parts))
-        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table, inner))
+        gathers = not blocked_experts(experts)
+        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table, inner), gathers)
 
     def _listed(self, name: str, experts: nn.Module) -> Found | None:
         count = listed_experts(experts)
@@ -183,12 +192,12 @@ class _Finder:
             self._report.whole[name] = why
             return None
         self._refuse_mixing(above, router)
-        first = next(experts.children())
+        first = experts_of(experts)[0]
         inner = self._inner(name, first, lambda copied: cut_one(copied, widths[0], self._parts))
 
         def cut(owners: Owners, table: ShardTable) -> None:
             own = None if inner is None else inner.at(owners.part)
-            for number, expert in enumerate(experts.children()):
+            for number, expert in enumerate(experts_of(experts)):
                 _cut_one(expert, self._names[id(expert)][0], number, owners, table, own)
             lead_list(router, ListedExperts(above, path, widths, owners, own))
 
@@ -249,7 +258,7 @@ class _Finder:
 
 def _not_apart(router: nn.Module, experts: nn.Module) -> str:
     """Why experts of a list are not modules of their own."""
-    each = [[id(parameter) for parameter in expert.parameters()] for expert in experts.children()]
+    each = [[id(parameter) for parameter in expert.parameters()] for expert in experts_of(experts)]
     beside = sum(1 for _ in router.parameters()) - sum(1 for _ in experts.parameters())
     if len({number for own in each for number in own}) != sum(map(len, each)) or beside < 1:
         return "its experts have parameters in common"
@@ -307,6 +316,14 @@ def _indivisible(name: str, count: int, size: int) -> str:
     return (
         f"`{name}` has {count} experts, not divisible by `expert_parallel_size={size}`; use "
         f"`expert_parallel_size={', '.join(fitting[:-1])} or {fitting[-1]}`."
+    )
+
+
+def _not_gathered(name: str) -> str:
+    return (
+        f"`expert_dispatch='all_gather'` gives all ranks all tokens, but the experts of `{name}` are called with the "
+        "rows that are meant for each, and not with tokens, numbers of experts, and weights; use "
+        "`expert_dispatch='all_to_all'`."
     )
 
 

@@ -182,6 +182,7 @@ class Run:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_batch(batch, self._options.micro_batch_size)
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
+        call = self.engine.balanced(call)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step("training_step", call)
         call = self.assembled.in_step(call)

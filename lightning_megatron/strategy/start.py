@@ -19,6 +19,7 @@ from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.options import run_checks
+from lightning_megatron.strategy.options.balance import Balance
 from lightning_megatron.strategy.options.context_checks import check_context_run
 from lightning_megatron.strategy.options.expert_checks import check_expert_ranks, check_expert_run
 from lightning_megatron.strategy.options.options import Options
@@ -71,7 +72,7 @@ def start_run(
         insert_loop_ends(trainer, processes.end_loop, predicts=options.expert_ranks > 1)
     if options.profiles_layers:
         insert_profile(trainer)
-    insert_expert_callbacks(trainer, load=options.log_expert_load, bias=options.expert_balance == "bias")
+    insert_expert_callbacks(trainer, load=options.log_expert_load, rate=Balance.asked(options.expert_balance).rate)
     if options.log_gradient_norm:
         insert_gradient_norm(trainer)
     syncs = lightning_state.syncs_batch_norm(trainer)

@@ -115,6 +115,13 @@ class Strange(Words):
         return loss + 0.01 * torch.stack(kept).sum() if kept else loss
 
 
+class Switching(Words):
+    """Its routers convert themselves to 32 bits when they first run, as those of Switch Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__([strangers.Block(strangers.Converting) for _ in range(4)])
+
+
 class DropIn(Words):
     """Built of this package's mixtures, with their losses."""
 
@@ -126,6 +133,26 @@ class DropIn(Words):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) + router_losses(self, balance=0.3, z=0.01, scope=self.scope)
+
+
+class Summing(DropIn):
+    """With balancing losses, and no others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + router_losses(self, balance=0.3, scope=self.scope)
+
+
+class SummingBySequence(Summing):
+    """With those of each sequence."""
+
+    scope = "sequence"
+
+
+class Unbalanced(DropIn):
+    """Without losses of its routers; logs its own loss in a dictionary."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return {"loss": self.loss(batch), "more": batch_idx}
 
 
 class BySequence(DropIn):
@@ -284,6 +311,25 @@ class Balanced(Pretrained):
         return loss + 0.5 * out.aux_loss
 
 
+class Asking(Pretrained):
+    """One of four layers whose balancing loss counts; in the step, in its own loss, or not at all.
+
+    Args:
+        how: ``step``, ``labels``, or ``left``.
+    """
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        super().__init__("Mixtral", num_hidden_layers=4, router_aux_loss_coef=0.5, output_router_logits=how == "step")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "labels":
+            return self.net(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+        out = self.net(input_ids=batch[0])
+        loss = self.net.loss_function(out.logits, batch[0], VOCABULARY)
+        return loss + 0.5 * out.aux_loss if self.how == "step" else loss  # type: ignore[no-any-return]
+
+
 class OneLess(Words):
     """Has more experts than ranks can share."""
 
@@ -351,6 +397,10 @@ MODULES = {
     "gathered": Gathered,
     "drop_in": DropIn,
     "by_sequence": BySequence,
+    "summing": Summing,
+    "summing_by_sequence": SummingBySequence,
+    "unbalanced": Unbalanced,
+    "switching": Switching,
     "tight": Tight,
     "dealt": Tight,
     "biased": Biased,
@@ -406,6 +456,8 @@ def built(name: str) -> LightningModule:
         return Moving(name.removeprefix("moving_"), gathers=False)
     if name.startswith("gathering_"):
         return Moving(name.removeprefix("gathering_"), gathers=True)
+    if name.startswith("asking_"):
+        return Asking(name.removeprefix("asking_"))
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
     if name in (*FAMILIES, *FURTHER, *UNSPLIT):

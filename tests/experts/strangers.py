@@ -141,6 +141,15 @@ class Switch(nn.Module):
         return out
 
 
+class Converting(Loop):
+    """Lets its router compute in 32 bits, from its first forward on."""
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self.gate = self.gate.to(torch.float32)
+        weights, index = self.gate(rows.to(torch.float32)).softmax(-1).topk(2)
+        return weights.to(rows.dtype), index
+
+
 class Capacity(Loop):
     """Puts the tokens of each sequence into as many places as an expert has, and drops the others."""
 

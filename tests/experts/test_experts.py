@@ -18,10 +18,12 @@ from tests.harness import one_process, run_trainers
 WIDE = pytest.mark.wide
 TWO: dict[str, Any] = {"expert_parallel_size": 2}
 SPREAD = {"weight_sharding": True}
+GATHERS = {"expert_dispatch": "all_gather"}
 PIPE: dict[str, Any] = {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
 ROWS: list[Any] = [
     ("words", 2, {**TWO, "micro_batch_size": 3}, {"accumulate_grad_batches": 1}),
     ("starved", 2, TWO, {}),
+    ("starved", 4, {"expert_parallel_size": 2, "tensor_parallel_size": 2, **GATHERS}, {}),
     ("watched", 2, {**TWO, "optimizer_sharding": False}, {}),
     ("strange_starved", 2, TWO, {}),
     ("strange_sequences", 2, {}, {}),
@@ -46,6 +48,16 @@ ROWS: list[Any] = [
             *((family, 2, {}, {}) for family in UNSPLIT),
             *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
             ("DeepseekV3", 4, PIPE, {}),
+            ("words", 2, {**TWO, **GATHERS, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}),
+            ("uneven", 4, {**TWO, **GATHERS, **SPREAD}, {}),
+            ("starved", 4, {"expert_parallel_size": 4, **GATHERS, "activation_recompute": "full"}, {}),
+            ("drop_in", 4, {**PIPE, **GATHERS, "pipeline_schedule": "zb-v"}, {}),
+            ("drop_in", 4, {**TWO, **GATHERS, "expert_tensor_parallel_size": 2}, {}),
+            ("Mixtral", 2, {**TWO, **GATHERS, "tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+            ("GptOss", 4, {**PIPE, **GATHERS}, {}),
+            ("words", 4, {**PIPE, **GATHERS, "pipeline_schedule": "interleaved"}, {}),
+            ("switching", 2, TWO, {}),
+            ("switching", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("Llama4Text", 4, {**PIPE, "activation_recompute": "full"}, {}),
             *((family, 2, {"micro_batch_size": 2}, {}) for family in FAMILIES),
             *((f"strange_{name}", 2, {"micro_batch_size": 4}, {}) for name in EXACT),
@@ -137,6 +149,15 @@ def test_a_small_loss_of_the_whole_batch_is_found_in_float32(name, devices, opti
     for outcome in run_trainers(fit, f"strange_{name}", options, trainer, devices=devices):
         for key, value in outcome.value["weights"].items():
             torch.testing.assert_close(value, expected["weights"][key], rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_gathered_tokens_are_refused_where_experts_get_rows_of_their_own():
+    for outcome in run_trainers(fit, "strange_loop", {**TWO, **GATHERS}, {}, devices=2, check=False, grace=20.0):
+        assert "the experts of `layers.0.mixture.experts` are called with the rows" in str(outcome.error)
+    with pytest.raises(ValueError, match="distribute them by `expert_parallel_size`, or leave it out"):
+        MegatronStrategy(**GATHERS)
+    with pytest.raises(ValueError, match="'deepep'` must be 'all_to_all' or 'all_gather'"):
+        MegatronStrategy(**TWO, expert_dispatch="deepep")
 
 
 @pytest.mark.parametrize("name", _first_wide([(name,) for name in PER_BATCH]), ids=str)

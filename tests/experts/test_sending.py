@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_megatron.experts.exchange import sending
+from lightning_megatron.experts.exchange import gathering, sending
 from tests.experts.expert_scenarios import TOKENS as SEQUENCE
 from tests.experts.strangers import WIDTH as HIDDEN
 from tests.experts.volume_scenarios import CHOICES, sent
@@ -42,6 +42,41 @@ def test_rows_come_back_computed_in_their_order(mesh):
     torch.testing.assert_close(found, rows * (expert + 1).unsqueeze(1))
     torch.testing.assert_close(rows.grad, (expert + 1.0).double().unsqueeze(1).expand_as(rows))
     assert sum(moved) == 4 * TOKENS * CHOICES * WIDTH * (RANKS - 1) // RANKS
+
+
+@run_ranks(data=RANKS)
+def test_gathered_tokens_come_back_weighed_in_messages_of_the_size_of_the_tokens(mesh):
+    group, moved = mesh["data_parallel"].get_group(), []
+    owners = sending.Owners(4, group, gathers=True)
+    tokens = TOKENS - 3 * group.rank()  # 8 and 5
+    hidden = torch.arange(tokens * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
+    index = torch.tensor([[0, 2], [3, 1], [4, 3]]).repeat(3, 1)[:tokens]  # 4 means none
+    weights = torch.linspace(0, 1, 2 * tokens, dtype=torch.float64).view(-1, 2).requires_grad_()
+
+    def counting(own, parts):
+        def call(x, dim, group):
+            moved.append(x.numel() // parts * (x.shape[-1] == WIDTH))
+            return own(x, dim, group)
+
+        return call
+
+    def compute(arrived, local, told):
+        assert told.tokens == [8, 5]
+        assert sum(told.of_experts) == len(arrived)
+        return arrived * (owners.first + local + 1).unsqueeze(1)
+
+    gather, scatter = gathering.raw_all_gather, gathering.raw_reduce_scatter
+    with (
+        mock.patch.object(gathering, "raw_all_gather", counting(gather, 1)),
+        mock.patch.object(gathering, "raw_reduce_scatter", counting(scatter, RANKS)),
+    ):
+        found = owners.gather(hidden, index, weights, compute)
+        found.sum().backward()
+    factors = (index + 1) * (index < 4)
+    torch.testing.assert_close(found, hidden * (weights * factors).sum(1, keepdim=True))
+    torch.testing.assert_close(hidden.grad, (weights * factors).sum(1, keepdim=True).expand_as(hidden))
+    torch.testing.assert_close(weights.grad, factors * hidden.sum(1, keepdim=True))
+    assert sum(moved) == 4 * TOKENS * WIDTH * (RANKS - 1)
 
 
 @run_ranks(data=RANKS)

@@ -18,6 +18,7 @@ PIPE: dict[str, Any] = {"expert_parallel_size": 2, "pipeline_parallel_size": 2}
     ("name", "devices", "options"),
     [
         ("loop", 2, TWO),
+        pytest.param("loop", 2, {**TWO, "expert_dispatch": "all_gather"}, marks=WIDE),
         pytest.param("list", 2, TWO, marks=WIDE),
         pytest.param("generate", 2, TWO, marks=WIDE),
         pytest.param("loop", 4, PIPE, marks=WIDE),

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_reduce_scatter
+from lightning_megatron.experts.exchange.gathering import gather_rows, gathered_rows
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models, is_hugging_face
 
@@ -141,38 +142,11 @@ def of_all(
     tokens, device = rows[0].shape[0], rows[0].device
     told = torch.tensor([[tokens, mask is not None]], device=device)
     sizes, masked = zip(*raw_all_gather(told, 0, group).tolist(), strict=True)
-    whole = tuple(_Gathered.apply(layer, sizes, group) for layer in rows)
+    whole = tuple(gather_rows(layer, sizes, group) for layer in rows)
     if not any(masked):
         return whole, None
     own = torch.ones(tokens, device=device) if mask is None else mask.reshape(-1).to(device, torch.float32)
     return whole, gathered_rows(own, sizes, group).view(1, -1)
-
-
-def gathered_rows(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, whose numbers are ``sizes``, outside autograd; collective over the group."""
-    most = max(sizes)
-    padded = torch.cat((rows, rows.new_zeros(most - len(rows), *rows.shape[1:])))
-    blocks = raw_all_gather(padded, 0, group).split(most)
-    return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
-
-
-class _Gathered(torch.autograd.Function):
-    """Rows of all ranks; gradients of a rank's rows are summed over the ranks' losses, in 32 bits or more."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.message = sizes, group
-        return gathered_rows(rows, sizes, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        sizes, group = ctx.message
-        most, wide = max(sizes), torch.promote_types(grad.dtype, torch.float32)
-        padded = grad.new_zeros(len(sizes), most, *grad.shape[1:], dtype=wide)
-        for block, own in zip(padded, grad.split(sizes), strict=True):
-            block[: len(own)] = own
-        return raw_reduce_scatter(padded.flatten(0, 1), 0, group)[: sizes[group.rank()]].to(grad.dtype), None, None
 
 
 class KeptLogits:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.experts.exchange.rows_here import rows_here
+from lightning_megatron.experts.kinds.listed import experts_of
 from lightning_megatron.experts.kinds.stacked import Choice
 from lightning_megatron.experts.routers import Mixture, mixtures_of
 from lightning_megatron.layers.whole import WholeTensor
@@ -46,7 +47,7 @@ class ExpertCounts:
         if (leader := mixture.leader) is not None:
             leader.sees = add if leader.sees is None else _both(leader.sees, add)
         elif isinstance(mixture.experts, nn.ModuleList | nn.ModuleDict):
-            for number, expert in enumerate(mixture.experts.children()):
+            for number, expert in enumerate(experts_of(mixture.experts)):
                 hook = functools.partial(self._add_rows, mixture.path, number)
                 self._handles.append(expert.register_forward_pre_hook(hook))
         else:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.experts.balance.balancing import gathered_rows
+from lightning_megatron.experts.exchange.gathering import gathered_rows
 from lightning_megatron.layers import MoE
 from lightning_megatron.layers.mixture import moe
 from lightning_megatron.layers.whole import WholeTensor

@@ -13,6 +13,8 @@ takes part with none, in the forward and in the backward.
 Several ranks may hold a part of each expert. A row goes to all of them, and what comes back is added up::
 
     two parts    ranks 0 1 hold experts 0 1, ranks 2 3 experts 2 3; a row for expert 2 goes to ranks 2 and 3
+
+Or all ranks get all tokens, and each computes its experts for them; see :mod:`gathering`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.experts.exchange.folding import Folding
+from lightning_megatron.experts.exchange.gathering import gather_rows, gathered_rows, scatter_rows
 from lightning_megatron.experts.exchange.taking_part import Calls, Told
 from lightning_megatron.mesh.messages.collectives import Started, wait_for
 from lightning_megatron.mesh.messages.passed_on import start_all_to_all_rows
@@ -47,9 +50,10 @@ class Owners:
         name: of the experts, for messages.
         folding: shares out rows among ranks that all have them; by default every rank has rows of its own.
         parts: how many ranks, neighbours, hold a part of each of the same experts.
+        gathers: whether all ranks are to get all tokens, where a call gives tokens with their experts.
 
     Attributes:
-        folding: the same.
+        folding, gathers: the same.
         local: how many experts a rank holds, or parts of them.
         first: number of the first one on this rank.
         part: which part of its experts this rank holds.
@@ -63,13 +67,14 @@ class Owners:
         name: str = "",
         folding: Folding | None = None,
         parts: int = 1,
+        gathers: bool = False,
     ) -> None:
-        self.folding, self._parts = folding or Folding(), parts
+        self.folding, self._parts, self.gathers = folding or Folding(), parts, gathers
         self.experts, self.group, self._calls = experts, group, calls or Calls(group)
         self.local = experts * parts // group.size()
         self.first, self.part = group.rank() // parts * self.local, group.rank() % parts
         self._number, self._is_copy = self._calls.add(name, self.local), False
-        self._latest: tuple[Tensor, Compute]
+        self._latest: tuple[tuple[Tensor, ...], Compute]
 
     def __deepcopy__(self, memo: Any) -> Owners:
         """Those of a copy of the module, in the same group."""
@@ -97,13 +102,45 @@ class Owners:
         Returns:
             [n, other width], in the order of ``rows``; zeros for those without an expert.
         """
-        if self._is_copy:
-            self._number, self._is_copy = self._calls.add_copy(self._number), False
+        self._count_copy()
         if self._parts > 1:
             sent = self._to_all_parts(rows, expert)
             found = self._send(*sent, compute, called, meanwhile)
             return found.unflatten(0, (self._parts, len(rows))).sum(0)
         return self._send(rows, expert, compute, called, meanwhile)
+
+    def gather(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
+        """``Σ_k weights_tk · expert_index_tk(hidden_t)`` of this rank's tokens, of which all ranks get all; collective
+        over the group, in the backward too.
+
+        Args:
+            hidden: [tokens, width], of which there may be other numbers on each rank, and none.
+            index: [tokens, k] numbers of experts; ``experts`` and above for none.
+            weights: [tokens, k].
+            compute: gives this rank's experts' output, or its part of it; see :data:`Compute`. It is kept.
+        """
+        self._count_copy()
+        counts = _counts(index.flatten(), self.experts).view(-1, self.local).repeat_interleave(self._parts, 0)
+        told = self._calls.call(self._number, counts, torch.zeros_like(counts), self, len(hidden))
+        given = hidden, index, weights
+        self._latest = tuple(each.detach()[:0].clone() for each in given), compute
+        return self._gathered(*given, compute, told)
+
+    def _gathered(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, told: Told) -> Tensor:
+        message, anchor = (told.tokens, self.group), _anchor(hidden)
+        tokens, weighs = (gather_rows(each, *message, anchor) for each in (hidden, weights))
+        local = (gathered_rows(index, tuple(told.tokens), self.group) - self.first).flatten()
+        here = torch.where((local >= 0) & (local < self.local), local, self.local)
+        order = here.argsort(stable=True)[: sum(told.of_experts)]
+        token = order // index.shape[1]
+        made = compute(tokens[token], local[order], told) * weighs.flatten()[order].unsqueeze(1)
+        total = made.new_zeros(len(tokens), made.shape[1]).index_add(0, token, made)
+        return scatter_rows(total, *message, anchor).to(hidden.dtype)
+
+    def _count_copy(self) -> None:
+        """Give a copy of a mixture a number of its own, when it is first called."""
+        if self._is_copy:
+            self._number, self._is_copy = self._calls.add_copy(self._number), False
 
     def _to_all_parts(self, rows: Tensor, expert: Tensor) -> tuple[Tensor, Tensor]:
         """Rows for each part of their experts, ``[n, width], [n] -> [parts · n, width], [parts · n]``.
@@ -128,15 +165,19 @@ class Owners:
         asked.view(-1)[list(called)] = 1
         asked = asked.expand(-1, self._parts, -1).reshape(-1, self.local)
         told = self._calls.call(self._number, counts, asked.to(counts.device), self)
-        self._latest = rows.detach()[:0].clone(), compute
+        self._latest = (rows.detach()[:0].clone(),), compute
         sent = order[: sum(told.outgoing)]
         back = self._exchange(rows[sent], told, compute, meanwhile)
         return back.new_zeros(len(rows), *back.shape[1:]).index_copy(0, sent, back)
 
     def answer(self, told: Told) -> None:
         """Take part in a call of the others without rows."""
-        rows, compute = self._latest
-        self._exchange(rows, told, compute)
+        given, compute = self._latest
+        if self.gathers:
+            hidden, index, weights = given
+            self._gathered(hidden, index, weights, compute, told)
+        else:
+            self._exchange(given[0], told, compute)
 
     def _exchange(
         self, rows: Tensor, told: Told, compute: Compute, meanwhile: Callable[[], object] | None = None

@@ -44,6 +44,7 @@ class Told:
         called: whether a rank has called an expert here, rows or not.
         incoming: how many rows each rank sends.
         outgoing: how many rows go to each rank.
+        tokens: how many tokens each rank has, where all ranks get all of them.
     """
 
     rows: Tensor
@@ -51,6 +52,7 @@ class Told:
     called: list[bool]
     incoming: list[int]
     outgoing: list[int]
+    tokens: list[int]
 
 
 class Answers(Protocol):
@@ -92,7 +94,7 @@ class Calls:
         self._copies[own] += 1
         return own + self._copies[own] * len(self._names)
 
-    def call(self, number: int, rows: Tensor, called: Tensor, mixture: Answers) -> Told:
+    def call(self, number: int, rows: Tensor, called: Tensor, mixture: Answers, tokens: int = 0) -> Told:
         """Tell the others of a call, and hear of theirs; collective over the group.
 
         Args:
@@ -100,12 +102,13 @@ class Calls:
             rows: how many rows go to each rank's experts, [ranks, experts of a rank].
             called: whether experts are called at all, likewise.
             mixture: takes part in such a call without one of this rank's own.
+            tokens: how many this rank has.
 
         Raises:
             RuntimeError: not all ranks are at the same call; on each of them.
         """
         self._answers[number] = mixture
-        return self._told(*self._tell(CALLING + number, rows.device, rows, called), rows.shape[1])
+        return self._told(*self._tell(CALLING + number, rows.device, rows, called, tokens), rows.shape[1])
 
     def end(self, device: torch.device, *, paused: bool = False) -> None:
         """Compute experts for the others until they are through too; collective over the group.
@@ -136,17 +139,20 @@ class Calls:
         said = heard[:-1]
         of_experts = [sum(row[expert] for row in said) for expert in range(local)]
         called = [any(row[self._widest + expert] for row in said) for expert in range(local)]
-        return Told(arrived[:, :local], of_experts, called, [sum(row[: self._widest]) for row in said], heard[-1])
+        incoming, tokens = [sum(row[: self._widest]) for row in said], [row[-3] for row in said]
+        return Told(arrived[:, :local], of_experts, called, incoming, heard[-1], tokens)
 
-    def _tell(self, state: int, device: torch.device, rows: Tensor, called: Tensor) -> tuple[Tensor, list[list[int]]]:
+    def _tell(
+        self, state: int, device: torch.device, rows: Tensor, called: Tensor, tokens: int = 0
+    ) -> tuple[Tensor, list[list[int]]]:
         """What each rank tells this one, on the device and here; the last of the latter is what goes to each rank.
 
         It is the only time that the host waits for the device: sizes of messages have to be known there.
         """
-        told = torch.zeros(self.group.size(), 2 * self._widest + 2, dtype=torch.long, device=device)
+        told = torch.zeros(self.group.size(), 2 * self._widest + 3, dtype=torch.long, device=device)
         told[:, : rows.shape[1]] = rows
         told[:, self._widest : self._widest + called.shape[1]] = called
-        told[:, -2], told[:, -1] = state, int(torch.is_grad_enabled())
+        told[:, -3], told[:, -2], told[:, -1] = tokens, state, int(torch.is_grad_enabled())
         arrived = raw_all_to_all(told, self.group)
         flat = torch.cat((arrived.flatten(), rows.sum(1))).tolist()
         width, size = told.shape[1], self.group.size()

@@ -35,9 +35,14 @@ def listed_experts(module: nn.Module) -> int:
     """How many experts a list of modules looks to have; 0 if they are not alike."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return 0
-    experts = list(module.children())
+    experts = experts_of(module)
     kinds = {(type(e), tuple((n, p.shape, p.dtype) for n, p in e.named_parameters())) for e in experts}
-    return len(experts) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
+    return len(experts) if len(experts) > 1 and len(kinds) == 1 else 0
+
+
+def experts_of(module: nn.Module) -> list[nn.Module]:
+    """The experts of a list, in order: what has parameters in it, and no dropout beside them."""
+    return [child for child in module.children() if any(True for _ in child.parameters())]
 
 
 def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:
@@ -147,7 +152,7 @@ class ListedExperts:
 
     def experts(self, module: nn.Module) -> list[nn.Module]:
         """The experts of the module, in order."""
-        return list(module.get_submodule(self.path).children())
+        return experts_of(module.get_submodule(self.path))
 
     def computed(
         self, experts: list[nn.Module], rows: Tensor, expert: Tensor, counts: list[int], called: list[bool]

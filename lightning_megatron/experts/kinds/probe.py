@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
-from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, lead_list
+from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, experts_of, lead_list
 from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, mixed, with_experts
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
@@ -159,7 +160,7 @@ def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
             parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
     why = "its forward takes no tokens"
     sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
-    dtype = next(p.dtype for p in module.parameters())
+    dtype = _dtype_of(module)
     for size, lead in itertools.product(sizes, ((2, 12), (24,))):
         tokens = torch.randn(*lead, size, generator=generator).to(dtype).requires_grad_()
         try:
@@ -171,6 +172,19 @@ def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
         else:
             return _compare_list(module, path, tokens, whole, widths), widths
     return why, (0, 0)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of most of its numbers, and so of its tokens: routers may have one of their own."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _tolerance_of(module: nn.Module) -> float:
+    """How far results may differ by rounding, in the coarsest dtype in it."""
+    return max(_TOLERANCE.get(parameter.dtype, _COARSE) for parameter in module.parameters())
 
 
 class _Unlike(Exception):
@@ -188,7 +202,7 @@ def _run_as_written(module: nn.Module, path: str, tokens: Tensor) -> tuple[Any, 
             raise _Unlike("its experts do not give a row for each row that they are given")
         seen.add((args[0].shape[-1], output.shape[-1]))
 
-    experts = module.get_submodule(path).children()
+    experts = experts_of(module.get_submodule(path))
     handles = [expert.register_forward_hook(note, with_kwargs=True) for expert in experts]
     try:
         with torch.random.fork_rng([]), unchanged(module):
@@ -212,7 +226,7 @@ def _compare_list(module: nn.Module, path: str, tokens: Tensor, whole: Any, widt
     except Exception as error:
         return f"its forward does not run on noted calls of its experts ({error})"
     pairs = [_leaves(each) for each in (whole, split)]
-    tolerance = _TOLERANCE.get(tokens.dtype, _COARSE)
+    tolerance = _tolerance_of(module)
     if len(pairs[0]) != len(pairs[1]) or not pairs[0]:
         return "its output is not that of its experts on each row by itself"
     for one, other in zip(*pairs, strict=True):
@@ -239,14 +253,14 @@ def mixes_samples(module: nn.Module) -> str:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
     sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
-    dtype = next(p.dtype for p in module.parameters())
+    dtype = _dtype_of(module)
     for size, lead in itertools.product(sizes, ((2, 192), (384,))):
         tokens = torch.randn(*lead, size, generator=generator).to(dtype)
         try:
             runs = [_run_and_look(module, part) for part in (tokens, *tokens.tensor_split(2))]
         except Exception:
             continue
-        return _compare_halves(runs[0], runs[1], runs[2], _TOLERANCE.get(dtype, _COARSE))
+        return _compare_halves(runs[0], runs[1], runs[2], _tolerance_of(module))
     return ""  # it does not run by itself: nothing is known
 
 
@@ -257,7 +271,7 @@ def draws(module: nn.Module) -> bool:
         module: a copy, with real parameters on the CPU; it is changed.
     """
     sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
-    dtype = next(p.dtype for p in module.parameters())
+    dtype = _dtype_of(module)
     generator = torch.Generator().manual_seed(0)
     for size, lead in itertools.product(sizes, ((2, 192), (384,))):
         tokens, runs = torch.randn(*lead, size, generator=generator).to(dtype), []

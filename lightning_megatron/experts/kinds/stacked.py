@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.rows_here import rows_here, rows_of, shown_as
-from lightning_megatron.experts.exchange.sending import Owners
+from lightning_megatron.experts.exchange.sending import Compute, Owners
 from lightning_megatron.experts.exchange.taking_part import Told
 from lightning_megatron.experts.kinds.inner_cut import InnerCut
 from lightning_megatron.experts.kinds.twin import is_elsewhere
@@ -152,6 +152,19 @@ class LedExperts:
             made: what the experts of this rank make of rows, by a forward, with numbers among them.
         """
 
+        beside = module.beside if isinstance(module, Experts) else None
+        meanwhile = None if beside is None else beside.result
+        return self._led(module, own, made, lambda run: self._owners.send(rows, expert, run, meanwhile=meanwhile))
+
+    def _led(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any],
+        made: Callable[[Callable[..., Any], Tensor, Tensor], Tensor],
+        deliver: Callable[[Compute], Tensor],
+    ) -> Tensor:
+        """What ``deliver`` gives when it is told how this rank's experts are run; the others as in :meth:`_sent`."""
+
         def compute(arrived: Tensor, local: Tensor, _: Told) -> Tensor:
             forward = own if self._runs else functools.partial(self._answer, module)
             cut = nullcontext() if self._inner is None else self._inner.runs(module)
@@ -160,8 +173,7 @@ class LedExperts:
 
         before, self._runs = self._runs, True
         try:
-            beside = module.beside if isinstance(module, Experts) else None
-            return self._owners.send(rows, expert, compute, meanwhile=None if beside is None else beside.result)
+            return deliver(compute)
         finally:
             self._runs = before
 
@@ -201,8 +213,12 @@ class StackedExperts(LedExperts):
         def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
             return computed(forward, lasting, arrived, local)
 
-        folding, hidden = self._owners.folding, choice.hidden
-        found = mixed(choice.own(folding), lambda rows, ids: self._sent(module, own, rows, ids, made))
+        folding, hidden, mine = self._owners.folding, choice.hidden, choice.own(self._owners.folding)
+        if self._owners.gathers:
+            sent = mine.hidden, mine.index, mine.weights
+            found = self._led(module, own, made, lambda run: self._owners.gather(*sent, run))
+        else:
+            found = mixed(mine, lambda rows, ids: self._sent(module, own, rows, ids, made))
         return shown_as(given, folding.whole(found, hidden.shape[:-1].numel()).view(*hidden.shape[:-1], -1))
 
 

@@ -246,10 +246,11 @@ def router_losses(module: nn.Module, *, balance: float = 0.0, z: float = 0.0, sc
             f"`router_losses` found {len(mixtures)} `MoE` in {type(module).__name__}, of which "
             f"{len(mixtures) - len(called)} have not been called; call the model first."
         )
-    return torch.stack([_losses_of(mixture, balance, z, scope) for mixture in called]).mean()
+    return torch.stack([losses_of(mixture, balance, z, scope) for mixture in called]).mean()
 
 
-def _losses_of(mixture: MoE, balance: float, z: float, scope: str) -> Tensor:
+def losses_of(mixture: MoE, balance: float, z: float, scope: str) -> Tensor:
+    """What one mixture adds; see :func:`router_losses`."""
     choices, means, own = cast(tuple[Tensor, ...], (mixture.choices, mixture.mean_scores, mixture.z))
     term = mixture.sequence_balance
     if not balance:

@@ -38,6 +38,7 @@ from lightning_megatron.strategy.assembly import alike
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import LayerSplit
 from lightning_megatron.strategy.assembly.module_options import ModuleOptions
+from lightning_megatron.strategy.assembly.own_dtypes import convert_as_forward_does
 from lightning_megatron.strategy.assembly.refusals import already_cut, check_own_split
 from lightning_megatron.strategy.generation.streaming import stream_weights
 from lightning_megatron.strategy.lightning.hooks import watches_weights
@@ -102,6 +103,7 @@ class Assembler:
         seed = alike.agree_on_base_seed(self._device)
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws())
         module = self._precision.convert_module(module)  # type: ignore[assignment]
+        convert_as_forward_does(module)
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
         tensor_state, report = self._layer_split().split(module)
@@ -189,7 +191,7 @@ class Assembler:
 
     def _layer_split(self) -> LayerSplit:
         asked, steps = self._options, self._engine_options
-        given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts
+        given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
         return LayerSplit(self._mesh, self._precision, *given, per_replica=steps.expert_balance is not None)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:

@@ -34,6 +34,7 @@ class _Split:
     report: ParallelReport | None
     experts: int = 1
     parts: int = 1
+    dispatch: str = "all_to_all"
 
     def __deepcopy__(self, memo: Any) -> _Split:
         """The same: it tells of names and slices, and holds the group, which cannot be copied."""
@@ -61,6 +62,7 @@ class LayerSplit:
         sequence_parallel: whether what is between the layers is split along the sequence too.
         experts: ranks that share out the experts of mixtures.
         parts: how many of them hold a part of each of the same experts.
+        dispatch: how tokens come to experts: "all_to_all" or "all_gather".
         per_replica: whether a balancing loss is meant to be each replica's.
     """
 
@@ -70,6 +72,7 @@ class LayerSplit:
     sequence_parallel: bool
     experts: int
     parts: int
+    dispatch: str
     per_replica: bool
 
     def split(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
@@ -84,6 +87,8 @@ class LayerSplit:
                 raise RuntimeError(already_split("expert_parallel_size", before[1] // before[2], experts // self.parts))
             if before[2] != self.parts:
                 raise RuntimeError(already_split("expert_tensor_parallel_size", before[2], self.parts))
+            if earlier is not None and experts > 1 and earlier.dispatch != self.dispatch:
+                raise RuntimeError(already_split("expert_dispatch", earlier.dispatch, self.dispatch))
         if (tensor == 1 and experts == 1) or splits_itself(module):
             return TensorState(), None
         if earlier is None:
@@ -111,7 +116,7 @@ class LayerSplit:
             cut = f", `expert_tensor_parallel_size={self.parts}`" if self.parts > 1 else ""
             rank_zero_info(f"`expert_parallel_size={experts // self.parts}`{cut}: {split.report.explain()}.")
         state = TensorState(table, group, None if groups is None else groups.group)
-        return _Split(tensor, state, report, experts, self.parts)
+        return _Split(tensor, state, report, experts, self.parts, self.dispatch)
 
     def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
         """The experts that ranks are to share out; ``None`` if they are not to."""
@@ -120,4 +125,5 @@ class LayerSplit:
         from lightning_megatron.experts.split import ExpertSplit
 
         with self.precision.forward_context():
-            return ExpertSplit(module, groups.size // self.parts, self.parts, per_replica=self.per_replica)
+            about = {"per_replica": self.per_replica, "gathers": self.dispatch == "all_gather"}
+            return ExpertSplit(module, groups.size // self.parts, self.parts, **about)

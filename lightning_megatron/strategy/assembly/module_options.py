@@ -26,5 +26,6 @@ class ModuleOptions:
     loss_chunks: int | str | None = None
     experts: int = 1
     expert_parts: int = 1
+    expert_dispatch: str = "all_to_all"
     stage_speeds: tuple[float, ...] | None = None
     streaming: Streaming | None = None

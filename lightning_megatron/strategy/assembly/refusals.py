@@ -37,8 +37,8 @@ def already_cut(earlier: Stage, stages: int) -> str:
     )
 
 
-def already_split(option: str, before: int, now: int) -> str:
-    """Message for a module that another layout's run has split, by the size ``option``."""
+def already_split(option: str, before: int | str, now: int | str) -> str:
+    """Message for a module that another layout's run has split, by ``option``."""
     return (
         f"this module was set up for `{option}={before}` by an earlier run and holds this rank's part; a "
         f"run with `{option}={now}` needs a new module. Build it again and load the checkpoint."

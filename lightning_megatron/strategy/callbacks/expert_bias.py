@@ -104,7 +104,7 @@ class ExpertBias(Callback):
             self._counts = None
 
 
-def insert_expert_callbacks(trainer: pl.Trainer, *, load: bool, bias: bool) -> None:
+def insert_expert_callbacks(trainer: pl.Trainer, *, load: bool, rate: float | None) -> None:
     """Add what logs the load of experts, and what balances them by biases, where they are wanted; once.
 
     Raises:
@@ -114,6 +114,6 @@ def insert_expert_callbacks(trainer: pl.Trainer, *, load: bool, bias: bool) -> N
     if load and not any(isinstance(callback, ExpertLoad) for callback in callbacks):
         check_counts(trainer, LOAD)
         callbacks.append(ExpertLoad())
-    if bias and not any(isinstance(callback, ExpertBias) for callback in callbacks):
+    if rate is not None and not any(isinstance(callback, ExpertBias) for callback in callbacks):
         check_counts(trainer, BIAS)
-        callbacks.append(ExpertBias())
+        callbacks.append(ExpertBias(rate))

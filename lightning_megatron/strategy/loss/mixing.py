@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
+from lightning_megatron.experts.balance.added import AddedLosses
 from lightning_megatron.experts.balance.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.balance.bias import OwnBiases
 from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, drops_tokens
@@ -46,6 +47,9 @@ class MixingTrials:
 
     Args:
         context: what steps run on.
+
+    Attributes:
+        added: balancing losses that the run adds to the step's; ``None`` for none.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -63,6 +67,7 @@ class MixingTrials:
         self._balance = options.expert_balance
         alone = self._replicas == 1 or self._balance is not None
         group = None if alone else mesh.group("data_parallel")
+        self.added = AddedLosses(module, options.added_balance) if options.added_balance is not None else None
         collect_once(module)
         in_step, in_turns = lambda: context.recording.recorder is not None, lambda: deals_in_turns(module)
         self._own = WholeBatchMixtures(module, group, in_step, in_turns)
@@ -141,6 +146,8 @@ class MixingTrials:
         """Give back what was replaced in models."""
         for known in self._known:
             known.close()
+        if self.added is not None:
+            self.added.close()
         if self._kept is not None:
             self._kept.close()
 

@@ -15,6 +15,7 @@ from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ExpertGroups
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.strategy.options.balance import Balance
 from lightning_megatron.strategy.options.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_EXPERTS = {
@@ -37,8 +38,14 @@ def check_experts(options: Any) -> None:
     size = options.expert_parallel_size
     check_size("expert_parallel_size", size)
     check_size("expert_tensor_parallel_size", options.expert_tensor_parallel_size)
-    if options.expert_balance not in (None, "replica", "bias"):
-        raise ValueError(f"`expert_balance={options.expert_balance!r}` must be None, 'replica' or 'bias'.")
+    Balance.asked(options.expert_balance)
+    if options.expert_dispatch not in ("all_to_all", "all_gather"):
+        raise ValueError(f"`expert_dispatch={options.expert_dispatch!r}` must be 'all_to_all' or 'all_gather'.")
+    if options.expert_dispatch == "all_gather" and options.expert_ranks == 1:
+        raise ValueError(
+            "`expert_dispatch='all_gather'` says how tokens come to experts of other ranks; distribute them by "
+            "`expert_parallel_size`, or leave it out."
+        )
     for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
         if getattr(options, name) > 1:
             check_options_with(f"{name}={getattr(options, name)}", options, _WITHOUT_EXPERTS, f"{name}=1")

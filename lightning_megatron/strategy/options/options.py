@@ -28,6 +28,7 @@ from lightning_megatron.strategy.activations.install import ActivationOffload, A
 from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.options import checks
+from lightning_megatron.strategy.options.balance import Balance, ExpertBalance
 from lightning_megatron.strategy.options.context_checks import check_context
 from lightning_megatron.strategy.options.expert_checks import check_experts
 from lightning_megatron.strategy.options.left_to_planner import check_layout
@@ -59,10 +60,13 @@ class Options:
             other the tokens for them.
         expert_tensor_parallel_size: further ranks over each of which every expert is cut along its inner width; with
             ``expert_parallel_size`` e, e times as many ranks of a stage hold all experts.
+        expert_dispatch: how tokens come to their experts: ``"all_to_all"`` sends each rank the rows for its experts,
+            ``"all_gather"`` all tokens, which are fewer numbers where a token has more experts than there are ranks.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
             each replica's, as in DDP; else it is refused, but for Hugging Face's and this package's, which are of all
-            replicas' tokens. ``"bias"`` balances experts by their biases; see
-            :class:`~lightning_megatron.callbacks.ExpertBias`.
+            replicas' tokens. ``"bias"`` or ``{"bias": rate}`` balances experts by their biases; see
+            :class:`~lightning_megatron.callbacks.ExpertBias`. ``"loss"`` or ``{"loss": factor, "scope": "sequence"}``
+            adds a balancing loss to that of ``training_step``; see ``docs/experts.md``.
         tensor_parallel_plan: how layers are split, ``{pattern: style}`` as in Hugging Face's ``base_model_tp_plan``;
             ``"auto"`` takes the model's own plan, drop-in layers, or rules that are tried against the unsplit module.
         sequence_parallel: split norms, dropout and residuals along the sequence too (arXiv 2205.05198).
@@ -149,7 +153,8 @@ class Options:
     context_parallel_options: Mapping[str, Any] | None = None
     expert_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
-    expert_balance: str | None = None
+    expert_dispatch: str = "all_to_all"
+    expert_balance: ExpertBalance = None
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
     micro_batch_size: int | str = "auto"
@@ -274,6 +279,7 @@ class Options:
             activations=ActivationOptions.of(self.activation_offload, self.mlp_chunks),
             experts=self.expert_ranks,
             expert_parts=self.expert_tensor_parallel_size,
+            expert_dispatch=self.expert_dispatch,
             stage_speeds=stage_speeds,
             streaming=streaming_of(self.weight_streaming),
         )
@@ -307,13 +313,14 @@ class Options:
                 offload=offload_of(self.optimizer_offload),
             ),
             expert_balance=self.balance_of,
+            added_balance=Balance.asked(self.expert_balance).added,
             random_streams=self.random_streams,
         )
 
     @property
     def balance_of(self) -> str | None:
         """Whose balancing losses are meant: ``"replica"``, each replica's; ``None``, those of the whole batch."""
-        return self.expert_balance if self.expert_balance == "replica" else None
+        return "replica" if Balance.asked(self.expert_balance).per_replica else None
 
     @property
     def details(self) -> dict[str, Any]:

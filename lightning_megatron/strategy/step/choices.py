@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
+from lightning_megatron.experts.balance.added import AddedBalance
 from lightning_megatron.pipeline.schedules.by_name import ScheduleShape, make_schedule, schedule_shape
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 
@@ -29,6 +30,7 @@ class EngineOptions:
     sequence_parallel: bool
     gradients: GradientOptions
     expert_balance: str | None = None
+    added_balance: AddedBalance | None = None
     random_streams: str = "torch"
 
     @property

@@ -183,6 +183,11 @@ class StepEngine:
             raise RuntimeError("nothing was recorded; pass `MegatronStrategy(record_timeline=True)`.")
         return self._stages.timeline()
 
+    def balanced(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The user's step, with the balancing losses that the run adds to its own."""
+        added = self._in_parts.cuts.mixing.added
+        return call if added is None else added.step(call)
+
     def close(self) -> None:
         """Release hooks, buffers and connections."""
         self._experts.close()
