@@ -317,7 +317,10 @@ class ModelGradients:
         bucket = self._place(parameter)[0]
         sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
         if self._experts is not None and name is not None and self.holders_of(name).of_experts:
-            return sharing.shards > 1 or self._experts.is_first_copy  # each copy has a shard of the sum, or all of it
+            first = self._experts.is_first_copy and self.presence.is_counted_here(
+                name, over_stages=True, over_tensor=False
+            )
+            return sharing.shards > 1 or first  # each copy has a shard of the sum, or all of it
         if over_world and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
             return False
         over = {"over_stages": not sharing.spans_stages, "over_tensor": not sharing.spans_tensor}

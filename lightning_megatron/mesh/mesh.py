@@ -192,16 +192,21 @@ class ParallelMesh:
         together = [singles] if singles else []
         together += [[holder] for holder in sorted(set(holders)) if len(holder.stages) > 1]
         for members in together:
-            ranks = [block for holder in members for block in self._holder_ranks(holder)]
+            ranks = [block for holder in members for block in self._holder_ranks(holder, experts)]
             group, _ = dist.new_subgroups_by_enumeration(ranks)
             for holder in members:
-                if any(self.rank in block for block in self._holder_ranks(holder)):
+                if any(self.rank in block for block in self._holder_ranks(holder, experts)):
                     mine[holder] = group
         return mine
 
-    def _holder_ranks(self, holder: Holders) -> list[list[int]]:
-        """Ranks of each group for ``holder``: one group, or one per tensor coordinate."""
+    def _holder_ranks(self, holder: Holders, experts: int) -> list[list[int]]:
+        """Ranks of each group for ``holder``: one group, or one per tensor coordinate, or per set of experts."""
         layout = self.layout
+        if holder.of_experts:
+            size = layout.world_size // layout.pipeline
+            starts = [layout.rank(pipeline=stage) for stage in sorted(holder.stages)]
+            held = sorted(start + place for start in starts for place in range(size))
+            return [[rank for rank in held if rank % experts == own] for own in range(experts)]
         places = [(s, d, c) for s in holder.stages for d in range(layout.data) for c in range(layout.context)]
         by_tensor = [
             [layout.rank(tensor=t, context=c, data=d, pipeline=s) for s, d, c in places] for t in range(layout.tensor)

@@ -165,7 +165,12 @@ class DecoderConfig:
             vectors += self.layers * attention + dense * ((2 if self.gated else 1) * self.inner + self.hidden)
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         positions = self.sequence * self.hidden if self.positions == "learned" else 0
-        return self._matrices(lambda experts: experts) + tables + positions + vectors
+        return self.parameters_of_layers + tables + positions + vectors
+
+    @property
+    def parameters_of_layers(self) -> int:
+        """Number of the weights in the layers' matrices: attention, feed-forward blocks, routers and all experts."""
+        return self._matrices(lambda experts: experts)
 
     def _matrices(self, counted: Callable[[int], int]) -> int:
         """Weights of the layers' matrices, of which ``counted(experts)`` experts count."""

@@ -357,6 +357,32 @@ class ByHand(Words):
     automatic_optimization = False
 
 
+class Given(nn.Module):
+    """A mixture that is given what another one has made, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture()
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return self.mixture(x + 0.5 * given)  # type: ignore[no-any-return]
+
+
+class Encoded(Words):
+    """A mixture before the layers, whose output all of them are given, as those of a decoder are given an encoder's."""
+
+    def __init__(self, listed: bool = False) -> None:
+        super().__init__([Given() for _ in range(4)])
+        self.encoder = strangers.Block(strangers.Loop) if listed else Mixture()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        given = self.encoder(x.flip(1))
+        for layer in self.layers:
+            x = layer(x, given)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+
 class Dense(Words):
     """Has no experts."""
 
@@ -393,6 +419,8 @@ MODULES = {
     "mixed": Mixed,
     "by_hand": ByHand,
     "dense": Dense,
+    "encoded": Encoded,
+    "encoded_list": lambda: Encoded(listed=True),
     "whole_updates": WholeUpdates,
     "gathered": Gathered,
     "drop_in": DropIn,

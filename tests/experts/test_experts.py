@@ -29,6 +29,7 @@ ROWS: list[Any] = [
     ("strange_sequences", 2, {}, {}),
     ("balanced_Mixtral", 4, PIPE, {}),
     ("drop_in", 2, TWO, {}),
+    ("encoded", 4, PIPE, {}),
     ("words", 4, {**TWO, **SPREAD}, {"accumulate_grad_batches": 2}),
     (
         "uneven",
@@ -47,6 +48,10 @@ ROWS: list[Any] = [
             *((family, 2, TWO, {}) for family in (*FAMILIES, *FURTHER)),
             *((family, 2, {}, {}) for family in UNSPLIT),
             *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
+            ("encoded", 4, {**PIPE, "optimizer_sharding": False}, {}),
+            ("encoded", 8, {**PIPE, "pipeline_schedule": "zb-v"}, {"accumulate_grad_batches": 2}),
+            ("encoded_list", 4, {**PIPE, "activation_recompute": "full"}, {}),
+            ("encoded", 4, {**PIPE, "tensor_parallel_size": 2}, {}),
             ("DeepseekV3", 4, PIPE, {}),
             ("words", 2, {**TWO, **GATHERS, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}),
             ("uneven", 4, {**TWO, **GATHERS, **SPREAD}, {}),

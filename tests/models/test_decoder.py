@@ -133,6 +133,9 @@ def test_mixtures_have_the_published_numbers_of_parameters(size: str, published:
         whole = sum(parameter.numel() for parameter in Decoder(config).parameters())
     assert whole == config.parameters
     assert round(whole / 1e9) == published
+    residual = 12 * 8 * config.hidden**2 if config.residual_expert else 0
+    counted = whole - residual if residual else config.parameters_of_layers
+    assert counted / 1e9 == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,12 @@ class Presence:
         """Names of what this stage does not hold."""
         return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)
 
-    def shared_stage_sets(self) -> list[tuple[int, ...]]:
-        """Sets of stages that hold a parameter together, each once, sorted: equal on all ranks."""
-        held = {entry.stages for entry in self.entries.values() if isinstance(entry.twin, nn.Parameter)}
+    def shared_stage_sets(self, *, of_experts: bool = False) -> list[tuple[int, ...]]:
+        """Sets of stages that hold a parameter, or one of distributed experts, together, each once, sorted: equal on
+        all ranks.
+        """
+        parameters = [entry for entry in self.entries.values() if isinstance(entry.twin, nn.Parameter)]
+        held = {entry.stages for entry in parameters if entry.sharding.of_experts or not of_experts}
         return sorted(tuple(sorted(stages)) for stages in held if len(stages) > 1)
 
     def part_of(self, name: str) -> Part | None:

@@ -192,7 +192,8 @@ class Assembler:
     def _layer_split(self) -> LayerSplit:
         asked, steps = self._options, self._engine_options
         given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
-        return LayerSplit(self._mesh, self._precision, *given, per_replica=steps.expert_balance is not None)
+        alone = self._mesh.layout.data * self._mesh.layout.context == 1
+        return LayerSplit(self._mesh, self._precision, *given, per_replica=alone or steps.expert_balance is not None)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)
@@ -252,6 +253,7 @@ class Assembler:
         """Every combination of holders in the world besides one stage's own: equal on all ranks."""
         sets = presence.shared_stage_sets()
         holders = [Holders(stages, False) for stages in sets]
+        holders += [Holders(stages, False, True) for stages in presence.shared_stage_sets(of_experts=True)]
         if tensor_state.sums_gradients:
             singles = [(index,) for index in range(self._mesh.layout.pipeline)]
             holders += [Holders(stages, True) for stages in (*sets, *singles)]

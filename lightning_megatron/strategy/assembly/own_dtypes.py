@@ -8,16 +8,24 @@ changed its dtype there is converted in the module too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lightning_megatron.parallelize.reading.copy import copy_of
 
-_CONVERTS = re.compile(r"self\.[\w.]+\.(to|type|float|double|half|bfloat16)\(|self\.[\w.]+\.data\s*=")
+_CONVERTS = re.compile(
+    r"""^\s*(self\.(?P<name>[\w.]+)\s*=\s*self\.(?P=name)  # self.gate = self.gate.to(torch.float32)
+    |self\.[\w.]+)\.(to|type|float|double|half|bfloat16)\(  # self.gate.float()
+    |^\s*self\.[\w.]+\.data\s*=""",
+    re.MULTILINE | re.VERBOSE,
+)
 
 
 @torch.no_grad()
@@ -32,26 +40,30 @@ def convert_as_forward_does(module: nn.Module) -> list[str]:
     """
     done: list[str] = []
     for name, part in module.named_modules():
-        if _may_convert(type(part)) and any(True for _ in part.parameters()):
-            for leaf, dtype in _converted(part):
-                parameter = part.get_parameter(leaf)
-                parameter.data = parameter.data.to(dtype)
-                done.append(f"{name}.{leaf}" if name else leaf)
+        own = any(_may_convert(base) for base in type(part).__mro__)
+        if not own or isinstance(part, pl.LightningModule) or next(part.parameters(), None) is None:
+            continue
+        for leaf, dtype in _converted(part):
+            parameter = part.get_parameter(leaf)
+            parameter.data = parameter.data.to(dtype)
+            done.append(f"{name}.{leaf}" if name else leaf)
     return done
 
 
+@functools.cache
 def _may_convert(cls: type) -> bool:
     """Whether the source of a class, other than torch's and Lightning's, converts something of its own."""
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
-            continue
-        for function in vars(base).values():
-            try:
-                if inspect.isfunction(function) and _CONVERTS.search(inspect.getsource(function)):
-                    return True
-            except OSError:  # its source is not at hand
-                continue
-    return False
+    if cls.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
+        return False
+    functions = [each for name, each in vars(cls).items() if inspect.isfunction(each) and not name.startswith("__")]
+    return any(_CONVERTS.search(_source(function)) for function in functions)
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:  # it is not at hand
+        return ""
 
 
 def _converted(part: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
