@@ -47,13 +47,17 @@ class Mixture:
 
 def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
     """The mixtures in a module, whether experts are shared out or not."""
+    stacks: set[nn.Module] = set()
     for name, child in module.named_modules():
+        if child in stacks:
+            continue
         led = Marks.of(child).get(Led)
         leader = led.leader if led is not None else None
         if isinstance(leader, ListedExperts):
             path = f"{name}.{leader.path}" if name else leader.path
             yield Mixture(name, child, child.get_submodule(leader.path), path, leader.count)
         elif name and (count := leader.count if isinstance(leader, StackedExperts) else stacked_experts(child)):
+            stacks |= set(child.modules())
             yield Mixture(parent(name), module.get_submodule(parent(name)), child, name, count)
         elif name and (count := leader.count if isinstance(leader, BlockedExperts) else blocked_experts(child)):
             block = module.get_submodule(parent(name))

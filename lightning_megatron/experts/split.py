@@ -17,6 +17,7 @@ from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_expe
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, with_block
 from lightning_megatron.experts.kinds.listed import ListedExperts, experts_of, lead_list, listed_experts, routes
 from lightning_megatron.experts.kinds.probe import cut_one, cut_stacked, draws, mixes_samples, try_listed, try_stacked
+from lightning_megatron.experts.kinds.sized import SizedExperts, sized_experts, try_sized
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import lead
 from lightning_megatron.experts.routers import ABOVE
@@ -143,21 +144,28 @@ class _Finder:
 
     def found(self) -> list[Found]:
         """All mixtures that can be shared out."""
-        candidates = [
-            self._stacked(name, child, count)
-            if (count := stacked_experts(child) or blocked_experts(child))
-            else self._listed(name, child)
-            for name, child in self._module.named_modules()
-        ]
+        candidates: list[Found | None] = []
+        stacks: set[nn.Module] = set()
+        for name, child in self._module.named_modules():
+            if child in stacks:
+                continue
+            if count := stacked_experts(child) or blocked_experts(child) or sized_experts(child):
+                candidates.append(self._stacked(name, child, count))
+                stacks |= set(child.modules())
+            else:
+                candidates.append(self._listed(name, child))
         return [each for each in candidates if each is not None]
 
     def _stacked(self, name: str, experts: nn.Module, count: int) -> Found | None:
-        why = self._unlike(experts)
-        if not why and blocked_experts(experts):
-            parts = self._size if count % self._size == 0 else 1
-            why, _ = self._try(experts, "", lambda copied: (try_blocks(copied, count, parts), (0, 0)))
-        elif not why and count % self._size == 0:
-            why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, self._size), (0, 0)))
+        why, width = self._unlike(experts), 0
+        blocked, sized = blocked_experts(experts), sized_experts(experts)
+        parts = self._size if count % self._size == 0 else 1
+        if not why and sized:
+            why, width = self._try(experts, "", lambda copied: try_sized(copied, count, parts))
+        elif not why and blocked:
+            why, _ = self._try(experts, "", lambda copied: (try_blocks(copied, count, parts), 0))
+        elif not why and parts > 1:
+            why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, parts), 0))
         if not why and name:
             block = self._module.get_submodule(parent(name))
             if not list(self._names[id(block)])[1:] and block is not self._module:
@@ -165,10 +173,18 @@ class _Finder:
         if why:
             self._report.whole[name] = why
             return None
-        cutting = cut_blocks if blocked_experts(experts) else cut_stacked
+        cutting = _cut_sized if sized else cut_blocks if blocked else cut_stacked
         inner = self._inner(name, experts, lambda copied: cutting(copied, count, self._parts))
-        gathers = not blocked_experts(experts)
-        return Found(name, count, lambda owners, table: _cut_stacked(experts, name, owners, table, inner), gathers)
+
+        def cut(owners: Owners, table: ShardTable) -> None:
+            here = None if inner is None else inner.at(owners.part)
+            _cut_stacked(experts, name, owners, table, here)
+            if sized:
+                lead(experts, SizedExperts(name, owners, width))
+            else:
+                lead(experts, (BlockedExperts if blocked else StackedExperts)(name, owners, here))
+
+        return Found(name, count, cut, not (blocked or sized))
 
     def _listed(self, name: str, experts: nn.Module) -> Found | None:
         count = listed_experts(experts)
@@ -267,22 +283,22 @@ def _not_apart(router: nn.Module, experts: nn.Module) -> str:
     return ""
 
 
-def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable, inner: InnerCut | None) -> None:
-    here = None if inner is None else inner.at(owners.part)
+def _cut_sized(*_: object) -> str:
+    return "each of its products is a module of its own"
 
+
+def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable, here: InnerCut | None) -> None:
     def spec(leaf: str, shape: torch.Size) -> ShardSpec:
         if here is None:
-            return ShardSpec.along(shape, 0, [(owners.first, owners.first + owners.local)])
+            each = shape[0] // owners.experts  # 1 where experts have a dim of their own
+            return ShardSpec.along(shape, 0, [(owners.first * each, (owners.first + owners.local) * each)])
         return with_block(here.spec(leaf, (owners.local, *shape[1:])), shape[0], owners.first)
 
     own = {
         leaf: ParameterSharding(spec(leaf, parameter.shape), of_experts=True)
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None
+        for leaf, parameter in module.named_parameters()
     }
-    is_blocked = bool(blocked_experts(module))
     _apply(module, name, own, owners, table)
-    lead(module, (BlockedExperts if is_blocked else StackedExperts)(name, owners, here))
 
 
 def _cut_one(

@@ -19,7 +19,7 @@ from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.options import run_checks
-from lightning_megatron.strategy.options.balance import Balance
+from lightning_megatron.strategy.options.balance_asked import Balance
 from lightning_megatron.strategy.options.context_checks import check_context_run
 from lightning_megatron.strategy.options.expert_checks import check_expert_ranks, check_expert_run
 from lightning_megatron.strategy.options.options import Options

@@ -279,7 +279,9 @@ class Pretrained(LightningModule):
         self.net = getattr(transformers, name)._from_config(config, **kinds)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(input_ids=batch[0]).logits.double().flatten(0, 1), batch[1].flatten())
+        further = {"decoder_input_ids": batch[0].flip(1)} if self.net.config.is_encoder_decoder else {}
+        logits = self.net(input_ids=batch[0], **further).logits
+        return F.cross_entropy(logits.double().flatten(0, 1), batch[1].flatten())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)

@@ -82,12 +82,6 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 8,
         },
     ),
-    "Llama4Text": ("Llama4ForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL, "intermediate_size_mlp": 16, "head_dim": 8}),
-}
-"""Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration.
-
-The first are trained in more ways than the others."""
-UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "Dbrx": (
         "DbrxForCausalLM",
         {
@@ -103,7 +97,54 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         "JetMoeForCausalLM",
         {**_CHOOSES_LOCAL, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 16},
     ),
+    "SwitchTransformers": (
+        "SwitchTransformersForConditionalGeneration",
+        {
+            "d_model": WIDTH,
+            "d_kv": 8,
+            "d_ff": 16,
+            "num_heads": 2,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "num_experts": 4,
+            "dropout_rate": 0.0,
+            "router_jitter_noise": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "Llama4Text": ("Llama4ForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL, "intermediate_size_mlp": 16, "head_dim": 8}),
+}
+"""Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration.
+
+The first are trained in more ways than the others."""
+UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "LongcatFlash": (
+        "LongcatFlashForCausalLM",
+        {
+            **_DEEPSEEK,
+            "num_layers": 2,
+            "ffn_hidden_size": 16,
+            "expert_ffn_hidden_size": 8,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "head_dim": 4,
+        },
+    ),
 }
 """Those whose experts stay on every replica."""
-IN_FLOAT32 = ("DeepseekV2", "DeepseekV3", "Ernie4_5_Moe", "Glm4Moe", "Dots1", "NemotronH", "Llama4Text")
+UNCUT = ("Dbrx", "JetMoe")
+"""Those whose experts are distributed, and not cut themselves."""
+IN_FLOAT32 = (
+    "DeepseekV2",
+    "DeepseekV3",
+    "Ernie4_5_Moe",
+    "Glm4Moe",
+    "Dots1",
+    "NemotronH",
+    "Llama4Text",
+    "LongcatFlash",
+    "SwitchTransformers",
+)
 """Those whose routers compute in 32 bits, whatever the others do."""

@@ -221,5 +221,5 @@ def test_what_cannot_be_as_in_one_process_is_refused_on_every_rank(name, devices
 
 
 def test_an_unknown_balance_is_refused():
-    with pytest.raises(ValueError, match="must be None, 'replica' or 'bias'"):
-        MegatronStrategy(expert_balance="loss")
+    with pytest.raises(ValueError, match="must be None, 'replica', 'bias' or"):
+        MegatronStrategy(expert_balance="entropy")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_megatron.experts.exchange.taking_part import Told
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
 from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
 from lightning_megatron.experts.kinds.twin import is_elsewhere
@@ -52,7 +53,7 @@ class BlockedExperts(LedExperts):
         rows, lead = given.reshape(-1, given.shape[-1]), given.dim() == 3
         expert = torch.arange(self.count, device=rows.device).repeat_interleave(len(rows) // self.count)
 
-        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
+        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor, _: Told) -> Tensor:
             return in_blocks(forward, arrived, local, self._owners.local, lead=lead)
 
         folding = self._owners.folding

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
 from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, experts_of, lead_list
-from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, mixed, with_experts
+from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, has_joint_stacks, mixed, with_experts
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -50,6 +50,8 @@ def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
     taken = _taken(module, experts)
     if isinstance(taken, str):
         return taken
+    if has_joint_stacks(module):
+        return "their matrices lie one below the other in one"
     return find_inner_cut(module, parts, functools.partial(module, *taken[0]), stacked=True)
 
 
@@ -91,10 +93,11 @@ def cut_one(expert: nn.Module, width: int, parts: int) -> InnerCut | str:
 
 def _guesses(module: nn.Module, experts: int, generator: torch.Generator) -> Iterator[list[Tensor]]:
     """Arguments to try: hidden states of each size that the parameters have, flat or in sequences, in both orders."""
-    sizes = {n: None for p in module._parameters.values() if p is not None for n in p.shape[1:]}
-    dtype = next(p.dtype for p in module._parameters.values() if p is not None)
-    for lead in ((4 * experts,), (2, 2 * experts)):
-        index = torch.rand(*lead, experts, generator=generator).argsort(-1)[..., : min(2, experts)]
+    sizes = {n: None for p in module.parameters() for n in p.shape[1:]}
+    dtype = next(p.dtype for p in module.parameters())
+    leads: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((4 * experts,),) * 2, ((2, 2 * experts),) * 2]
+    for lead, chosen in (*leads, ((2, 2 * experts), (4 * experts,))):
+        index = torch.rand(*chosen, experts, generator=generator).argsort(-1)[..., : min(2, experts)]
         weights = torch.rand(index.shape, generator=generator).to(dtype) + 0.1
         for size in sizes:
             hidden = torch.randn(*lead, size, generator=generator).to(dtype)
@@ -103,7 +106,7 @@ def _guesses(module: nn.Module, experts: int, generator: torch.Generator) -> Ite
 
 
 def _compare(module: nn.Module, experts: int, parts: int, choice: Choice, whole: Tensor) -> str:
-    trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad]
     local = experts // parts
 
     def send(rows: Tensor, expert: Tensor) -> Tensor:
@@ -322,7 +325,8 @@ def _leaves(output: Any) -> list[Tensor]:
 
 def _part_of(module: nn.Module, experts: int, block: slice, choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
     """The module's forward with a block of its experts."""
-    values = {name: p[block] for name, p in module._parameters.items() if p is not None}
+    each = {name: len(p) // experts for name, p in module.named_parameters()}  # 1 where experts have a dim of their own
+    values = {n: p[block.start * each[n] : block.stop * each[n]] for n, p in module.named_parameters()}
 
     def own(*arguments: Any) -> Any:
         with with_experts(module, experts, block.stop - block.start):

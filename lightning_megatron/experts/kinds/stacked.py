@@ -29,10 +29,14 @@ from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers import Experts
 from lightning_megatron.mesh.replaced import Replacements
 
+Made = Callable[[Callable[..., Any], Tensor, Tensor, Told], Tensor]
+"""What the experts of a rank make of rows: given a forward, the rows, their experts' local numbers, and what the ranks
+have told."""
+
 
 def stacked_experts(module: nn.Module) -> int:
     """How many experts a module looks to have stacked in its parameters; 0 if it does not look like experts."""
-    return has_stacks(module) if len(forward_arguments(module)) >= 3 else 0
+    return has_stacks(module) or has_joint_stacks(module) if len(forward_arguments(module)) >= 3 else 0
 
 
 def has_stacks(module: nn.Module) -> int:
@@ -44,6 +48,17 @@ def has_stacks(module: nn.Module) -> int:
         return 0
     count = several.pop()
     return count if count > 1 else 0
+
+
+def has_joint_stacks(module: nn.Module) -> int:
+    """How many experts a module says it has, if all parameters in it are their matrices one below the other,
+    ``[experts · width, ...]`` (DBRX); else 0.
+    """
+    shapes = [parameter.shape for parameter in module.parameters()]
+    said = {value for name, value in vars(module).items() if "expert" in name and type(value) is int and value > 1}
+    fits = [n for n in said if all(len(shape) > 1 and shape[0] > n and shape[0] % n == 0 for shape in shapes)]
+    joint = shapes and len(fits) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return fits[0] if joint else 0
 
 
 def forward_arguments(module: nn.Module) -> list[str]:
@@ -76,7 +91,9 @@ class Choice:
             raise ValueError("is not called with hidden states, indices of experts and weights")
         self._places = real[0], whole[0], real[1]
         self.hidden, self.index, self.weights = (values[place] for place in self._places)
-        if self.weights.shape != self.index.shape or self.hidden.shape[:-1] != self.index.shape[:-1]:
+        self._dims, lead = self.index.dim(), self.hidden.shape[:-1]
+        flat = self._dims == 2 and lead.numel() == len(self.index)
+        if self.weights.shape != self.index.shape or not (lead == self.index.shape[:-1] or flat):
             raise ValueError(
                 f"is called with hidden states {tuple(self.hidden.shape)}, indices {tuple(self.index.shape)} and "
                 f"weights {tuple(self.weights.shape)}; it takes one weight per index, and indices for every token"
@@ -92,8 +109,10 @@ class Choice:
     def here(self) -> Choice:
         """That of the tokens that are here, where context ranks split them: [.., tokens, h] -> [.., tokens here, h]."""
         some, given = copy.copy(self), self.hidden
-        some.hidden = rows_here(given)
-        some.index, some.weights = (rows_of(given, each) for each in (self.index, self.weights))
+        both, some.hidden = (self.index, self.weights), rows_here(given)
+        if given.shape[:-1] != self.index.shape[:-1]:  # flat, while the hidden states are not
+            both = tuple(each.reshape(*given.shape[:-1], -1) for each in both)
+        some.index, some.weights = (rows_of(given, each) for each in both)
         return some
 
     def own(self, folding: Folding) -> Choice:
@@ -105,7 +124,7 @@ class Choice:
 
     def of_rows(self, rows: Tensor, expert: Tensor) -> list[Tensor]:
         """Arguments of the same kind for rows [n, h] that go to one expert [n] each, with weight 1."""
-        lead = (1,) * (self.index.dim() - 2)
+        lead = (1,) * (self._dims - 2)
         given = {
             self._places[0]: rows.view(*lead, *rows.shape),
             self._places[1]: expert.to(self.index.dtype).view(*lead, -1, 1),
@@ -140,7 +159,7 @@ class LedExperts:
         own: Callable[..., Any],
         rows: Tensor,
         expert: Tensor,
-        made: Callable[[Callable[..., Any], Tensor, Tensor], Tensor],
+        made: Made,
     ) -> Tensor:
         """What all experts make of rows, ``[n, h], [n] -> [n, h]``.
 
@@ -149,7 +168,7 @@ class LedExperts:
             own: its forward.
             rows: for experts.
             expert: numbers of their experts.
-            made: what the experts of this rank make of rows, by a forward, with numbers among them.
+            made: see :data:`Made`.
         """
 
         beside = module.beside if isinstance(module, Experts) else None
@@ -160,16 +179,16 @@ class LedExperts:
         self,
         module: nn.Module,
         own: Callable[..., Any],
-        made: Callable[[Callable[..., Any], Tensor, Tensor], Tensor],
+        made: Made,
         deliver: Callable[[Compute], Tensor],
     ) -> Tensor:
         """What ``deliver`` gives when it is told how this rank's experts are run; the others as in :meth:`_sent`."""
 
-        def compute(arrived: Tensor, local: Tensor, _: Told) -> Tensor:
+        def compute(arrived: Tensor, local: Tensor, told: Told) -> Tensor:
             forward = own if self._runs else functools.partial(self._answer, module)
             cut = nullcontext() if self._inner is None else self._inner.runs(module)
             with with_experts(module, self._owners.experts, self._owners.local), cut:
-                return made(forward, arrived, local)
+                return made(forward, arrived, local, told)
 
         before, self._runs = self._runs, True
         try:
@@ -210,7 +229,7 @@ class StackedExperts(LedExperts):
         given, choice = choice.hidden, choice.here()
         lasting = choice.emptied()  # what computes outlives the call
 
-        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor) -> Tensor:
+        def made(forward: Callable[..., Any], arrived: Tensor, local: Tensor, _: Told) -> Tensor:
             return computed(forward, lasting, arrived, local)
 
         folding, hidden, mine = self._owners.folding, choice.hidden, choice.own(self._owners.folding)
@@ -223,11 +242,10 @@ class StackedExperts(LedExperts):
 
 
 def fill(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw a module's own parameters; their values are none of the question of what it computes, and may be zero."""
+    """Draw a module's parameters; their values are none of the question of what it computes, and may be zero."""
     with torch.no_grad():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
 
 
 def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
@@ -254,8 +272,9 @@ def mixed(choice: Choice, send: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 @contextmanager
 def with_experts(module: nn.Module, before: int, now: int) -> Iterator[None]:
     """Let the module's own code find as many experts as its parameters have here."""
-    counts = [n for n, value in vars(module).items() if "expert" in n and type(value) is int and value == before]
     with Replacements() as replaced:
-        for name in counts:
-            replaced.put(module, name, now)
+        for part in module.modules():
+            for name, value in list(vars(part).items()):
+                if "expert" in name and type(value) is int and value == before:
+                    replaced.put(part, name, now)
         yield

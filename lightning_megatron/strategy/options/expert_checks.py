@@ -15,7 +15,7 @@ from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ExpertGroups
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.strategy.options.balance import Balance
+from lightning_megatron.strategy.options.balance_asked import Balance
 from lightning_megatron.strategy.options.together import check_module_with, check_options_with, check_size, refuse_with
 
 _WITHOUT_EXPERTS = {

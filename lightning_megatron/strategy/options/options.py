@@ -28,7 +28,7 @@ from lightning_megatron.strategy.activations.install import ActivationOffload, A
 from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.options import checks
-from lightning_megatron.strategy.options.balance import Balance, ExpertBalance
+from lightning_megatron.strategy.options.balance_asked import Balance, ExpertBalance
 from lightning_megatron.strategy.options.context_checks import check_context
 from lightning_megatron.strategy.options.expert_checks import check_experts
 from lightning_megatron.strategy.options.left_to_planner import check_layout
