@@ -103,7 +103,8 @@ class Assembler:
         seed = alike.agree_on_base_seed(self._device)
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws())
         module = self._precision.convert_module(module)  # type: ignore[assignment]
-        convert_as_forward_does(module)
+        if not splits_itself(module):
+            convert_as_forward_does(module)
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
         tensor_state, report = self._layer_split().split(module)

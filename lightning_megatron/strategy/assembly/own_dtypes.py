@@ -12,12 +12,14 @@ import functools
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.parallelize.reading.copy import copy_of
 
 _CONVERTS = re.compile(
@@ -28,26 +30,34 @@ _CONVERTS = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class OwnDtypes:
+    """Kept with a module for later runs, which find it divided: the dtypes that its code converts parameters to."""
+
+    of: dict[str, torch.dtype]
+
+
 @torch.no_grad()
-def convert_as_forward_does(module: nn.Module) -> list[str]:
+def convert_as_forward_does(module: nn.Module) -> None:
     """Convert the parameters of ``module``, in place, that a forward of one of its parts would convert.
 
     Args:
-        module: whole; its parameters may be on the meta device.
-
-    Returns:
-        The names of those that were converted.
+        module: whole, on the meta device or not, or as an earlier run has left it.
     """
-    done: list[str] = []
+    own = Marks.of(module).get(OwnDtypes) or Marks.of(module).put(OwnDtypes(_found(module)))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, dtype in own.of.items():
+        if name in parameters:  # else another stage has it
+            parameters[name].data = parameters[name].data.to(dtype)
+
+
+def _found(module: nn.Module) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
     for name, part in module.named_modules():
         own = any(_may_convert(base) for base in type(part).__mro__)
-        if not own or isinstance(part, pl.LightningModule) or next(part.parameters(), None) is None:
-            continue
-        for leaf, dtype in _converted(part):
-            parameter = part.get_parameter(leaf)
-            parameter.data = parameter.data.to(dtype)
-            done.append(f"{name}.{leaf}" if name else leaf)
-    return done
+        if own and not isinstance(part, pl.LightningModule) and next(part.parameters(), None) is not None:
+            found |= {f"{name}.{leaf}" if name else leaf: dtype for leaf, dtype in _converted(part)}
+    return found
 
 
 @functools.cache
