@@ -50,6 +50,7 @@ ROWS: list[Any] = [
             *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
             ("encoded", 4, {**PIPE, "optimizer_sharding": False}, {}),
             ("encoded", 8, {**PIPE, "pipeline_schedule": "zb-v"}, {"accumulate_grad_batches": 2}),
+            ("encoded", 4, {**PIPE, **SPREAD}, {}),
             ("encoded_list", 4, {**PIPE, "activation_recompute": "full"}, {}),
             ("encoded", 4, {**PIPE, "tensor_parallel_size": 2}, {}),
             ("DeepseekV3", 4, PIPE, {}),
@@ -220,7 +221,9 @@ CHAINS: list[Any] = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
-@pytest.mark.parametrize("name", [pytest.param("words", marks=WIDE), "strange_starved"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("words", marks=WIDE), pytest.param("encoded", marks=WIDE), "strange_starved"]
+)
 def test_a_checkpoint_goes_on_with_its_experts_shared_out_otherwise(name, chain, tmp_path):
     expected = one_process(fit, name, None, {}, 2 * len(chain))
     before = ""

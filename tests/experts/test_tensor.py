@@ -30,6 +30,8 @@ ROWS: list[Any] = [
             *((family, 2, T2E2, {}) for family in (*FAMILIES, *FURTHER)),
             *((family, 2, SHARDS, {}) for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss")),
             ("words", 2, T2E2, {}),
+            ("attending_dropped", 2, {**T2E2, "micro_batch_size": 4}, {}),
+            ("attending_balanced", 2, T2E2, {}),
             ("attending_drop_in", 2, T2E2, {}),
             ("attending_selected", 4, T2E2, {"accumulate_grad_batches": 2}),
             ("attending_loop", 4, {**T2E2, "optimizer_sharding": False}, {}),

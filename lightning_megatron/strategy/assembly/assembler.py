@@ -193,7 +193,7 @@ class Assembler:
     def _layer_split(self) -> LayerSplit:
         asked, steps = self._options, self._engine_options
         given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
-        alone = self._mesh.layout.data * self._mesh.layout.context == 1
+        alone = self._mesh.layout.data * self._mesh.layout.context == 1 and not steps.sequence_parallel
         return LayerSplit(self._mesh, self._precision, *given, per_replica=alone or steps.expert_balance is not None)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
