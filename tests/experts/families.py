@@ -125,6 +125,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_DEEPSEEK,
             "num_layers": 2,
+            "num_hidden_layers": 4,
             "ffn_hidden_size": 16,
             "expert_ffn_hidden_size": 8,
             "moe_topk": 2,
