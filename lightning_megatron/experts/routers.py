@@ -47,17 +47,19 @@ class Mixture:
 
 def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
     """The mixtures in a module, whether experts are shared out or not."""
-    stacks: set[nn.Module] = set()
+    inside: set[nn.Module] = set()  # of experts, of which each is on one rank with all that is in it
     for name, child in module.named_modules():
-        if child in stacks:
+        if child in inside:
             continue
         led = Marks.of(child).get(Led)
         leader = led.leader if led is not None else None
         if isinstance(leader, ListedExperts):
             path = f"{name}.{leader.path}" if name else leader.path
-            yield Mixture(name, child, child.get_submodule(leader.path), path, leader.count)
+            experts = child.get_submodule(leader.path)
+            inside |= set(experts.modules())
+            yield Mixture(name, child, experts, path, leader.count)
         elif name and (count := leader.count if isinstance(leader, StackedExperts) else stacked_experts(child)):
-            stacks |= set(child.modules())
+            inside |= set(child.modules())
             yield Mixture(parent(name), module.get_submodule(parent(name)), child, name, count)
         elif name and (count := leader.count if isinstance(leader, BlockedExperts) else blocked_experts(child)):
             block = module.get_submodule(parent(name))
@@ -68,6 +70,7 @@ def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
             for _ in range(ABOVE if name else 0):
                 above = parent(above)
                 if routes(module.get_submodule(above), child, count):
+                    inside |= set(child.modules())
                     yield Mixture(above, module.get_submodule(above), child, name, count)
                     break
 

@@ -145,15 +145,16 @@ class _Finder:
     def found(self) -> list[Found]:
         """All mixtures that can be shared out."""
         candidates: list[Found | None] = []
-        stacks: set[nn.Module] = set()
+        inside: set[nn.Module] = set()  # of experts; a mixture in one of them is on one rank as a whole
         for name, child in self._module.named_modules():
-            if child in stacks:
+            if child in inside:
                 continue
             if count := stacked_experts(child) or blocked_experts(child) or sized_experts(child):
                 candidates.append(self._stacked(name, child, count))
-                stacks |= set(child.modules())
-            else:
-                candidates.append(self._listed(name, child))
+                inside |= set(child.modules())
+            elif (listed := self._listed(name, child)) is not None:
+                candidates.append(listed)
+                inside |= set(child.modules())
         return [each for each in candidates if each is not None]
 
     def _stacked(self, name: str, experts: nn.Module, count: int) -> Found | None:

@@ -147,5 +147,6 @@ IN_FLOAT32 = (
     "Llama4Text",
     "LongcatFlash",
     "SwitchTransformers",
+    "switching",
 )
 """Those whose routers compute in 32 bits, whatever the others do."""

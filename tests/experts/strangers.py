@@ -150,6 +150,18 @@ class Converting(Loop):
         return weights.to(rows.dtype), index
 
 
+class Nested(nn.Module):
+    """Experts are mixtures themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([Loop() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return torch.stack([expert(x) * weights[..., n, None] for n, expert in enumerate(self.experts)]).sum(0)
+
+
 class Capacity(Loop):
     """Puts the tokens of each sequence into as many places as an expert has, and drops the others."""
 
@@ -459,6 +471,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     **REFUSED,
     **PER_BATCH,
     "normed": Normed,
+    "nested": Nested,
     "odd": Odd,
     "selected": Selected,
     "pushed": Pushed,

@@ -50,6 +50,8 @@ ROWS: list[Any] = [
             *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
             ("encoded", 4, {**PIPE, "optimizer_sharding": False}, {}),
             ("encoded", 8, {**PIPE, "pipeline_schedule": "zb-v"}, {"accumulate_grad_batches": 2}),
+            ("strange_nested", 2, TWO, {}),
+            ("strange_nested", 4, PIPE, {}),
             ("encoded", 4, {**PIPE, **SPREAD}, {}),
             ("encoded_list", 4, {**PIPE, "activation_recompute": "full"}, {}),
             ("encoded", 4, {**PIPE, "tensor_parallel_size": 2}, {}),
