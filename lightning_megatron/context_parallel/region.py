@@ -7,7 +7,6 @@ cut to this rank's rows, and all that is computed from it keeps its global shape
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.context_parallel.block_split import from_described, in_blocks
 from lightning_megatron.context_parallel.custom_functions import CustomFunctions
+from lightning_megatron.context_parallel.dealing import agreed, balance_of, mask_among, work_of
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
@@ -28,8 +28,8 @@ METHODS = ("auto", "gather", "ring", "ulysses")
 _KNOWN = ("method", "balance")
 
 
-def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str]:
-    """The options with their defaults.
+def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options with their defaults: ``method``, ``balance``, and ``heads_over``, the ranks that share heads.
 
     Raises:
         ValueError: options without context ranks, or values that there are not.
@@ -40,17 +40,37 @@ def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, str
     if unknown := sorted(set(given) - set(_KNOWN)):
         raise ValueError(f"`context_parallel_options` has {unknown}; known options are {', '.join(_KNOWN)}.")
     method, balance = given.get("method", "auto"), given.get("balance", "auto")
-    if method not in METHODS:
+    method, heads_over = _in_levels(size, method)
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"`context_parallel_options={{'method': {method!r}}}` is not implemented; use 'gather' (or 'auto', the "
             "same): keys and values are gathered, queries stay split; 'ring': keys and values pass from rank to rank; "
-            "or 'ulysses': ranks exchange tokens for heads."
+            "'ulysses': ranks exchange tokens for heads; or ('ulysses', n): n ranks do, and keys and values pass "
+            "between such."
         )
     if balance not in ("auto", *BALANCES):
         raise ValueError(
             f"`context_parallel_options={{'balance': {balance!r}}}` must be 'auto', {' or '.join(map(repr, BALANCES))}."
         )
-    return {"method": "gather" if method == "auto" else method, "balance": "zigzag" if balance == "auto" else balance}
+    method = "gather" if method == "auto" else method
+    return {"method": method, "balance": balance, "heads_over": heads_over}
+
+
+def _in_levels(size: int, method: Any) -> tuple[Any, int]:
+    """The method without its number of ranks, and the ranks that share heads.
+
+    ``("ulysses", 2)`` of 4 ranks gives ``("ulysses", 2)``, of 2 ranks the same, and ``("ulysses", 1)`` is ``"ring"``.
+    """
+    if not isinstance(method, list | tuple) or len(method) != 2 or method[0] != "ulysses":
+        return method, size
+    ranks = method[1]
+    if type(ranks) is not int or ranks < 1 or size % ranks:
+        fits = [number for number in range(1, size + 1) if size % number == 0]
+        raise ValueError(
+            f"`context_parallel_options={{'method': ('ulysses', {ranks!r})}}` must divide "
+            f"`context_parallel_size={size}`; use {', '.join(map(str, fits[:-1]))} or {fits[-1]}."
+        )
+    return ("ulysses", ranks) if ranks > 1 else ("ring", size)
 
 
 class TokenRegion:
@@ -60,7 +80,8 @@ class TokenRegion:
         module: the user's module, whole.
         layers: its repeated layers; each call of one whose first tensor is whole cuts that to this rank's rows.
         group: the context ranks.
-        options: ``method`` and ``balance``, as `check_options` gives them.
+        options: as `check_options` gives them.
+        levels: ranks among which heads are shared, and those of the ring between such, where these are not all.
         blocks: tensor ranks of which each keeps a block of those rows (sequence parallelism), and the name of the layer
             where they begin to; ``None`` where all keep the same.
     """
@@ -70,18 +91,19 @@ class TokenRegion:
         module: nn.Module,
         layers: Sequence[nn.Module],
         group: dist.ProcessGroup,
-        options: Mapping[str, str],
+        options: Mapping[str, Any],
         blocks: tuple[dist.ProcessGroup, str] | None = None,
+        levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         self._blocks = None if blocks is None else blocks[0]
         self._first = None if blocks is None else blocks[1]
         self._module, self._group, self._balance = module, group, options["balance"]
-        self.scope = Scope(options["method"])
+        self.scope = Scope(options["method"], levels)
         self.scope.shared_out = in_blocks
-        self.cuts: Counter[tuple[tuple[int, ...], float]] = Counter()
+        self.cuts: dict[tuple[tuple[int, ...], str], tuple[int, float]] = {}
         self._names = {id(part): name for name, part in module.named_modules()}
         self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
-        self._functions = CustomFunctions()
+        self._functions, self._beside = CustomFunctions(), tuple[Any, ...]()
         self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
 
     def open(self) -> None:
@@ -125,8 +147,12 @@ class TokenRegion:
         """The arguments of a layer that is about to run, its first tensor of numbers cut to this rank's rows."""
         if self.scope.running or in_backward():
             taken: list[Tensor] = []
-            args = self._with_shard(layer, args, taken)
-            kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
+            self._beside = args, kwargs
+            try:
+                args = self._with_shard(layer, args, taken)
+                kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
+            finally:
+                self._beside = ()
             self.scope.cut |= bool(taken)  # none: token numbers for an embedding among the layers, say
         return args, kwargs
 
@@ -188,11 +214,25 @@ class TokenRegion:
                 f"layers split over tensor ranks begin to share them at `{self._first}`. Name one list of layers with "
                 "`pipeline_layers=...`, or use `sequence_parallel=False`."
             )
-        shards = cut(value, self._group, dim, self._balance, self.scope, self._blocks)
+        balance = "zigzag" if self._balance == "auto" else self._balance
+        work = self._work(value, dim, bool(first)) if self._balance == "auto" and self._blocks is None else None
+        shards = cut(value, self._group, dim, balance, self.scope, self._blocks, work)
         split = split_of(shards)
         split = split if self._blocks is None else split.together()
-        self.cuts[tuple(value.shape), split.causal_balance] += 1
+        if work is None:
+            which, most = (tuple(value.shape), "causal work"), split.causal_balance
+        else:
+            which, most = (tuple(value.shape), "work"), balance_of(work, split.length, split.runs)
+        count, before = self.cuts.get(which, (0, 0.0))
+        self.cuts[which] = count + 1, max(before, most)
         return shards
+
+    def _work(self, value: Tensor, dim: int, true_hides: bool) -> list[int] | None:
+        """What the mask that a layer is given leaves of the work of each piece of tokens, if there is one."""
+        length, size = value.shape[dim], self._group.size()
+        mask = mask_among(self._beside, length, value)
+        work = None if mask is None else work_of(mask, size, true_hides=true_hides)
+        return agreed(work, length, self._group, value.device)
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks that are given gradients of which a rank knows a part only."""
@@ -213,9 +253,12 @@ class TokenRegion:
             "ring": "keys and values of one rank at a time",
             "ulysses": "tokens exchanged for heads",
         }
+        if self.scope.levels is not None:
+            inner, outer = (group.size() for group in self.scope.levels)
+            how["ulysses"] += f" over {inner} ranks, keys and values around a ring of {outer}"
         lines += [f"  attention {count:>6} x  {how[name]}" for name, count in self.scope.attended.most_common()]
-        for (shape, balance), count in self.cuts.items():
-            lines.append(f"  cut {count:>6} x  {list(shape)}, causal work of a rank at most {balance:.3f} of the mean")
+        for (shape, work), (count, balance) in self.cuts.items():
+            lines.append(f"  cut {count:>6} x  {list(shape)}, {work} of a rank at most {balance:.3f} of the mean")
         lines += [f"  gathered {count:>6} x  `{name}`" for name, count in GATHERED.most_common()]
         return "\n".join(lines)
 

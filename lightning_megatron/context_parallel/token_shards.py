@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.context_parallel.block_split import in_blocks
+from lightning_megatron.context_parallel.dealing import runs_by_work
 from lightning_megatron.context_parallel.rules import (
     elementwise,
     joins,
@@ -107,6 +108,7 @@ def cut(
     balance: str = "zigzag",
     scope: Scope | None = None,
     blocks: Any | None = None,
+    work: Sequence[int] | None = None,
 ) -> TokenShards:
     """The same tensor, of which this rank keeps some rows. No communication.
 
@@ -117,12 +119,16 @@ def cut(
         balance: key of `BALANCES`.
         scope: of the module's steps.
         blocks: ranks of which each keeps one block of those rows (sequence parallelism), if any.
+        work: of each piece of tokens, to be shared evenly in place of ``balance``, without ``blocks``.
 
     Raises:
         ValueError: tokens that cannot be shared in blocks.
     """
     dim %= whole.ndim
-    runs = runs_in_units(balance, whole.shape[dim], group.size(), 1 if blocks is None else blocks.size())
+    if work is not None:
+        runs = runs_by_work(work, whole.shape[dim], group.size())
+    else:
+        runs = runs_in_units(balance, whole.shape[dim], group.size(), 1 if blocks is None else blocks.size())
     split = TokenSplit(group, whole.shape[dim], runs, scope or Scope())
     rows = split.take(whole, dim, 0)
     if blocks is None:

@@ -51,13 +51,13 @@ def zigzag_runs(length: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
     """Runs of each rank: rank r of c gets the pieces r and 2c - 1 - r of 2c, of nearly equal size."""
     cuts = [length * index // (2 * ranks) for index in range(2 * ranks + 1)]
     pieces = list(itertools.pairwise(cuts))
-    return tuple(_joined([pieces[rank], pieces[2 * ranks - 1 - rank]]) for rank in range(ranks))
+    return tuple(joined([pieces[rank], pieces[2 * ranks - 1 - rank]]) for rank in range(ranks))
 
 
 def block_runs(length: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
     """Runs of each rank: rank r of c gets the r-th stretch of tokens."""
     cuts = [length * index // ranks for index in range(ranks + 1)]
-    return tuple(_joined([run]) for run in itertools.pairwise(cuts))
+    return tuple(joined([run]) for run in itertools.pairwise(cuts))
 
 
 BALANCES = {"zigzag": zigzag_runs, "block": block_runs}
@@ -76,7 +76,7 @@ def runs_in_units(balance: str, length: int, ranks: int, unit: int) -> tuple[tup
     return tuple(tuple((start * unit, stop * unit) for start, stop in runs) for runs in dealt)
 
 
-def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Runs without empty ones; neighbours become one."""
     found: list[Run] = []
     for start, stop in runs:
@@ -97,6 +97,8 @@ class Scope:
         cut: whether tokens were split in it.
         method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
         attended: how often it did, by method.
+        levels: ranks among which ``"ulysses"`` shares the heads, and those of the ring between such; ``None`` for one
+            level.
         shared_out: makes the split whose parts are blocks of another's, over a group (sequence parallelism).
         attention: what calls of attention are handed to instead, with the rule for them, if anything.
     """
@@ -105,8 +107,10 @@ class Scope:
     cut: bool = False
     attention: Callable[..., Any] | None = None
 
-    def __init__(self, method: str = "gather") -> None:
-        self.method = method
+    def __init__(
+        self, method: str = "gather", levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    ) -> None:
+        self.method, self.levels = method, levels
         self.attended: Counter[str] = Counter()
         self.shared_out: Callable[[TokenSplit, dist.ProcessGroup], TokenSplit] = _not_shared_out
 
@@ -190,7 +194,7 @@ class TokenSplit(SplitDim):
     def sliced(self, start: int, stop: int) -> tuple[TokenSplit, int, int]:
         """The split of ``[.., start:stop, ..]``, the first of this rank's rows in it, and how many of them are."""
         runs = tuple(
-            _joined([(max(a, start) - start, max(min(b, stop), max(a, start)) - start) for a, b in own if b > start])
+            joined([(max(a, start) - start, max(min(b, stop), max(a, start)) - start) for a, b in own if b > start])
             for own in self.runs
         )
         first = sum(max(0, min(b, start) - a) for a, b in self.mine)
@@ -272,9 +276,34 @@ class TokenSplit(SplitDim):
         return mine.movedim(0, dim).contiguous()
 
 
+def in_two_levels(
+    split: TokenSplit, inner: dist.ProcessGroup, outer: dist.ProcessGroup
+) -> tuple[TokenSplit, TokenSplit]:
+    """The tokens of this rank's node, cut over its ranks, and all tokens, cut over nodes.
+
+    Four ranks in nodes of two, with 8 tokens in zigzag order: rank 0 has (0, 1) and (7, 8), rank 1 has (1, 2) and
+    (6, 7). Of the four tokens of their node these are (0, 1) and (3, 4), and (1, 3); the node has (0, 2) and (6, 8).
+
+    Args:
+        split: over the ranks of all nodes, one node after another.
+        inner: the ranks of this node.
+        outer: the ranks in this one's place in every node.
+    """
+    size = inner.size()
+    nodes = [split.runs[first : first + size] for first in range(0, len(split.runs), size)]
+    whole = tuple(joined(sorted(run for own in node for run in own)) for node in nodes)
+    mine = nodes[split.group.rank() // size]
+    places, behind = [list[Run]() for _ in mine], 0
+    for start, stop, rank in sorted((*run, rank) for rank, own in enumerate(mine) for run in own):
+        places[rank].append((behind, behind + stop - start))
+        behind += stop - start
+    within = TokenSplit(inner, behind, tuple(map(joined, places)), split.scope)
+    return within, TokenSplit(outer, split.length, whole, split.scope)
+
+
 def _flat_runs(runs: Sequence[Run], shape: tuple[int, int, int]) -> tuple[Run, ...]:
     before, length, after = shape
-    return _joined(
+    return joined(
         [((i * length + start) * after, (i * length + stop) * after) for i in range(before) for start, stop in runs]
     )
 

@@ -91,6 +91,9 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _experts: dict[int, ExpertGroups] = field(default_factory=dict, repr=False, compare=False)
+    _levels: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def coordinates(self) -> Coordinates:
@@ -124,6 +127,29 @@ class ParallelMesh:
         blocks = torch.arange(layout.world_size).view(-1, layout.context * layout.tensor).tolist()
         group, _ = dist.new_subgroups_by_enumeration(blocks)
         return cast("dist.ProcessGroup", group)
+
+    def context_levels(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """Blocks of ``size`` neighbouring context ranks, and the ranks in the same place in every block.
+
+        Four context ranks, alone or beside one of two tensor ranks, in blocks of two::
+
+            context rank   0  1  2  3          tensor rank 0: rank   0  2  4  6
+            block         [0  1][2  3]                              [0  2][4  6]
+            same place    [0  2][1  3]                              [0  4][2  6]
+
+        Returns:
+            This rank's group of either kind; ``None`` where one block has all. Collective over the world when first
+            asked for.
+        """
+        layout = self.layout
+        if size == layout.context:
+            return None
+        if size not in self._levels:
+            ranks = torch.arange(layout.world_size).view(-1, layout.context // size, size, layout.tensor)
+            inner, _ = dist.new_subgroups_by_enumeration(ranks.movedim(2, -1).reshape(-1, size).tolist())
+            outer, _ = dist.new_subgroups_by_enumeration(ranks.movedim(1, -1).reshape(-1, ranks.shape[1]).tolist())
+            self._levels[size] = inner, outer
+        return self._levels[size]
 
     def expert_groups(self, size: int) -> ExpertGroups | None:
         """The ranks of this stage with experts distributed over ``size`` of them; ``None`` for one.

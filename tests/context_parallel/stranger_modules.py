@@ -16,7 +16,7 @@ from tests.parity.zoo.data import VOCABULARY
 from tests.parity.zoo.tasks import TokenTask
 
 HIDDEN, HEADS, WIDTH = 24, 6, 4
-MASKS = ("window", "alibi", "relative", "prefix", "packed", "dead")
+MASKS = ("window", "alibi", "relative", "prefix", "packed", "given", "dead")
 MIXERS = ("eager", "rotary", "convolution", "batch_norm", "cumulative", "grouped", "function", "scan")
 POOLED = ("mean", "last", "weighted", "highest", "picked")
 
@@ -81,12 +81,12 @@ class Block(nn.Module):
             return self.bias(distance.clamp(0, 7)).permute(2, 0, 1).masked_fill(~causal, -math.inf)
         if self.kind == "prefix":
             return causal | (at < 5)
-        if self.kind == "packed":
+        if self.kind in ("packed", "given"):
             document = (ids % 5 == 0).cumsum(1)
             return ((document[:, :, None] == document[:, None]) & causal)[:, None]
         return ((ids % 3 != 0)[:, None, :] & causal)[:, None] if self.kind == "dead" else None
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         y = self.norm(x)
         if self.conv is not None:
@@ -97,7 +97,7 @@ class Block(nn.Module):
         q, k, v = (part.view(batch, length, -1, WIDTH).transpose(1, 2) for part in parts)
         if self.kind == "rotary":
             q, k = _rotated(q), _rotated(k)
-        mask = self.mask(ids, x.dtype)
+        mask = self.mask(ids, x.dtype) if mask is None else mask
         if self.kind == "eager":
             at = torch.arange(length)
             found = ((q @ k.mT) / math.sqrt(WIDTH)).masked_fill(at > at[:, None], -math.inf).softmax(-1) @ v
@@ -134,8 +134,9 @@ class Stranger(TokenTask):
     def loss(self, batch: Any) -> Tensor:
         tokens, targets = (part[:, :7] for part in batch)
         x = self.embedding(tokens)
+        given = [self.layers[0].mask(tokens, x.dtype)] if self.kind == "given" else []  # type: ignore[operator]
         for layer in self.layers:
-            x = layer(x, tokens)
+            x = layer(x, tokens, *given)
         if self.kind == "mean":
             return F.cross_entropy(self.head(x.mean(1)), targets[:, 0])
         if self.kind == "last":
@@ -151,7 +152,7 @@ class Stranger(TokenTask):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def train(info: RankInfo, kind: str, context: int, method: str) -> dict[str, Any]:
+def train(info: RankInfo, kind: str, context: int, method: Any) -> dict[str, Any]:
     """Metrics and weights of a run; a plain one for no context ranks."""
     torch.manual_seed(7)
     module = Stranger(kind)

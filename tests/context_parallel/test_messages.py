@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Words(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def messages(size: int, method: str) -> Counter[tuple[str, int]]:
+def messages(size: int, method: Any) -> Counter[tuple[str, int]]:
     """How often a rank sends so many bytes in a step, by operation; those of losses and gradients left out."""
     strategy = MegatronStrategy(context_parallel_size=size, context_parallel_options={"method": method})
     found = rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=size)
@@ -82,7 +83,15 @@ def test_attention_around_a_ring_passes_keys_on_and_brings_gradients_home(size):
 def test_attention_by_heads_exchanges_tokens_four_times_and_back(size):
     part = BATCH * TOKENS // size * WIDTH * NUMBER
     told = messages(size, "ulysses")
-    assert told["all-to-all", part] == 8 * LAYERS, told
+    assert told["all-to-all", part] == (4 + 5) * LAYERS, told  # the output of the forward once more in the backward
+    assert not any(name == "all-gather" for name, _ in told)
+
+
+def test_attention_over_two_levels_exchanges_in_a_node_and_passes_keys_on_between_nodes():
+    part, nodes = BATCH * TOKENS // 4 * WIDTH * NUMBER, 2
+    told = messages(4, ("ulysses", 2))
+    assert told["all-to-all", part] == (4 + 5) * LAYERS, told
+    assert told["send", 2 * part] == told["receive", 2 * part] == LAYERS * (3 * nodes - 2), told
     assert not any(name == "all-gather" for name, _ in told)
 
 
@@ -92,7 +101,7 @@ def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
         rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
 
 
-def kept_per_token(size: int, method: str = "gather") -> float:
+def kept_per_token(size: int, method: Any = "gather") -> float:
     """Bytes that a rank keeps for the backward, per token of the whole sequences."""
     kept = []
     for tokens in (256, 512):
@@ -103,10 +112,12 @@ def kept_per_token(size: int, method: str = "gather") -> float:
     return (kept[1] - kept[0]) / (256 * BATCH)
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
-def test_what_is_kept_for_the_backward_falls_as_context_ranks_are_added(method):
+@pytest.mark.parametrize(
+    ("method", "sizes"), [("gather", (2, 4)), ("ring", (2, 4)), ("ulysses", (2,)), (("ulysses", 2), (4,))]
+)
+def test_what_is_kept_for_the_backward_falls_as_context_ranks_are_added(method, sizes):
     alone = kept_per_token(1)
-    for size in (2, 4):
+    for size in sizes:
         assert kept_per_token(size, method) <= 1.05 / size * alone, size
 
 

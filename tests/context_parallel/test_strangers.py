@@ -11,11 +11,15 @@ from tests.context_parallel.stranger_modules import MASKS, MIXERS, POOLED, train
 from tests.harness import one_process, run_trainers
 
 METHODS = ("gather", "ring", "ulysses")
-FIRST = (("packed", 3, "ring"), ("dead", 2, "ring"), ("window", 2, "ulysses"), ("function", 2, "gather"))
+LEVELS = ("ulysses", 2)
+FIRST = (("given", 3, "ring"), ("dead", 2, "ring"), ("window", 2, "ulysses"), ("function", 2, "gather"))
 ROWS = [
     row if row in FIRST else pytest.param(*row, marks=pytest.mark.wide)
     for row in itertools.product((*MASKS, *MIXERS, *POOLED), (2, 3), METHODS)
     if row != ("grouped", 3, "ulysses")  # two heads of keys over three ranks, which is refused
+] + [
+    ("packed", 4, LEVELS),
+    *(pytest.param(kind, 4, LEVELS, marks=pytest.mark.wide) for kind in (*MASKS, "eager", "grouped", "last")),
 ]
 
 

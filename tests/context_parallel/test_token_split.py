@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.context_parallel.token_split import BALANCES, TokenSplit, block_runs, zigzag_runs
+from lightning_megatron.context_parallel.token_split import (
+    BALANCES,
+    TokenSplit,
+    block_runs,
+    in_two_levels,
+    zigzag_runs,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -30,3 +36,19 @@ def test_zigzag_shares_causal_work_evenly(length, most):
     split: Any = TokenSplit(None, length, zigzag_runs(length, 4))  # type: ignore[arg-type]
     assert split.causal_balance == pytest.approx(max(work) / (sum(work) / 4))
     assert split.causal_balance <= most
+
+
+class Group:
+    """Ranks, seen from one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def test_two_levels_are_those_of_the_example():
+    splits = [
+        in_two_levels(TokenSplit(Group(r, 4), 8, zigzag_runs(8, 4)), Group(r % 2, 2), Group(r // 2, 2))  # type: ignore[arg-type]
+        for r in range(4)
+    ]
+    assert splits[0][0].runs == splits[1][0].runs == (((0, 1), (3, 4)), ((1, 3),))
+    assert all(around.runs == (((0, 2), (6, 8)), ((2, 6),)) for _, around in splits)

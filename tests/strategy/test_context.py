@@ -23,6 +23,11 @@ OPTIONS = [
     ({"context_parallel_size": 2, "layout": "auto"}, "`layout=None`"),
     ({"context_parallel_options": {"method": "gather"}}, "`context_parallel_size=1`; set it"),
     ({"context_parallel_size": 2, "context_parallel_options": {"method": "rings"}}, "use 'gather'"),
+    (
+        {"context_parallel_size": 6, "context_parallel_options": {"method": ("ulysses", 4)}},
+        "('ulysses', 4)}` must divide `context_parallel_size=6`; use 1, 2, 3 or 6",
+    ),
+    ({"context_parallel_size": 2, "context_parallel_options": {"method": ("ring", 2)}}, "or ('ulysses', n)"),
     ({"context_parallel_size": 2, "context_parallel_options": {"balance": "odd"}}, "'zigzag' or 'block'"),
     ({"context_parallel_size": 2, "context_parallel_options": {"whole": []}}, "known options are method, balance"),
 ]

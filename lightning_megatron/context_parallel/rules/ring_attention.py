@@ -3,7 +3,14 @@
 ::
 
     forward    step 0: own k, v     step 1: those of rank - 1     ...     softmax merged from step to step
-    backward   the same again, from the forward's sums; dk, dv travel with k, v, and one step more, home
+    backward   the same again, from the forward's sums; dk, dv travel one step behind k, v, and one step more, home
+
+Messages are under way while a step computes: the keys and values of the next one, and the sums of dk and dv that the
+step before has left, to which the next rank adds its own when it has them::
+
+    k, v       ──1──▶ ──2──▶ ──3──▶
+    compute    step 0  step 1  step 2  step 3
+    dk, dv             ───0──▶ ───1──▶ ───2──▶ ───3──▶ home
 
 The softmax of a row is merged as in arXiv 1805.02867: m is the highest score so far, l the sum of ``exp(s - m)`` and o
 that of ``exp(s - m) v``, all in float32 where queries have 16 bits, and rounded once, as are dk and dv, which travel in
@@ -14,14 +21,17 @@ those of one block of queries and one of keys at a time; blocks in which no quer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.context_parallel.token_split import Run, TokenSplit, after_the_step
-from lightning_megatron.mesh.messages.passed_on import raw_rotate
+from lightning_megatron.mesh.messages.collectives import wait_for
+from lightning_megatron.mesh.messages.passed_on import start_rotation
+
+_Pair = tuple[Tensor, Tensor]
 
 
 class RingCall(NamedTuple):
@@ -89,7 +99,8 @@ class Ring(torch.autograd.Function):
         highest = query.new_full((*query.shape[:-1], 1), -math.inf, dtype=wide)
         total, found = torch.zeros_like(highest), highest.new_zeros((*query.shape[:-1], value.shape[-1]))
         pair = key, value
-        for step, owner in enumerate(_owners(call.split)):
+        for owner, is_last in _owners(call.split):
+            coming = _kept(pair) if is_last else _pass_on(pair, call.split, owner)
             for rows, keys, added in call.tiles(mask, owner):
                 scores = _scores(query[..., rows, :], pair[0][..., keys, :], added, call.scale)
                 before = highest[..., rows, :]
@@ -99,9 +110,8 @@ class Ring(torch.autograd.Function):
                 highest[..., rows, :] = now
                 total[..., rows, :] = total[..., rows, :] * kept + weights.sum(-1, keepdim=True)
                 found[..., rows, :] = found[..., rows, :] * kept + weights @ pair[1][..., keys, :].to(wide)
-            if step < call.split.group.size() - 1:
-                pair = _passed_on(pair, call.split, owner)
-        found = _like_torchs(found.div_(total.masked_fill(total == 0.0, 1.0)))
+            pair = coming()
+        found = like_torchs(found.div_(total.masked_fill(total == 0.0, 1.0)))
         ctx.save_for_backward(query, key, value, mask, found, highest + total.log())
         ctx.call, ctx.scope = call, call.split.scope
         return found.to(query.dtype)
@@ -116,8 +126,10 @@ class Ring(torch.autograd.Function):
         grad = grad.to(wide)
         share = (grad * found).sum(-1, keepdim=True)
         into = torch.zeros_like(query, dtype=wide)
-        pair, back = (key, value), (torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
-        for step, owner in enumerate(_owners(call.split)):
+        pair, before = (key, value), None
+        for owner, is_last in _owners(call.split):
+            coming = _kept(pair) if is_last else _pass_on(pair, call.split, owner)
+            back = torch.zeros_like(pair[0], dtype=wide), torch.zeros_like(pair[1], dtype=wide)
             for rows, keys, added in call.tiles(mask, owner):
                 q, g = query[..., rows, :].to(wide), grad[..., rows, :]
                 k, v = pair[0][..., keys, :].to(wide), pair[1][..., keys, :].to(wide)
@@ -126,21 +138,23 @@ class Ring(torch.autograd.Function):
                 into[..., rows, :] += slopes @ k
                 back[0][..., keys, :] += (slopes.mT @ q).sum_to_size(k.shape)
                 back[1][..., keys, :] += (weights.mT @ g).sum_to_size(v.shape)
-            if step < call.split.group.size() - 1:
-                pair = _passed_on(pair, call.split, owner)
-            back = _passed_on(back, call.split, owner)
-        return into.to(query.dtype), *(part.to(query.dtype) for part in back), None, None
+            if before is not None:
+                for own, part in zip(back, before(), strict=True):
+                    own.add_(part)
+            before, pair = _pass_on(back, call.split, owner), coming()
+        assert before is not None
+        return into.to(query.dtype), *(part.to(query.dtype) for part in before()), None, None
 
 
-def _like_torchs(found: Tensor) -> Tensor:
+def like_torchs(found: Tensor) -> Tensor:
     """The same with the heads behind the rows in memory, so that joining the heads makes no copy."""
     return found.movedim(-2, 1).contiguous().movedim(1, -2) if found.ndim > 3 else found
 
 
-def _owners(split: TokenSplit) -> Iterator[int]:
-    """Whose keys are here, step by step."""
+def _owners(split: TokenSplit) -> Iterator[tuple[int, bool]]:
+    """Whose keys are here, step by step, and whether it is the last one."""
     rank, size = split.group.rank(), split.group.size()
-    return ((rank - step) % size for step in range(size))
+    return ((((rank - step) % size), step == size - 1) for step in range(size))
 
 
 def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
@@ -149,12 +163,26 @@ def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> T
     return scores if added is None else scores + added.to(scores)
 
 
-def _passed_on(pair: tuple[Tensor, Tensor], split: TokenSplit, owner: int) -> tuple[Tensor, Tensor]:
-    """What the rank before has, in one message; this rank's pair, of ``owner``, goes to the next."""
+def _pass_on(pair: _Pair, split: TokenSplit, owner: int) -> Callable[[], _Pair]:
+    """Send a pair, of ``owner``'s tokens, in one message to the next rank; gives what waits for the rank before's."""
+    if split.group.size() == 1:
+        return _kept(pair)
     rows, group = split.counts[(owner - 1) % split.group.size()], split.group
-    arrived = raw_rotate(torch.cat(pair, -1).movedim(-2, 0).contiguous(), rows, group).movedim(0, -2)
-    width = pair[0].shape[-1]
-    return arrived[..., :width], arrived[..., width:]
+    sent = torch.cat(pair, -1).movedim(-2, 0).contiguous()
+    arrived, under_way = start_rotation(sent, rows, group)
+
+    def wait() -> _Pair:
+        for work in under_way:
+            wait_for(work, "rotate", sent, group)
+        width, found = pair[0].shape[-1], arrived.movedim(0, -2)
+        return found[..., :width], found[..., width:]
+
+    return wait
+
+
+def _kept(pair: _Pair) -> Callable[[], _Pair]:
+    """No message behind the last step."""
+    return lambda: pair
 
 
 def ring(split: TokenSplit, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

@@ -115,7 +115,7 @@ def _attention(
     alike = split and key._split == query._split and key.shape[:-1] == value.shape[:-1]
     alike = alike and query.ndim == key.ndim > 3 and key.shape[:-3] == query.shape[:-3]
     method = keys.scope.method if alike else "gather"
-    if method == "ulysses":
+    if method == "ulysses" and not (keys.scope.levels and isinstance(attn_mask, Tensor) and attn_mask.requires_grad):
         keys.scope.attended[method] += 1
         rows, options["is_causal"] = (query.local(), key.local(), value.local()), is_causal
         return query.like(by_heads(func, keys, *rows, None if attn_mask is None else whole(attn_mask), **options))

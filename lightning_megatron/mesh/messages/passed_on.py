@@ -36,16 +36,16 @@ def start_all_to_all_rows(
     return arrived, dist.all_to_all_single(arrived, x.contiguous(), incoming, outgoing, group=group, async_op=True)
 
 
-def raw_rotate(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """What the rank before sends, outside autograd: [length, ..]; ``x``, contiguous, [n, ..], goes to the next rank."""
+def start_rotation(x: Tensor, length: int, group: dist.ProcessGroup) -> tuple[Tensor, list[Started]]:
+    """Send ``x``, contiguous, [n, ..], to the next rank of a ring, outside autograd.
+
+    Returns:
+        What the rank before sends, [length, ..], and what is to be waited for before it, or ``x``, is used.
+    """
     rank, size = group.rank(), group.size()
-    if size == 1:
-        return x
     arrived, operations = x.new_empty((length, *x.shape[1:])), []
     if x.numel():
         operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
     if arrived.numel():
         operations.append(dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % size))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        wait_for(work, "rotate", x, group)
-    return arrived
+    return arrived, list(dist.batch_isend_irecv(operations)) if operations else []

@@ -171,9 +171,10 @@ class Assembler:
             stage.cursor.tokens = None
         if self._mesh.layout.context == 1:
             return None
-        group, blocks = self._mesh.group("context_parallel"), self._blocks(report)
+        group, blocks, asked = self._mesh.group("context_parallel"), self._blocks(report), self._options.context
+        shared = blocks, self._mesh.context_levels(asked["heads_over"])
         if stage is not None:  # whose layers ask the region themselves
-            stage.cursor.tokens = region = TokenRegion(module, (), group, self._options.context, blocks)
+            stage.cursor.tokens = region = TokenRegion(module, (), group, asked, *shared)
             return region
         try:
             layers = find_trunk(module, self._options.pipeline_layers).layers(module)
@@ -181,7 +182,7 @@ class Assembler:
             raise ValueError(
                 f"`context_parallel_size={group.size()}` splits the input of repeated layers: {error}"
             ) from error
-        return TokenRegion(module, layers, group, self._options.context, blocks)
+        return TokenRegion(module, layers, group, asked, *shared)
 
     def _blocks(self, report: ParallelReport | None) -> tuple[dist.ProcessGroup, str] | None:
         """Tensor ranks that share out the tokens of a context rank, and the layer where they begin to."""

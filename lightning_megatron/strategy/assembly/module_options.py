@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions
 from lightning_megatron.pipeline.forwards.recompute import Recompute
@@ -21,7 +22,7 @@ class ModuleOptions:
     activation_recompute: Recompute
     compile_layers: CompileOptions
     tensor_plan: str | Mapping[str, str]
-    context: Mapping[str, str]
+    context: Mapping[str, Any]
     activations: ActivationOptions
     loss_chunks: int | str | None = None
     experts: int = 1

@@ -54,8 +54,9 @@ class Options:
         data_parallel_size: replicas that share each global batch; ``"auto"`` takes the rest of the devices.
         tensor_parallel_size: ranks that share each layer's matrices.
         context_parallel_size: ranks that share the tokens of each sequence.
-        context_parallel_options: ``{"method": "gather", "balance": "zigzag"}``: how attention meets the other ranks'
-            tokens, and how tokens are dealt out (``"zigzag"`` or ``"block"``); see ``docs/long_context.md``.
+        context_parallel_options: ``{"method": "gather", "balance": "auto"}``: how attention meets the other ranks'
+            tokens, and how tokens are dealt out (by a mask, ``"zigzag"`` or ``"block"``); see
+            ``docs/long_context.md``.
         expert_parallel_size: ranks of a stage (tensor × data) that share out the experts of mixtures, and send each
             other the tokens for them.
         expert_tensor_parallel_size: further ranks over each of which every expert is cut along its inner width; with
