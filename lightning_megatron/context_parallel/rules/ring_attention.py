@@ -126,7 +126,7 @@ class Ring(torch.autograd.Function):
         grad = grad.to(wide)
         share = (grad * found).sum(-1, keepdim=True)
         into = torch.zeros_like(query, dtype=wide)
-        pair, before = (key, value), None
+        pair, left = (key, value), cast("Callable[[], tuple[Tensor, ...]]", tuple)  # by the step before: nothing
         for owner, is_last in _owners(call.split):
             coming = _kept(pair) if is_last else _pass_on(pair, call.split, owner)
             back = torch.zeros_like(pair[0], dtype=wide), torch.zeros_like(pair[1], dtype=wide)
@@ -138,12 +138,10 @@ class Ring(torch.autograd.Function):
                 into[..., rows, :] += slopes @ k
                 back[0][..., keys, :] += (slopes.mT @ q).sum_to_size(k.shape)
                 back[1][..., keys, :] += (weights.mT @ g).sum_to_size(v.shape)
-            if before is not None:
-                for own, part in zip(back, before(), strict=True):
-                    own.add_(part)
-            before, pair = _pass_on(back, call.split, owner), coming()
-        assert before is not None
-        return into.to(query.dtype), *(part.to(query.dtype) for part in before()), None, None
+            for own, part in zip(back, left(), strict=False):
+                own.add_(part)
+            left, pair = _pass_on(back, call.split, owner), coming()
+        return into.to(query.dtype), *(part.to(query.dtype) for part in left()), None, None
 
 
 def like_torchs(found: Tensor) -> Tensor:
