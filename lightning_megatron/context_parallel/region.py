@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.context_parallel.block_split import from_described, in_blocks
 from lightning_megatron.context_parallel.custom_functions import CustomFunctions
-from lightning_megatron.context_parallel.dealing import agreed, balance_of, mask_among, work_of
+from lightning_megatron.context_parallel.mask_work import agreed, balance_of, mask_among, work_of
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope

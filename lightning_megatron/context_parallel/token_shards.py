@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.context_parallel.block_split import in_blocks
-from lightning_megatron.context_parallel.dealing import runs_by_work
+from lightning_megatron.context_parallel.mask_work import runs_by_work
 from lightning_megatron.context_parallel.rules import (
     elementwise,
     joins,

@@ -118,13 +118,15 @@ def by_heads(
         )
     if shared % size:
         key, value = (x.repeat_interleave(size // shared, -3) for x in (key, value))
-    own = [cast(Tensor, _ToHeads.apply(x, split)) for x in (query, key, value)]
+    q, k, v = (cast(Tensor, _ToHeads.apply(x, split)) for x in (query, key, value))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads > 1:
         mask = mask.narrow(-3, rank * (heads // size), heads // size)
     if around is not None and mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
         mask = around.take(mask, mask.ndim - 2, 0)
 
     def attend() -> Tensor:
-        return func(*own, attn_mask=mask, **options) if around is None else ring(around, *own, mask, **options)
+        if around is not None:
+            return ring(around, q, k, v, mask, **options)
+        return func(q, k, v, attn_mask=mask, **options)
 
     return kept_as_rows(attend, lambda x: cast(Tensor, _ToRows.apply(x, split)), lambda rows: to_heads(rows, split))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.context_parallel.dealing import balance_of, mask_among, runs_by_work, work_of
+from lightning_megatron.context_parallel.mask_work import balance_of, mask_among, runs_by_work, work_of
 from lightning_megatron.context_parallel.token_split import TokenSplit, zigzag_runs
 
 TOKENS = 1024
