@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.pipeline.cut.averaged_copies import Copy, find_copies
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
-from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.cut.trunk import find_trunk, note_trunk
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.parity.zoo import strangers
 from tests.parity.zoo.loops import Walker
@@ -170,3 +170,15 @@ def test_a_trained_list_is_the_trunk_before_its_frozen_copy() -> None:
     module = nn.Module()
     module.teacher, module.student = Walker().requires_grad_(False), Walker()
     assert find_trunk(module).name == "student.blocks"
+
+
+def test_the_trunk_stays_the_trunk_when_its_layers_are_split() -> None:
+    module = nn.Module()
+    module.teacher, module.student = Walker().requires_grad_(False), Walker()
+    note_trunk(module)
+    whole = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for parameter in module.student.blocks.parameters():
+        parameter.data = parameter.data[: parameter.shape[0] // 2]  # as a tensor rank has them
+    trunk = find_trunk(module)
+    assert trunk.name == "student.blocks"
+    assert list(find_copies(module, trunk, whole).sources) == [Copy("teacher", "student")]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -107,25 +107,27 @@ class Copies:
         return {name: tensor for name, tensor in named if name in self.buffers or self.covers(name)}
 
 
-def find_copies(module: nn.Module, trunk: Trunk) -> Copies:
+def find_copies(module: nn.Module, trunk: Trunk, whole: Mapping[str, tuple[int, ...]] | None = None) -> Copies:
     """Find parts that are frozen, or named like a copy, and have the parameter names and shapes of a trained part.
 
     Args:
         module: the whole module, real or on the meta device.
         trunk: its layers, which are never copies.
+        whole: shapes in one process, by name, of parameters of which this rank has a slice.
     """
+    shapes = {id(p): whole[name] for name, p in module.named_parameters() if name in whole} if whole else {}
     looks: dict[_Look, list[str]] = {}
     for name, child in module.named_modules():
         if name and any(parameter.requires_grad for parameter in child.parameters()):
-            looks.setdefault(_look(child), []).append(name)
-    found = dict(_walk(module, module, "", trunk, looks))
+            looks.setdefault(_look(child, shapes), []).append(name)
+    found = dict(_walk(module, module, "", trunk, looks, shapes))
     pairs: list[Copy] = []
     for name, candidates in found.items():
         if _is_shared(module, name):
             continue
         originals = [other for other in candidates if not any(lies_in(other, copy) for copy in found)]
         pairs.append(_pair(module, name, originals))
-    return Copies(tuple(pairs), _averages(module, trunk))
+    return Copies(tuple(pairs), _averages(module, trunk, shapes))
 
 
 def _pair(module: nn.Module, name: str, candidates: list[str]) -> Copy:
@@ -140,19 +142,24 @@ def _holds(module: nn.Module, trained: Set[int]) -> bool:
 
 
 def _walk(
-    root: nn.Module, module: nn.Module, name: str, trunk: Trunk, looks: dict[_Look, list[str]]
+    root: nn.Module,
+    module: nn.Module,
+    name: str,
+    trunk: Trunk,
+    looks: dict[_Look, list[str]],
+    shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[tuple[str, list[str]]]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if path == trunk.name or any(path == layer for layer in trunk.layer_names):
             continue
-        candidates = [other for other in looks.get(_look(child), []) if not lies_in(other, path)]
+        candidates = [other for other in looks.get(_look(child, shapes), []) if not lies_in(other, path)]
         if not _is_called_copy(path, child):  # a frozen embedding looks like a head
             candidates = [other for other in candidates if _core(root.get_submodule(other)) is _core(child)]
         if candidates and not lies_in(trunk.name, path) and _is_copy(path, child):
             yield path, candidates
         else:
-            yield from _walk(root, child, path, trunk, looks)
+            yield from _walk(root, child, path, trunk, looks, shapes)
 
 
 def _is_copy(path: str, module: nn.Module) -> bool:
@@ -191,10 +198,10 @@ def _source(copy: str, candidates: list[str]) -> str:
     return named[0] if len(named) == 1 else ""
 
 
-def _look(module: nn.Module) -> _Look:
+def _look(module: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> _Look:
     """Names and shapes of a module's parameters, with their common prefix removed."""
     start = len(_prefix(module))
-    return tuple((name[start:], tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    return tuple((name[start:], shapes.get(id(p), tuple(p.shape))) for name, p in module.named_parameters())
 
 
 def _prefix(module: nn.Module) -> str:
@@ -204,12 +211,12 @@ def _prefix(module: nn.Module) -> str:
     return "".join(f"{level}." for level in shared)
 
 
-def _averages(module: nn.Module, trunk: Trunk) -> tuple[str, ...]:
+def _averages(module: nn.Module, trunk: Trunk, shapes: Mapping[int, tuple[int, ...]]) -> tuple[str, ...]:
     """Names of buffers that hold averages: those of modules with a buffer for each shape of a layer's parameters."""
     layer = next((layer for layer in trunk.layers(module) if any(True for _ in layer.parameters())), None)
     if layer is None:
         return ()
-    wanted = Counter(tuple(parameter.shape) for parameter in layer.parameters())
+    wanted = Counter(shapes.get(id(parameter), tuple(parameter.shape)) for parameter in layer.parameters())
     found: list[str] = []
     for name, child in module.named_modules():
         if any(lies_in(name, inner) for inner in trunk.layer_names):

@@ -64,6 +64,7 @@ def make_partition(
     placement: Mapping[str, str] | None = None,
     stage_speeds: Sequence[float] | None = None,
     hooks_write: bool = False,
+    whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Partition:
     """Assign the layers and parts of ``module`` to the stages of ``schedule``.
 
@@ -75,6 +76,7 @@ def make_partition(
         placement: overrides, ``{"model.final_norm": "last"}``; patterns with ``*`` allowed; values first, last, all.
         stage_speeds: relative speed of each stage's devices, if they differ; used with ``pipeline_split="auto"``.
         hooks_write: whether a hook may update copies of trained parts; every stage then keeps these copies.
+        whole_shapes: shapes in one process, by name, of parameters of which this rank has a slice.
 
     Raises:
         ValueError: no trunk, fewer layers than stages, a split that does not add up, an override that matches nothing.
@@ -83,7 +85,7 @@ def make_partition(
     stages = schedule.virtual_stages
     owners = tuple(schedule.owner(stage)[0] for stage in range(stages))
     uses = read_uses(module, trunk)
-    copies = find_copies(module, trunk) if hooks_write else Copies()
+    copies = find_copies(module, trunk, whole_shapes) if hooks_write else Copies()
     places = _place_units(module, trunk, uses, copies, placement or {})
     units = _stages_of_places(places, owners)
     sizes = _split(module, trunk, uses, owners, pipeline_split, stage_speeds)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
+
+from lightning_megatron.mesh.marks import Marks
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -50,6 +53,9 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
     """
     if name != "auto":
         return _named_trunk(module, name)
+    noted = Marks.of(module).get(Trunk)
+    if noted is not None and {*noted.layer_names} <= {name for name, _ in module.named_modules(remove_duplicate=False)}:
+        return noted
     candidates = list(_candidates(module))
     if not candidates:
         raise ValueError(
@@ -60,6 +66,14 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
         )
     best = max(candidates, key=lambda candidate: candidate[:3])
     return _trunk(best[3], module.get_submodule(best[3]))
+
+
+def note_trunk(module: nn.Module) -> None:
+    """Find the trunk while the module is whole: a rank has fewer weights of layers that are split than of others, such
+    as those of a teacher, which are not.
+    """
+    with suppress(ValueError):  # of a module that need not have one
+        Marks.of(module).put(find_trunk(module))
 
 
 def _named_trunk(module: nn.Module, name: str) -> Trunk:

@@ -25,7 +25,7 @@ from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize.plan.row import SEQUENCE_SPLIT
 from lightning_megatron.pipeline.cut.partition import make_partition
-from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.cut.trunk import find_trunk, note_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.forwards.compiled import check_compile, compile_layers
 from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
@@ -107,6 +107,7 @@ class Assembler:
             convert_as_forward_does(module)
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
+            note_trunk(module)
         tensor_state, report = self._layer_split().split(module)
         alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
@@ -219,6 +220,7 @@ class Assembler:
             pipeline_split=self._options.pipeline_split,
             placement=self._options.pipeline_placement,
             stage_speeds=self._options.stage_speeds,
+            whole_shapes={name: entry.spec.global_shape for name, entry in tensor_state.table.items()},
             hooks_write=trainer_of(module) is not None and watches_weights(module, callbacks_of(module.trainer)),
         )
         presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, mesh.coordinates.tensor)
