@@ -155,7 +155,8 @@ class Run:
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Keep this rank's part of optimizers that were made in sight of the whole module."""
-        run_checks.check_optimizers(optimizers, self._processes.mesh.layout.pipeline)
+        layout = self._processes.mesh.layout
+        run_checks.check_optimizers(optimizers, layout.pipeline, layout.data)
         self.engine.note_trained(p for o in optimizers for group in o.param_groups for p in group["params"])
         self.saving.localize(optimizers)
 

@@ -28,6 +28,9 @@ class ArrivalHook:
         self._handle = self._parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and self._bucket.sharing.group is not None:
+            parameter.grad = gradient.to_dense()  # rows differ from replica to replica; the buffer has all of them
         if self._arrived(self._bucket, self._index):
             self._others().pop(self._handle.id, None)
 

@@ -28,6 +28,7 @@ from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
+from lightning_megatron.data_parallel.buckets.rebound import adopt, point_back
 from lightning_megatron.data_parallel.buckets.shard_sums import ShardSums
 
 
@@ -152,13 +153,14 @@ class GradientBuckets:
         late = once and reduce
         others = self._begin_sums(fresh, scale * divide_by)
         for bucket in others:  # all must agree on `late` before any is laid out for it
+            point_back(bucket)
             bucket.launched = False
             bucket.ready = {index for index, p in enumerate(bucket.parameters) if not p.requires_grad}
             if fresh:
                 bucket.touched = [False] * len(bucket.parameters)
             elif fresh is None:
                 bucket.keep_all()
-                self._adopt(bucket)
+                adopt(bucket)
             late = late and not any(bucket.touched)
         self._copy_late = late
         for bucket in others:
@@ -186,13 +188,6 @@ class GradientBuckets:
         for bucket in buckets:
             if self._sums is not None and bucket.adds:
                 self._sums.add_up(bucket)
-
-    @staticmethod
-    def _adopt(bucket: Bucket) -> None:
-        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            bucket.touched[index] = parameter.grad is not None
-            if parameter.grad is not None and parameter.grad is not view:
-                view.copy_(parameter.grad)
 
     def withdraw(self) -> None:
         """Set ``.grad`` to ``None``, so that ``zero_grad`` between step and backward cannot clear the buffers."""
@@ -250,7 +245,7 @@ class GradientBuckets:
         """Take over changes that the user's code made to ``.grad`` since :meth:`publish`."""
         for bucket in self.buckets:
             if bucket.pieces and not bucket.scattered:
-                self._adopt(bucket)
+                adopt(bucket)
                 for index, piece in bucket.pieces.items():
                     piece.update.grad = piece.grad if bucket.touched[index] else None
 

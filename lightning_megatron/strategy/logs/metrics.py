@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.batches import map_tensors, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
@@ -99,7 +99,9 @@ class MetricCalls:
 
 def _without_exchange(metric: Metric) -> Metric:
     """A copy of ``metric`` that computes from its own states only, without exchange and without hooks."""
-    copied = copy.deepcopy(metric)
+    kept = [value for part in metric.modules() for value in tensors_of(list(vars(part).values()))]
+    results = {id(value): value.detach().clone() for value in kept if value.grad_fn is not None}  # of its latest call
+    copied = copy.deepcopy(metric, dict(results))
     for part in copied.modules():
         if isinstance(part, Metric):
             part.sync_on_compute = part._to_sync = False

@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.optim import LBFGS, Optimizer
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import default_collate
 
 from lightning_megatron.data_parallel.presplit import splits_itself
@@ -86,10 +87,23 @@ def check_run(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
     _check_mixtures(trainer, module, layout, balance)
+    if layout.world_size > 1:
+        _check_made(module)
     if layout.pipeline > 1 and trainer.state.fn == TrainerFn.FITTING:
         _check_adapters(module)
     if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
+
+
+def _check_made(module: pl.LightningModule) -> None:
+    """Refuse parameters that have no shape before the first forward: ranks share them out earlier."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise MisconfigurationException(
+                f"`{name}` gets its shape in the first forward (`nn.Lazy...`), and several processes share parameters "
+                "out before that. Call its module once on an example in the constructor or in `setup`, or give it its "
+                "sizes."
+            )
 
 
 def _check_adapters(module: pl.LightningModule) -> None:
@@ -148,12 +162,17 @@ def _check_steps(module: pl.LightningModule) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], stages: int) -> None:
-    """Refuse optimizers that need the whole model at once when it is spread over stages.
+def check_optimizers(optimizers: Sequence[Optimizer], stages: int, replicas: int) -> None:
+    """Refuse optimizers that need the whole model at once when it is spread over stages, or gradients by rows.
 
     Raises:
         MisconfigurationException: with what to change.
     """
+    if replicas > 1 and any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
+        raise MisconfigurationException(
+            f"SparseAdam takes sparse gradients only, and over `data_parallel_size={replicas}` replicas gradients are "
+            "summed as dense ones; build the embedding with `sparse=False` and use Adam, use SGD, or one replica."
+        )
     if stages == 1:
         return
     updated: dict[int, int] = {}

@@ -1,0 +1,54 @@
+"""What hooks put in the place of gradients is what is trained with, and sparse gradients are summed over replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchmetrics import MeanMetric
+
+from lightning_megatron.strategy.logs.metrics import MetricCalls
+from tests.harness import run_trainers
+from tests.parity.scenario import differences
+from tests.strategy import gradient_scenarios as gradients
+
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "arguments"),
+    [
+        ("Rebound", (1, 2), {}),
+        pytest.param("Rebound", (2, 1), {}, marks=WIDE),
+        pytest.param("Rebound", (1, 2), {"weight_sharding": True}, marks=WIDE),
+        pytest.param("Rebound", (2, 2), {}, marks=WIDE),
+        ("Sparse", (1, 2), {}),
+        pytest.param("Sparse", (2, 2), {}, marks=WIDE),
+    ],
+)
+def test_gradients_are_those_of_one_process(kind: str, layout: tuple[int, int], arguments: dict[str, object]) -> None:
+    reference = run_trainers(gradients.train, None, {}, kind, devices=1)[0].value
+    outcomes = run_trainers(gradients.train, layout, arguments, kind, devices=layout[0] * layout[1])
+    assert reference and not list(differences("", outcomes[0].value, reference, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("SparseAdam", "SparseAdam takes sparse gradients only"),
+        pytest.param("Lazy", "`net.head.weight` gets its shape in the first forward", marks=WIDE),
+    ],
+)
+def test_what_replicas_cannot_sum_is_refused(kind: str, complaint: str) -> None:
+    for outcome in run_trainers(gradients.train, (1, 2), {}, kind, devices=2, check=False, grace=20.0):
+        assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank
+
+
+def test_a_metric_that_was_called_with_a_loss_is_followed() -> None:
+    metric, calls = MeanMetric(), MetricCalls({})
+    loss = 2 * torch.ones((), requires_grad=True)
+    metric._forward_cache = loss  # as where a metric keeps what it returned, with its graph
+    value = metric(loss.detach())
+    metric._forward_cache = loss
+    calls.note(metric, (loss.detach(),), {}, value)
+    batch = calls.behind(value)
+    assert batch is not None and float(batch.compute()) == 2.0
