@@ -12,7 +12,7 @@ weights: saving after ``fit`` is common, and the next run of the same module goe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
@@ -33,6 +34,7 @@ from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
+from lightning_megatron.strategy.hooks.over_stages import OverStages
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.averaging import begin_averages
@@ -104,14 +106,22 @@ class Run:
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
         self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
         clips_gradients_of(precision, gradients)
+        stage = Stage.of(self.module)
+        self._over_stages: OverStages | None = None
+        if stage is not None:
+            stages = stage, mesh.group("pipeline_parallel")
+            self._over_stages = OverStages(self.module, trainer, *stages, precision, self._named_groups)
         self._whole_hooks: WholeHooks | None = None
         self._on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         if not assembled.tensor_state.is_trivial:
             split = assembled.tensor_state, assembled.report
-            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision, self._experts)
+            entered = getattr if self._over_stages is None else self._over_stages.entered
+            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision, self._experts, entered)
             gradients.shows_whole = self._whole_hooks.gradient_hooks
             gradients.shows_parts = self._whole_hooks.steps.paused
             self._on_parts = self._whole_hooks.local
+        elif self._over_stages is not None:
+            self._over_stages.install()
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -128,9 +138,13 @@ class Run:
         self._clipping: HandClipping | None = None
         several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
         if several and not self.engine.splits_itself:
-            stage = Stage.of(self.module)
-            self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, self._whole_hooks)
+            norm = gradients.norm if self._over_stages is None else self._over_stages.local(gradients.norm)
+            self._clipping = HandClipping(self.module, gradients.presence, stage, norm, self._whole_hooks)
             self._clipping.start()
+
+    def _named_groups(self) -> Iterable[tuple[Optimizer, GroupNames]]:
+        """The optimizers, each with the names of its groups' parameters on all stages."""
+        return zip(self._trainer.optimizers, self.saving.optimizer_names, strict=False)
 
     def gradient_norm(self, optimizers: Sequence[Optimizer], parameters: Any | None = None) -> Tensor:
         """2-norm of the gradients of some parameters over the whole model, a 0-d tensor; collective over all ranks.
@@ -316,6 +330,8 @@ class Run:
         self._logs.release()
         if self._whole_hooks is not None:
             self._whole_hooks.remove()
+        if self._over_stages is not None:
+            self._over_stages.remove()
         if self._summaries is not None:
             self._summaries.remove()
         clips_gradients_of(self._precision, None)

@@ -38,6 +38,10 @@ class GuardedNames:
         self._module, self._name, self._names, self._viewer = module, name, names, viewer
 
     def __call__(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        if _lists_all(self._viewer):
+            yield from self._of_all_stages(prefix, recurse, remove_duplicate)
+            self._viewer.note_read()
+            return
         yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
         self._viewer.note_read()
         if self._viewer.phase(lists=True) is not Phase.STEP:
@@ -45,6 +49,25 @@ class GuardedNames:
         for name in self._names:
             if recurse or "." not in name:
                 yield f"{prefix}.{name}" if prefix else name, self._unread(name)
+
+    def _of_all_stages(self, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[Any]:
+        """Those of all stages, in the order of one process; tied ones under their first name."""
+        own = dict(type(self._module).named_parameters(self._module, "", recurse, remove_duplicate=False))
+        entries, above = self._viewer.presence.entries, f"{self._name}." if self._name else ""
+        here = {entries[above + name].first: tensor for name, tensor in own.items() if above + name in entries}
+        seen: set[str] = set()
+        for name, entry in entries.items():
+            inner = name.removeprefix(above)
+            inside = name.startswith(above) and (recurse or "." not in inner) and isinstance(entry.twin, nn.Parameter)
+            if not inside or (remove_duplicate and entry.first in seen):
+                continue
+            seen.add(entry.first)
+            holder, leaf = owner_of(self._module, inner)
+            tensor = here.get(entry.first) if entry.first in here else getattr(holder, leaf)
+            yield f"{prefix}.{inner}" if prefix else inner, tensor
+        for name, tensor in own.items():  # registered after the cut
+            if above + name not in entries:
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
     def _unread(self, name: str) -> Unread:
         above, _, leaf = name.rpartition(".")
@@ -84,7 +107,8 @@ class Unread(Tensor):
 class AbsentNames:
     """Installed as ``named_parameters`` on a module that is elsewhere, as a whole or but for tied weights.
 
-    In a step it lists what stands in for them, which is refused where its numbers are used.
+    In a step it lists what stands in for them, which is refused where its numbers are used; in a hook that goes over
+    the parameters of all stages, what is absent.
 
     Args:
         module: the module.
@@ -97,7 +121,8 @@ class AbsentNames:
 
     def __call__(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
         yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
-        for name in self._names if self._viewer.phase(lists=True) is Phase.STEP else ():
+        listed = self._viewer.phase(lists=True) is Phase.STEP or _lists_all(self._viewer)
+        for name in self._names if listed else ():
             above, _, leaf = name.rpartition(".")
             if recurse or not above:
                 yield f"{prefix}.{name}" if prefix else name, getattr(self._module.get_submodule(above), leaf)
@@ -150,6 +175,10 @@ class CopyNames:
     def _is_listed(self, name: str, prefix: str) -> bool:
         viewer, own = self._viewer, name.removeprefix(prefix).removeprefix(".")
         return viewer.presence.sight(f"{self._name}.{own}", viewer.phase(lists=True)) is not Sight.UNLISTED
+
+
+def _lists_all(viewer: Viewer) -> bool:
+    return viewer.lists_all and viewer.phase(lists=True) is Phase.HOOK
 
 
 def install_listings(module: nn.Module, viewer: Viewer) -> None:

@@ -271,9 +271,15 @@ class Presence:
 
 
 class Viewer(Protocol):
-    """Who knows, for one module, what is here and what runs: its stage."""
+    """Who knows, for one module, what is here and what runs: its stage.
+
+    Attributes:
+        presence: what is here.
+        lists_all: whether the hook that runs is given the parameters of all stages.
+    """
 
     presence: Presence
+    lists_all: bool
 
     def phase(self, *, lists: bool = False) -> Phase:
         """What runs now; for a listing of parameters, a step behind its own backward counts as a hook."""

@@ -78,6 +78,7 @@ class Stage:
         self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
         self.calls: list[LayerCall | PartCall] = []
+        self.lists_all = False
         self.repeats = self.called_again = False
         self._shared: list[tuple[str, nn.Module, str]] | None = None
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams, effects)

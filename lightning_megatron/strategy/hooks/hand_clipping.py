@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad
 
 from lightning_megatron.layers.whole.step_kinds import part_shown
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
@@ -70,6 +71,7 @@ class HandClipping:
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        tensors = [tensor for tensor in tensors if type(tensor) is not Absent]
         owners = self._owners()
         held = [part_shown(tensor) for tensor in tensors]
         given = [owners[id(tensor)] for tensor in held if id(tensor) in owners]

@@ -41,7 +41,7 @@ from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 _OTHER_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _LEFT_ALONE = ("on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_DOORS = (
+DOORS = (
     *(*_STEPS, "backward", "optimizer_step", "gradient_norm"),
     *("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
     *("lightning_module_state_dict", "full_state_dict", "load_initial_weights", "teardown"),
@@ -64,6 +64,7 @@ class WholeHooks:
         mesh: the grid.
         precision: the strategy's plugin, which clips.
         experts: the ranks that share out experts, where they do.
+        hook_of: gives a hook of the user's, by its owner and name.
 
     Attributes:
         view: what hooks see.
@@ -79,6 +80,7 @@ class WholeHooks:
         mesh: ParallelMesh,
         precision: Any,
         experts: ExpertGroups | None = None,
+        hook_of: Callable[[Any, str], Callable[..., Any]] = getattr,
     ) -> None:
         group, replicas = tensor.group or tensor.expert_group, mesh.layout.data
         meets = experts.together if experts is not None else group
@@ -106,10 +108,10 @@ class WholeHooks:
         self.steps.watch(module, _is_compiled, self._layers.called)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
-            for hook in _hooks_of(owner, parent):
-                seeing = self._seeing(getattr(owner, hook), may_run_on_one_rank(owner, hook))
+            for hook in hooks_of(owner, parent):
+                seeing = self._seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
                 self._replaced.call(owner, hook, seeing)
-        for owner, names in ((trainer.strategy, _DOORS), (precision, ("clip_gradients",))):
+        for owner, names in ((trainer.strategy, DOORS), (precision, ("clip_gradients",))):
             for name in names:
                 if hasattr(owner, name):
                     door = self.local(getattr(owner, name))
@@ -183,7 +185,7 @@ def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
 
 
-def _hooks_of(owner: Any, parent: type | None) -> list[str]:
+def hooks_of(owner: Any, parent: type | None) -> list[str]:
     """Hooks that a module or callback of the user defines."""
     known = [name for name in dir(parent or pl.LightningModule) if name.startswith("on_") and name not in _LEFT_ALONE]
     more = _OTHER_HOOKS if parent is None else ()

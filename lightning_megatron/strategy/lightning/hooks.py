@@ -115,6 +115,27 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
     return False
 
 
+def names_used(owner: Any, hook: str) -> set[str]:
+    """Names that a hook of a module or callback uses, and what it names of the user's code: methods of the same object,
+    and functions.
+    """
+    seen: set[types.CodeType] = set()
+    found: set[str] = set()
+    waiting = [getattr(owner, hook)]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names = set(names_in(code))
+        found |= names
+        named = [inspect.getattr_static(owner, name, None) for name in names]
+        named += [getattr(function, "__globals__", {}).get(name) for name in names]
+        waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+    return found
+
+
 def takes_second_gradients(module: pl.LightningModule) -> bool:
     """Whether code of the module, of what it holds, or of functions that these name says ``create_graph``."""
     seen: set[types.CodeType] = set()

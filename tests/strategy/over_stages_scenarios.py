@@ -1,0 +1,156 @@
+"""Hooks that go over all parameters: numbers made of all of them, and draws for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.loops import Walker
+from tests.parity.zoo.tasks import TokenTask
+
+
+class Over(TokenTask):
+    """A network with a weight that no step uses, and tied ones."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.net.head.weight = self.net.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.__dict__["kept"] = []
+
+
+class Scaled(Over):
+    """Clips by hand, the norm summed up tensor by tensor."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                total += parameter.grad.pow(2).sum()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(torch.clamp(0.1 / total.sqrt(), max=1.0))
+
+
+class Auto(Over):
+    """Clips by the median norm so far, the norm summed up in Python, and logs it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = 0.0
+        for _, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                total += parameter.grad.detach().data.norm(2).item() ** 2
+        self.__dict__["kept"].append(total**0.5)
+        self.log("total", total**0.5)
+        torch.nn.utils.clip_grad_norm_(
+            self.parameters(), sorted(self.__dict__["kept"])[len(self.__dict__["kept"]) // 2]
+        )
+
+
+class Skipping(Over):
+    """Leaves an update out by a number of one layer."""
+
+    def on_after_backward(self) -> None:
+        largest = [float(p.grad.abs().max()) for p in self.parameters() if p.requires_grad and p.grad is not None]
+        if max(largest) > 0.05 and not all(torch.isfinite(p.grad).all() and p.grad.mean() < 0 for p in self.used()):
+            self.zero_grad()
+
+    def used(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+
+class Noisy(Over):
+    """Draws for each gradient, from a generator of its own, and for each weight."""
+
+    def on_after_backward(self) -> None:
+        generator = torch.Generator().manual_seed(self.global_step)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.grad.add_(noise, alpha=0.01)
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.add_(torch.randn_like(parameter) * 1e-3)
+
+
+class Groups(Over):
+    """Normalises the groups of the optimizer, whose order is not that of the module."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            norm = torch.stack([parameter.grad.norm() for parameter in used]).norm()
+            for parameter in used:
+                parameter.grad.div_(norm + 1e-6)
+
+
+class Counting(Over):
+    """Counts the parameters, and projects the gradient of all onto what is orthogonal to the weights."""
+
+    def on_fit_start(self) -> None:
+        self.__dict__["kept"].append(float(sum(parameter.numel() for parameter in self.parameters())))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        used = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        weights = torch.nn.utils.parameters_to_vector(used).detach()
+        gradient = torch.nn.utils.parameters_to_vector([parameter.grad for parameter in used])
+        gradient = gradient - (gradient @ weights) / (weights @ weights) * weights
+        torch.nn.utils.vector_to_parameters(gradient, [parameter.grad for parameter in used])
+
+
+class OnOneRank(Over):
+    """Reads numbers of all parameters on one rank only."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.is_global_zero:
+            print(sum(parameter.norm().item() for parameter in self.parameters()))
+
+
+class Large(Over):
+    """Joins weights of all stages to a tensor that is too large to be sent about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block.more = nn.Parameter(torch.ones(300, 300))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
+
+
+class Sparse(Callback):
+    """Keeps the larger half of all gradients."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        used = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+        sizes = torch.cat([parameter.grad.flatten() for parameter in used]).abs()
+        bound = sizes.kthvalue(len(sizes) // 2).values
+        pl_module.log("bound", bound)
+        for parameter in used:
+            parameter.grad[parameter.grad.abs() < bound] = 0
+
+
+KINDS: dict[str, type[Over]] = {
+    kind.__name__: kind for kind in (Over, Scaled, Auto, Skipping, Noisy, Groups, Counting, OnOneRank, Large)
+}
+
+
+def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Logs, what the hooks kept, and on rank 0 all weights after an epoch; ``Over`` with a callback."""
+    torch.manual_seed(7)
+    callbacks = [Sparse()] if kind == "Over" else []
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=callbacks)
+    module = KINDS[kind]()
+    trainer.fit(module)
+    state = trainer.strategy.full_state_dict() if layout is not None else module.state_dict()  # type: ignore[attr-defined]
+    found = {name: value.double().clone() for name, value in state.items()} if info.rank == 0 else {}
+    found["kept"] = list(module.__dict__["kept"])
+    return found | {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,0 +1,51 @@
+"""Hooks that go over all parameters do under a pipeline what they do in one process, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_trainers
+from tests.parity.scenario import Layout, differences
+from tests.strategy import over_stages_scenarios as over
+
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "pp2": ((2, 1), {}),
+    "pp3": ((3, 1), {}),
+    "zb-v": ((2, 1), {"pipeline_schedule": "zb-v"}),
+    "tp2xpp2": ((2, 1), {"tensor_parallel_size": 2}),
+    "dp2xpp2": ((2, 2), {}),
+}
+KINDS = ("Over", "Scaled", "Auto", "Skipping", "Noisy", "Groups", "Counting")
+QUICK = {("pp2", "Auto"), ("pp2", "Noisy"), ("pp2", "Groups"), ("tp2xpp2", "Scaled")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=() if (layout, kind) in QUICK else pytest.mark.wide)
+        for layout in LAYOUTS
+        for kind in KINDS
+    ],
+)
+def test_hooks_over_all_parameters_are_those_of_one_process(layout: str, kind: str) -> None:
+    reference = run_trainers(over.run, None, {}, kind, devices=1)[0].value
+    shape, arguments = LAYOUTS[layout]
+    devices = shape[0] * shape[1] * arguments.get("tensor_parallel_size", 1)
+    for outcome in run_trainers(over.run, shape, arguments, kind, devices=devices):
+        wanted = {name: value for name, value in reference.items() if name in outcome.value or outcome.rank == 0}
+        assert not list(differences("", outcome.value, wanted, 1e-9)), outcome.rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("OnOneRank", "`on_before_optimizer_step` goes over all parameters, and does other things on other pipeline"),
+        pytest.param("Large", "brings together, by `cat`, tensors of more than 65536 elements", marks=pytest.mark.wide),
+    ],
+)
+def test_hooks_that_differ_between_stages_or_join_large_tensors_are_refused(kind: str, complaint: str) -> None:
+    for outcome in run_trainers(over.run, (2, 1), {}, kind, devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.trace}{outcome.output}"
+        assert complaint in said and "over_stages_scenarios.py" in said and "killed" not in str(outcome.error), said
