@@ -108,6 +108,8 @@ class HookedGradients:
             RuntimeError: there are hooks, and no rank will have whole gradients.
         """
         self._put_back()
+        may_hook = not fresh and RemovableHandle.next_id != self._without
+        sums = [(p, p.grad.clone()) for _, p in self._parameters if p.grad is not None] if may_hook else []
         self.sink.begin(fresh=fresh, reduce=reduce, divide_by=divide_by, scale=scale, once=once)
         if RemovableHandle.next_id == self._without:  # no hook has been registered since
             return
@@ -132,8 +134,7 @@ class HookedGradients:
             for all_hooks, given in entry.places():
                 for number in given:
                     del all_hooks[number]
-        earlier = [] if fresh else [(p, p.grad) for _, p in self._parameters if p.grad is not None]
-        self._earlier = [(p, grad / scale) for p, grad in earlier]  # sums, which the sink has brought to this scale
+        self._earlier = sums  # as they were: the sink has scaled its own, to be summed over the ranks again
         for parameter, _ in self._earlier:
             parameter.grad = None
         fresh = fresh if fresh is None else True
