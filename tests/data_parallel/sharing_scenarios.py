@@ -50,6 +50,31 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
+class Early(torch.optim.Optimizer):
+    """Takes the parameters out of its groups before its closure has run."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        loss = evaluated(closure)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class Insisting(torch.optim.SGD):
+    """Cannot step without a closure."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = evaluated(lambda: closure())
+        super().step()
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
     "adam_foreach": lambda groups: torch.optim.Adam(groups, lr=1e-2, foreach=True, amsgrad=True),
@@ -57,11 +82,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True, momentum=0.5),
+    "insisting": lambda groups: Insisting(groups, lr=0.05, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
     "lion": lambda groups: Lion(groups, lr=1e-3),
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
     "muon": lambda groups: torch.optim.Muon(groups[:1], lr=1e-2),  # takes matrices only; the rest is not trained
 }
+REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"early": lambda groups: Early(groups)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,7 @@ class SharedTask(LightningModule):
     """A small GPT with a tied head, two parameter groups and a schedule.
 
     Args:
-        optimizer: key of `OPTIMIZERS`.
+        optimizer: key of `OPTIMIZERS` or `REFUSED`.
         unused: every second batch leaves a branch of the network without gradient.
         frozen: begin with the first layers frozen; a callback unfreezes them and adds their group.
         added: the first layer is frozen, to get a group of its own when training starts.
@@ -127,7 +154,7 @@ class SharedTask(LightningModule):
         matrices = [p for _, p in self.trained() if p.dim() >= 2]
         vectors = [p for _, p in self.trained() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-3}]
-        optimizer = OPTIMIZERS[self.optimizer](groups)
+        optimizer = (OPTIMIZERS | REFUSED)[self.optimizer](groups)
         if self.frozen or self.added:  # torch's schedules do not follow a group that is added later
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step)

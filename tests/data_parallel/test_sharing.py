@@ -206,3 +206,8 @@ def test_a_later_use_that_nothing_waits_for_is_refused() -> None:
 
 def test_a_hook_that_may_look_at_weights_keeps_the_gather_in_the_update() -> None:
     check(Setup((1, 2, 1), LATE, CLIP))
+
+
+def test_an_optimizer_that_looks_at_its_groups_too_early_is_refused_by_name() -> None:
+    with pytest.raises(JobFailed, match=r"`Early\.step` did not look into its parameter groups after it had called"):
+        run_trainers(train, Setup((1, 2, 1), {}, {}, {"optimizer": "early"}), devices=2)

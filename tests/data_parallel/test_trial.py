@@ -10,8 +10,18 @@ import torch
 from torch import nn
 
 from lightning_megatron.data_parallel.update.trial import Independence, independence_of
+from tests.data_parallel.sharing_scenarios import Insisting
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Repeating(torch.optim.SGD):
+    """Calls its closure twice, if it has one."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        return super().step(closure)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +29,12 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     [
         (lambda parameters: torch.optim.Adagrad(parameters, initial_accumulator_value=0.1), Independence.ELEMENT),
         (lambda parameters: torch.optim.AdamW(parameters, lr=0.0, foreach=True), Independence.ELEMENT),
+        (lambda parameters: Insisting(parameters, lr=0.1), Independence.ELEMENT),
+        (lambda parameters: Repeating(parameters, lr=0.1), Independence.NONE),
         (lambda parameters: torch.optim.Adafactor(parameters), Independence.PARAMETER),
         (lambda parameters: torch.optim.LBFGS(parameters), Independence.NONE),
     ],
-    ids=["adagrad", "adamw", "adafactor", "lbfgs"],
+    ids=["adagrad", "adamw", "insisting", "repeating", "adafactor", "lbfgs"],
 )
 @pytest.mark.parametrize("first", [(), (1,), (3, 2)], ids=["scalar", "vector", "matrix"])
 def test_an_optimizer_is_known_whatever_its_first_parameter_looks_like(

@@ -147,6 +147,8 @@ class PiecewiseUpdate:
             group["params"] = [update for update in found if update is not None]
         if self._hosted is not None and not self._skips:
             self._hosted.begin(touched)
+        for group in self._optimizer.param_groups:
+            group["params"] = _Handed(group["params"])
 
     def _update_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The tensor that the optimizer updates in place of a parameter; ``None`` if another rank updates it.
@@ -168,7 +170,23 @@ class PiecewiseUpdate:
             )
         return None
 
+    def _check_seen(self) -> None:
+        """Refuse an optimizer that took the parameters out of its groups before its closure had run.
+
+        Raises:
+            RuntimeError: it has not looked at the pieces.
+        """
+        handed = [group["params"] for group in self._optimizer.param_groups]
+        if any(handed) and not any(isinstance(each, _Handed) and each.seen for each in handed):
+            raise RuntimeError(
+                f"`{type(self._optimizer).__name__}.step` did not look into its parameter groups after it had called "
+                "`closure`, so it updated nothing: while it steps, they hold the part of each parameter that this "
+                "rank updates. Call `closure()` before the loops over `param_groups`, as torch's optimizers do, or "
+                "pass `optimizer_sharding=False`."
+            )
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_seen()
         if self._wholes is not None:
             self._wholes.scatter()
         if self._hosted is not None and not self._skips:
@@ -204,6 +222,29 @@ class PiecewiseUpdate:
             for bucket in self._buckets.buckets
             if any(t and id(p) in held for p, t in zip(bucket.parameters, bucket.touched, strict=True))
         ]
+
+
+class _Handed(list[nn.Parameter]):
+    """What an optimizer finds in a group in the place of its parameters; notes whether it has looked."""
+
+    seen = False
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.seen = True
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.seen = True
+        return super().__getitem__(index)
+
+    def __add__(self, other: Any) -> Any:
+        return list(self) + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + list(self)
+
+    def copy(self) -> list[nn.Parameter]:
+        return list(self)
 
 
 class _EnteringClosure:

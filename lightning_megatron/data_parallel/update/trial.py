@@ -10,6 +10,7 @@ compared.
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -81,7 +82,8 @@ def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
     except Exception:  # it needs a closure, or something else that only the user's training loop provides
         return Independence.NONE
     apart = {index: value for half in halves for index, value in half.items()}
-    if not _alike(together, apart):
+    moved = any(not torch.equal(together[index], start[index].flatten()) for index in together)
+    if not (moved and _alike(together, apart)):  # one that moves nothing has its parameters from elsewhere (LBFGS)
         return Independence.NONE
     try:
         pieces = _train(optimizer, pairs, start, grads, cut=True)
@@ -110,7 +112,7 @@ def state_bytes(optimizer: Optimizer) -> float:
     matrix.grad = torch.ones(_SHAPE)
     groups: list[list[nn.Parameter]] = [[matrix], *([] for _ in optimizer.param_groups[1:])]
     trial = _copy(optimizer, groups)
-    type(optimizer).step(trial)
+    _step(optimizer, trial)
     kept = [value for value in trial.state[matrix].values() if isinstance(value, Tensor) and value.dim() > 0]
     return sum(value.numel() * value.element_size() for value in kept) / matrix.numel()
 
@@ -123,7 +125,7 @@ def seconds_of(optimizer: Optimizer, elements: int, rounds: int = 3) -> float:
     best = float("inf")
     for _ in range(rounds):
         begun = time.perf_counter()
-        type(optimizer).step(trial)
+        _step(optimizer, trial)
         best = min(best, time.perf_counter() - begun)
     return best
 
@@ -165,12 +167,12 @@ def _train(
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.clone()
         if not by_halves:
-            type(optimizer).step(trial)
+            _step(optimizer, trial)
             continue
         substeps, groups = SubSteps(trial), [group["params"] for group in trial.param_groups]
         for group, some in zip(trial.param_groups, groups, strict=True):
             group["params"] = some[:1]
-        type(optimizer).step(trial)
+        _step(optimizer, trial)
         substeps.run([some[1:] for some in groups])
         for group, some in zip(trial.param_groups, groups, strict=True):
             group["params"] = some
@@ -179,6 +181,25 @@ def _train(
 
 def _cut(matrix: Tensor) -> list[Tensor]:
     return list(matrix.flatten().tensor_split(_CUTS))
+
+
+def _step(optimizer: Optimizer, trial: Any) -> None:
+    """Step the copy as Lightning does: with a closure, which some optimizers insist on.
+
+    Raises:
+        RuntimeError: it calls the closure again, which needs the weights of all ranks.
+    """
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("the closure is called again")
+        return torch.ones(())
+
+    step: Any = type(optimizer).step
+    takes = [p for p in inspect.signature(step).parameters.values() if p.name == "closure" or p.kind is p.VAR_KEYWORD]
+    step(trial, closure=closure) if takes else step(trial)
 
 
 def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Any:
