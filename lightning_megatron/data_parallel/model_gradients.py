@@ -352,12 +352,15 @@ class ModelGradients:
             return whole
         return whole.flat_range(piece.part.start, piece.part.stop)
 
-    def masters(self) -> dict[str, PiecedTensor | None]:
-        """By name, what this rank's optimizer keeps of weights that layers hold in 16 bits; ``None`` if nothing."""
+    def masters(self, *, spread: bool = False) -> dict[str, PiecedTensor | None]:
+        """By name, what this rank's optimizer keeps of weights that layers hold in 16 bits, and with ``spread`` this
+        rank's part of weights that are spread over the replicas now; ``None`` if nothing.
+        """
         found: dict[str, PiecedTensor | None] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            bucket, index = self._place(parameter)
-            if bucket is not None and bucket.weights is not None and bucket.weights.lowered:
+            apart = self.windows.spread_place(parameter) if spread and self.windows is not None else None
+            bucket, index = apart or self._place(parameter)
+            if bucket is not None and bucket.weights is not None and (apart or bucket.weights.lowered):
                 piece = bucket.pieces.get(index)
                 found[name] = None
                 if piece is not None:

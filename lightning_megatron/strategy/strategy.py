@@ -333,7 +333,7 @@ class MegatronStrategy(ParallelStrategy):
         """This rank's part of the state; what is split over tensor-parallel ranks as pieces of logical tensors."""
         if self._run is None and is_whole(self.lightning_module):
             return present(self.lightning_module, "module").state_dict()
-        return self.run.saving.weights.stored()
+        return self.run.saving.weights.saved()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""

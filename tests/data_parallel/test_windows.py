@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,38 @@ def test_nothing_is_whole_between_steps_for_a_callback_that_cannot_look() -> Non
     for value in check(Setup((1, 2, 1), SPREAD), "plain", "counts"):
         assert value["count"]["between"] == [0] * 8
         assert value["metrics"]["batches"] == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "precision"),
+    [
+        row("plain", "plain", (1, 2, 1), "64-true", wide=False),
+        row("tied", "tied", (1, 2, 1), "64-true"),
+        row("frozen", "adapted", (1, 2, 1), "64-true"),
+        row("pp2", "plain", (2, 2, 1), "64-true"),
+        row("tp2", "plain", (1, 2, 2), "64-true"),
+        row("bf16", "plain", (1, 2, 1), "bf16-mixed"),
+    ],
+)
+def test_checkpoints_are_written_from_shards_and_read_by_any_layout(
+    module: str, layout: tuple[int, int, int], precision: str, tmp_path: Path
+) -> None:
+    saves = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    setup = Setup(layout, SPREAD, saves)
+    run = [o.value for o in run_trainers(spread, setup, module, "saves", precision, devices=setup.devices)]
+    for value in run:
+        assert value["count"]["saving"] == [0, 0], "nothing is made whole to be saved"
+    (path,) = tmp_path.rglob("*step=3*")
+    other = Setup((1, 2, 1), {}, saves)
+    resumed = run_trainers(spread, other, module, "saves", precision, str(path), devices=2)[0].value
+    for name, weight in resumed["weights"].items():
+        torch.testing.assert_close(weight, run[0]["weights"][name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_code_that_changes_what_is_saved_sees_whole_weights(tmp_path: Path) -> None:
+    setup = Setup((1, 2, 1), SPREAD, {"default_root_dir": str(tmp_path), "enable_checkpointing": True})
+    for outcome in run_trainers(spread, setup, "renaming", "saves", devices=2):
+        assert min(outcome.value["count"]["saving"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.data_parallel.windows.window import Window
+from lightning_megatron.strategy.saving.saving import Saving
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, Unfreeze
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -82,6 +83,14 @@ class Counts(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.batches += 1
         pl_module.log("batches", self.batches)
+
+
+class Renaming(SharedTask):
+    """Changes what is saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        name = "net.transformer.h.0.ln_1.weight"
+        checkpoint["state_dict"][name] = checkpoint["state_dict"][name] * 2
 
 
 class Dropping(SharedTask):
@@ -240,6 +249,7 @@ MODULES: dict[str, Any] = {
     "plain": SharedTask,
     "strange": Strange,
     "dropping": Dropping,
+    "renaming": Renaming,
     "writing": Writing,
     "hooked": Hooked,
     "adapted": Adapted,
@@ -249,6 +259,7 @@ MODULES: dict[str, Any] = {
 }
 CALLBACKS: dict[str, Any] = {
     "counts": Counts,
+    "saves": lambda: ModelCheckpoint(filename="{step}", every_n_train_steps=3, save_top_k=-1),
     "ema": lambda: EMAWeightAveraging(decay=0.5),
     "unfreeze": Unfreeze,
 }
@@ -267,6 +278,7 @@ class Count:
         ahead: windows whose gather was under way when they were opened.
         whole: bytes of all weights that are spread.
         kept: bytes of this rank's shards.
+        saving: bytes of whole weights whenever a checkpoint was written.
     """
 
     between: list[int] = field(default_factory=list)
@@ -277,10 +289,16 @@ class Count:
     whole: int = 0
     kept: int = 0
     largest: int = 0
+    saving: list[int] = field(default_factory=list)
 
 
 def spread(
-    info: RankInfo, setup: Setup, module: str = "plain", callback: str | None = None, precision: str = "64-true"
+    info: RankInfo,
+    setup: Setup,
+    module: str = "plain",
+    callback: str | None = None,
+    precision: str = "64-true",
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Trains; reports whole weights (on rank 0) and what the windows held."""
     strategy: Any = "auto"
@@ -296,7 +314,7 @@ def spread(
         task = task.float()
     count, opens, ends, starts = Count(), Window.open, StepWindows.end_step, Window.start
     found: dict[int, Window] = {}
-    allocates, flats = Bucket.allocate, dict[int, Bucket]()
+    allocates, flats, saves = Bucket.allocate, dict[int, Bucket](), Saving.save
     now = [0]
 
     def opening(self: Window) -> None:
@@ -328,11 +346,18 @@ def spread(
         return said
 
     Window.open, StepWindows.end_step, Window.start = opening, ending, starting  # type: ignore[method-assign]
+
+    def saving(self: Saving, *arguments: Any) -> None:
+        count.saving.append(sum(window.live_bytes for window in found.values()))
+        saves(self, *arguments)
+
+    Saving.save = saving  # type: ignore[method-assign]
     Bucket.allocate = allocating  # type: ignore[method-assign]
     try:
-        trainer.fit(task)
+        trainer.fit(task, ckpt_path=resume)
     finally:
         Window.open, StepWindows.end_step, Window.start = opens, ends, starts  # type: ignore[method-assign]
+        Saving.save = saves  # type: ignore[method-assign]
         Bucket.allocate = allocates  # type: ignore[method-assign]
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else task.state_dict()
     own = {name: bool(p.isnan().any()) for name, p in task.named_parameters() if not p.is_meta}

@@ -37,6 +37,7 @@ class FlatWeights:
 
     def __post_init__(self) -> None:
         self.nothing = self.flat.new_full(() if self.low is not None else (0,), float("nan"))  # parameters while hidden
+        self._hidden: list[Tensor] = []
 
     @property
     def shown(self) -> bool:
@@ -67,8 +68,10 @@ class FlatWeights:
             self.flat = torch.empty_like(self.flat)
             self.views = [self.flat.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self.views]
         self.flat.untyped_storage().resize_(0)
-        for parameter in parameters:
-            parameter.data = self.nothing.expand(parameter.shape)
+        if len(self._hidden) != len(parameters):
+            self._hidden = [self.nothing.expand(parameter.shape) for parameter in parameters]
+        for parameter, hidden in zip(parameters, self._hidden, strict=True):
+            parameter.data = hidden
 
     def _take_over(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter, view in zip(parameters, self.views, strict=True):

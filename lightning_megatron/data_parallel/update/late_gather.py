@@ -163,7 +163,7 @@ class UseWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()) if _reads_values(func) else ():
             for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, nn.Parameter):
+                if type(each) is not Tensor and isinstance(each, nn.Parameter):  # the second by itself is slow
                     self._used(each)
         return func(*args, **kwargs)
 

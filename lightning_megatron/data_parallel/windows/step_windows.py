@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.late_gather import UseWatch
+from lightning_megatron.data_parallel.windows.agreement import Agreement
 from lightning_megatron.data_parallel.windows.ahead import Ahead
 from lightning_megatron.data_parallel.windows.freeing import Freeing
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
@@ -69,12 +70,14 @@ class StepWindows:
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
+        self._agreement = Agreement([*trained, *frozen])
         self.windows = [
             Window(
                 name,
                 number,
                 [bucket for bucket in trained if spread.trained[bucket.names[0]] == name],
                 [bucket for bucket in frozen if spread.frozen[bucket.names[0]] == name],
+                self._agreement,
             )
             for number, name in enumerate(spread.modules)
         ]
@@ -126,6 +129,19 @@ class StepWindows:
             f"{sum(window.opened for window in self.windows)} {under_way} {[b.launched for b in self._buckets.buckets]}"
         )
 
+    @property
+    def stays_spread(self) -> bool:
+        """Whether weights stay spread between steps, as no code looks at them there."""
+        return not self._stays_whole
+
+    def spread_place(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
+        """Where a parameter lies of which this rank has no more than its shard now: its bucket, and its index there."""
+        window = self._of.get(id(parameter))
+        if window is None or window.is_open:
+            return None
+        places = ((b, [id(p) for p in b.parameters]) for b in window.buckets)
+        return next(((b, members.index(id(parameter))) for b, members in places if id(parameter) in members), None)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step up to its backward, or, where it runs that itself, to its end."""
@@ -154,6 +170,7 @@ class StepWindows:
         """
         if not self._active:
             return ""
+        self._agreement.read()
         self._active, before = False, self.freeing.chosen
         self.freeing.end(updates=self._buckets.reduces)
         if self._stays_whole:
@@ -302,18 +319,25 @@ class _Weight:
 
 
 class _Saved(HandsOn):
-    """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these."""
+    """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these.
+
+    Made while the windows are open: they run once per saved tensor, so where the weights lie is looked up once.
+    """
 
     def __init__(self, windows: Sequence[Window], owner: WindowOwner) -> None:
         self._windows, self._owner = windows, owner
+        self._of = {place: window for window in windows for place in window.places() if place}
         self.around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
-        if not isinstance(tensor, WholeTensor):  # whose parts are saved by themselves
-            for window in self._windows:
-                if window.has_memory_of(tensor):
+        with torch._C.DisableTorchFunction():  # else those who watch uses would see some here
+            if not isinstance(tensor, WholeTensor) and tensor.layout is torch.strided:  # whose parts are saved apart
+                window = self._of.get(tensor.untyped_storage().data_ptr())
+                if window is not None:
                     return _Weight(tensor, window)
-        return (tensor, tensor._version) if self.around is None else self.around[0](tensor)
+            if self.around is None:
+                return tensor, tensor._version
+        return self.around[0](tensor)
 
     def unpack(self, packed: Any) -> Any:
         if isinstance(packed, _Weight):

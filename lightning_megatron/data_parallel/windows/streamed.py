@@ -83,10 +83,10 @@ class StreamedWindow(Window):
         self.is_open, self.held = False, False
         self._owner.gave_back(self)
 
-    def has_memory_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of the weights, or a view of one."""
+    def places(self) -> list[int]:
+        """Where the memory of the weights lies."""
         with torch._C.DisableTorchFunction():
-            return self._behind(tensor) is not None
+            return [parameter.untyped_storage().data_ptr() for parameter in self.parameters]
 
     def found_again(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives one of the weights, or a view of one, once the window is open again."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
-from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.data_parallel.windows.agreement import Agreement
 
 
 class Window:
@@ -32,6 +32,7 @@ class Window:
         number: its place in that order, equal on all replicas.
         buckets: with weights that lie apart from this rank's shard of them.
         frozen: others, of parameters without gradients.
+        agreement: of the replicas on what they open; one for all windows of a rank.
 
     Attributes:
         is_open: whether the weights are whole.
@@ -40,11 +41,19 @@ class Window:
         opened: how often it was opened.
     """
 
-    def __init__(self, name: str, number: int, buckets: Sequence[Bucket], frozen: Sequence[Bucket] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        buckets: Sequence[Bucket],
+        frozen: Sequence[Bucket] = (),
+        agreement: Agreement | None = None,
+    ) -> None:
         self.name, self.number = name, number
         self._buckets, self._frozen = [*buckets, *frozen], list(frozen)
         self.is_open, self.held, self.coming = True, False, False
         self.opened = 0
+        self._agreement = agreement or Agreement(())
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -93,7 +102,9 @@ class Window:
             self.is_open = True
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():  # else those who watch uses would see one here
-            self.agree()
+            self._agreement.tell(self.name, self.number)
+            if not self.coming:
+                self._agreement.read()
             self._start_and_finish()
         self.is_open = True
 
@@ -124,10 +135,11 @@ class Window:
     def has_memory_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of the weights, or a view of one; only while the window is open."""
         place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-        return place != 0 and any(
-            bucket.weights is not None and bucket.weights.flat.untyped_storage().data_ptr() == place
-            for bucket in self._buckets
-        )
+        return place != 0 and place in self.places()
+
+    def places(self) -> list[int]:
+        """Where the memory of the weights lies, while the window is open."""
+        return [bucket.weights.flat.untyped_storage().data_ptr() for bucket in self._buckets if bucket.weights]
 
     def found_again(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives one of the weights, or a view of one, once the window is open again."""
@@ -139,14 +151,8 @@ class Window:
         Raises:
             RuntimeError: they do.
         """
-        group, device = self._buckets[0].sharing.shard_group, self._buckets[0].parameters[0].device
-        numbers = raw_all_gather(torch.tensor([self.number], device=device), 0, group).tolist()
-        if any(number != self.number for number in numbers):
-            raise RuntimeError(
-                f"`{self.name}` runs while other replicas run another layer: which layers run depends on the batch or "
-                "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
-                "every replica must run the same layers in the same order; pass `weight_sharding=False`."
-            )
+        self._agreement.tell(self.name, self.number)
+        self._agreement.read()
 
 
 class WindowOwner(Protocol):

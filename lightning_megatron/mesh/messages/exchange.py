@@ -16,6 +16,7 @@ torch 2.13, gloo's and these: sum of 4 kB 0.27 and 0.07 ms; gather into 6.6 MB 2
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,40 @@ def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
     if own.data_ptr() != x.data_ptr():
         own.copy_(x.reshape(-1))
     return Exchange([own] * group.size(), blocks.unbind(), group)
+
+
+class Numbers:
+    """Tells every rank of a group one whole number of each, again and again.
+
+    A step does so once per layer, so what is sent and received keeps its memory.
+
+    Args:
+        group: all its ranks must tell theirs in the same order.
+        device: of the tensors where the backend is not gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._own = group, torch.zeros(1, dtype=torch.int64, device=device)
+        self._all = torch.zeros(group.size(), dtype=torch.int64, device=device)
+        self._rows = list(self._all.split(1))
+        self._by_messages = exchanges(self._own, group)
+        self._under_way: Any = None
+
+    def start(self, number: int) -> None:
+        """Begin to tell the others; nothing else may be told before :meth:`finish`."""
+        self._own.fill_(number)
+        if self._by_messages:
+            self._under_way = Exchange([self._own] * len(self._rows), self._rows, self._group)
+            self._rows[self._group.rank()].fill_(number)
+        else:
+            self._under_way = dist.all_gather(self._rows, self._own, group=self._group, async_op=True)
+
+    def finish(self) -> list[int]:
+        """The number of each rank of the group."""
+        with waits.on(waits.collective, "all_gather", self._own, self._group):
+            self._under_way.wait()
+        found: list[int] = self._all.tolist()
+        return found
 
 
 class ScatteredSum:

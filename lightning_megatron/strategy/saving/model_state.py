@@ -23,6 +23,7 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
+from lightning_megatron.strategy.saving.unseen import nobody_looks
 
 
 class PartOfState(dict[str, Any]):
@@ -63,6 +64,15 @@ class ModelState:
         masters = gradients.masters()
         stored = stored_module(self.module, self._tensors, without) | masters
         return PartOfState({n: value for n, value in stored.items() if value is not None or n not in masters})
+
+    def saved(self) -> PartOfState:
+        """The same for a checkpoint: weights that are spread over replicas stay so, unless code may look at them."""
+        gradients = self._engine.model_gradients
+        if not nobody_looks(self.module, gradients):
+            return self.stored()
+        own = gradients.masters(spread=True)
+        stored = stored_module(self.module, self._tensors, own) | own
+        return PartOfState({n: value for n, value in stored.items() if value is not None or n not in own})
 
     def stored_once(self) -> dict[str, Any]:
         """The same without further names of tied tensors."""
