@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from lightning_megatron.mesh.messages import host_channel
+from lightning_megatron.mesh.messages import host_channel, transport
 from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone, open_channels
 from lightning_megatron.pipeline.run.links import LinkOptions, StageLinks
 from tests.harness import run_ranks
@@ -39,21 +39,21 @@ def test_a_replicated_tensor_travels_in_parts_and_arrives_whole(mesh: Any, throu
     hidden = torch.arange(2 * 3 * 4, dtype=torch.float64).view(2, 3, 4).transpose(0, 1)
     mask = torch.tensor([True, False, True])
     sizes: list[int] = []
-    isend, hand_over = distributed.isend, HostChannel.send
+    send, hand_over = transport.send, HostChannel.send
 
-    def counted_isend(data: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted_send(group: Any, data: Tensor, *where: int) -> Any:
         sizes.append(data.numel())
-        return isend(data, *args, **kwargs)
+        return send(group, data, *where)
 
-    def counted_send(channel: HostChannel, data: Tensor, tag: int) -> Any:
+    def counted_hand_over(channel: HostChannel, data: Tensor, tag: int) -> Any:
         sizes.append(data.numel())
         return hand_over(channel, data, tag)
 
     with links_of(mesh, scatter_from=1, through_memory=through_memory) as (links, stage):
         if stage == 0:
             with (
-                mock.patch.object(distributed, "isend", counted_isend),
-                mock.patch.object(HostChannel, "send", counted_send),
+                mock.patch.object(transport, "send", counted_send),
+                mock.patch.object(HostChannel, "send", counted_hand_over),
             ):
                 links.send(1, [hidden, mask], tag=0, scatter=True)
             assert sizes == [hidden.numel() // 2, mask.numel()]

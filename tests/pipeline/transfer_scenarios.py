@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.messages import transport
 from lightning_megatron.mesh.messages.host_channel import HostChannel, Sent
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks, Transfer
@@ -57,8 +58,8 @@ class Traffic:
     @contextmanager
     def counted(self) -> Iterator[Traffic]:
         """Counts what is done within the schedules of the steps in here."""
-        isend, hand_over, run, send, send_object, receive, wait = (
-            distributed.isend,
+        through_backend, hand_over, run, send, send_object, receive, wait = (
+            transport.send,
             HostChannel.send,
             PipelineExecutor.run,
             StageLinks.send,
@@ -67,11 +68,11 @@ class Traffic:
             Transfer.wait,
         )
 
-        def counted_isend(data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counted_through_backend(group: Any, data: Tensor, *where: int) -> Any:
             if self.sending:
                 self.outputs.watch(data)
                 self.sent_bytes += data.nbytes if data.is_floating_point() else 0
-            return isend(data, *args, **kwargs)
+            return through_backend(group, data, *where)
 
         def counted_hand_over(channel: HostChannel, data: Tensor, tag: int) -> Sent:
             sent = hand_over(channel, data, tag)
@@ -109,7 +110,7 @@ class Traffic:
             return found
 
         with (
-            mock.patch.object(distributed, "isend", counted_isend),
+            mock.patch.object(transport, "send", counted_through_backend),
             mock.patch.object(HostChannel, "send", counted_hand_over),
             mock.patch.object(PipelineExecutor, "run", counted_run),
             mock.patch.object(StageLinks, "send", counted_send),

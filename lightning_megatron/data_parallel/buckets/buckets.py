@@ -325,7 +325,8 @@ class GradientBuckets:
         final = self._final is True or (self._final and id(parameter) in self._final)
         if final and self._reduce and not bucket.shared:
             bucket.ready.add(index)
-            self._launch_complete()
+            if len(bucket.ready) == len(bucket.parameters):
+                self._launch_complete()
         return False
 
     def _launch_complete(self) -> None:

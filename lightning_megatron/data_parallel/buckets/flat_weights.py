@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from typing import Any
 
 import torch
@@ -74,8 +75,9 @@ class FlatWeights:
             parameter.data = hidden
 
     def _take_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter, view in zip(parameters, self.views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
+        there, own = map(Tensor.data_ptr, parameters), map(Tensor.data_ptr, self.views)
+        for parameter, view, is_own in zip(parameters, self.views, map(eq, there, own), strict=True):
+            if not is_own:
                 view.copy_(parameter.data)
                 parameter.data = view
         if self.low is not None:

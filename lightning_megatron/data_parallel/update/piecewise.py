@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -106,9 +107,9 @@ class PiecewiseUpdate:
             RuntimeError: the optimizer made state for a slice of a matrix that it updates as a whole.
         """
         state = self._optimizer.state
-        held = {id(key) for key in state}
         groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
-        for parameter in (p for group in groups for p in group):
+        held = set(map(id, state)).intersection(map(id, chain.from_iterable(groups)))
+        for parameter in chain.from_iterable(groups) if held else ():
             if id(parameter) not in held:
                 continue
             bucket, index = self._buckets.place_of(parameter) or (None, 0)
@@ -216,11 +217,11 @@ class PiecewiseUpdate:
 
     def _touched_buckets(self) -> list[Bucket]:
         """Buckets in which a parameter of this optimizer got a gradient on any rank; the same list on all ranks."""
-        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        held = set(map(id, chain.from_iterable(group["params"] for group in self._optimizer.param_groups)))
         return [
             bucket
             for bucket in self._buckets.buckets
-            if any(t and id(p) in held for p, t in zip(bucket.parameters, bucket.touched, strict=True))
+            if not held.isdisjoint(map(id, compress(bucket.parameters, bucket.touched)))
         ]
 
 

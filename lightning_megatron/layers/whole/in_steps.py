@@ -140,6 +140,9 @@ class StepView:
         for reader, read in readers.values():
             reads = list(read.values())
             self._handles += around_calls(reader, Entering(self, reads, partial(first, reader)), Leaving(self, reads))
+        # Once for all steps: a hook more in each of them would have everyone who looks for new hooks look again.
+        self._handles.append(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._handles.append(register_optimizer_step_post_hook(self._after_update).remove)
 
     def close(self) -> None:
         """Remove what :meth:`watch` installed."""
@@ -154,10 +157,6 @@ class StepView:
         Args:
             serves: whether ranks may run different code in it.
         """
-        handles = (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        )
         self._thread = threading.get_ident()
         self._serves = serves and self._may_serve and bool(self._parameters)
         for parameter, entry in self._parameters if self._serves else ():
@@ -168,8 +167,6 @@ class StepView:
             while self._serves and self._asked(NOTHING)[1]:
                 pass
         finally:
-            for handle in handles:
-                handle.remove()
             self._optimizing, self._serves = [], False
 
     def _asked(self, number: float, version: float = 0.0, name: str = "") -> tuple[Any, bool]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.transport import Message, Transport
+from lightning_megatron.mesh.messages.transport import Message, receive, send
 from lightning_megatron.mesh.watch import waits
 
 MOST_RANKS = 8
@@ -44,21 +44,20 @@ class Exchange:
     """
 
     def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        own, size, transport = group.rank(), group.size(), Transport(group)
+        own, size = group.rank(), group.size()
         self._group, self._form = group, received[own]
         self._messages: list[Message] = []
         self._awaited: Message | None = None
         for distance in range(1, size):  # every rank starts with a different peer
             to, source = (own + distance) % size, (own - distance) % size
-            self._messages.append(transport.send(sent[to], to))
-            self._messages.append(transport.receive(received[source], source))
+            self._messages += (send(group, sent[to], to), receive(group, received[source], source))
 
     def wait(self) -> None:
         """Wait until all tensors are received, and the sent ones may be changed."""
         with waits.on(self.told):
             for message in self._messages:
                 self._awaited = message
-                message.arrive()
+                message.work.wait()
         self._messages, self._awaited = [], None
 
     def told(self) -> waits.Waiting:
@@ -165,11 +164,11 @@ class Broadcast:
     """
 
     def __init__(self, x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> None:
-        own, transport, data = group.rank(), Transport(group), x.detach()
+        own, data = group.rank(), x.detach()
         if own == source:
-            self._messages = [transport.send(data, rank, tag) for rank in range(group.size()) if rank != own]
+            self._messages = [send(group, data, rank, tag) for rank in range(group.size()) if rank != own]
         else:
-            self._messages = [transport.receive(data, source, tag)]
+            self._messages = [receive(group, data, source, tag)]
 
     def wait(self) -> None:
         """Wait until ``x`` has arrived; on the source, until it may be changed."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,25 +32,23 @@ class Message:
         group: the group.
         tensor: kept alive until the wait is over; ``None`` if the sent tensor has been copied.
         arrives: whether this rank receives it.
+
+    Attributes:
+        work: for callers that wait for several messages and say so themselves; ``None`` once it was waited for.
     """
 
-    __slots__ = ("_arrives", "_group", "_peer", "_tensor", "_work")
+    __slots__ = ("_arrives", "_group", "_peer", "_tensor", "work")
 
     def __init__(self, work: Any, peer: int, group: dist.ProcessGroup, tensor: Tensor | None, arrives: bool) -> None:
-        self._work, self._peer, self._group = work, peer, group
+        self.work, self._peer, self._group = work, peer, group
         self._tensor, self._arrives = tensor, arrives
 
     def wait(self) -> None:
         """Wait until the tensor has arrived, or the peer has fetched it (on a GPU: make the current stream wait)."""
-        if self._work is not None:
+        if self.work is not None:
             with waits.on(self.told):
-                self.arrive()
-
-    def arrive(self) -> None:
-        """The same, for a caller that tells what it waits for."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._tensor = None
+                self.work.wait()
+        self.work = self._tensor = None
 
     def told(self) -> waits.Waiting | None:
         """Description of the wait, for reports of hanging ranks; ``None`` if it is over."""
@@ -95,26 +94,44 @@ class Transport:
         if channel is not None:
             with waits.on(_fetching, self.group, to):
                 return Message(channel.send(tensor, tag), to, self.group, None, False)
-        try:
-            work = dist.isend(tensor, group=self.group, tag=tag, group_dst=to)
-        except BaseException as error:  # it does not block, but the peer may be gone
-            waits.mark(error)
-            raise
-        return Message(work, to, self.group, tensor, False)
+        return send(self.group, tensor, to, tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Message:
         """Post a receive from rank ``source`` of the group into a contiguous tensor."""
         channel = self._channels.get(source)
         if channel is not None:
             return Message(channel.receive(tensor, tag), source, self.group, tensor, True)
-        work = dist.irecv(tensor, group=self.group, tag=tag, group_src=source)
-        return Message(work, source, self.group, tensor, True)
+        return receive(self.group, tensor, source, tag)
 
     def close(self) -> None:
         """Close the channels to processes of this host; processes that wait for this one get a ``PeerGone`` error."""
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
+
+
+def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int = 0) -> Message:
+    """Start sending through the backend; arguments as of :meth:`Transport.send`.
+
+    ``dist.isend`` first looks the default group and its ranks up several times, which takes longer than a small
+    message.
+    """
+    try:
+        work = group.send([_real(tensor)], to, tag)
+    except BaseException as error:  # it does not block, but the peer may be gone
+        waits.mark(error)
+        raise
+    return Message(work, to, group, tensor, False)
+
+
+def receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int = 0) -> Message:
+    """Post a receive through the backend; arguments as of :meth:`Transport.receive`."""
+    return Message(group.recv([_real(tensor)], source, tag), source, group, tensor, True)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The tensor as backends take it, who know no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _fetching(group: dist.ProcessGroup, peer: int) -> waits.Waiting:

@@ -80,6 +80,8 @@ class LayerHooks:
 
     def look(self) -> None:
         """Before a step: refuse hooks that came late, and have the others find their weights hidden or whole."""
+        if RemovableHandle.next_id == self._known:
+            return
         for part in self._hooked:
             keys = [*part._forward_pre_hooks, *part._forward_hooks, *part._backward_pre_hooks, *part._backward_hooks]
             if keys and keys != self._looked.get(id(part)):

@@ -1,8 +1,7 @@
 """A copy of a batch for one run of the step, which knows what became of it.
 
-Containers are copied, and of tensors those that
-the caller wants to have memory of their own. What shares memory in the
-batch shares it in the copy::
+Containers are copied, and so are the tensors that the caller wants to have memory of their own. What shares memory in
+the batch shares it in the copy::
 
     batch    {"tokens": t, "labels": t[:, 1:]}      the step: batch["labels"].add_(1); batch["seen"] = 4
     copy     {"tokens": u, "labels": u[:, 1:]}      written() -> [(t[:, 1:], u[:, 1:])]
@@ -17,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +37,19 @@ Path = tuple[Any, ...]
 
 
 class Given(NamedTuple):
-    """A tensor of a batch, the one that a run has in its place, and whether that has memory of its own."""
+    """A tensor of a batch, and the one that a run has in its place.
+
+    Attributes:
+        tensor: of the batch.
+        given: what the run has.
+        is_copy: whether that has memory of its own.
+        version: of ``given`` at first; ``None`` in inference mode, where writes are not counted.
+    """
 
     tensor: Tensor
     given: Tensor
     is_copy: bool
-    version: int
-
-    def is_written(self) -> bool:
-        """Whether the run has written into it."""
-        if self.given.is_inference():  # whose writes are not counted
-            return self.is_copy and not torch.equal(self.given, self.tensor)
-        return self.given._version != self.version
+    version: int | None
 
 
 class Container(NamedTuple):
@@ -92,13 +93,23 @@ class BatchCopy:
 
     def written(self) -> list[Given]:
         """The tensors that the run has written into."""
-        return [pair for pair in self.tensors if pair.is_written()]
+        return [
+            pair
+            for pair in self.tensors
+            if (
+                pair.given._version != pair.version
+                if pair.version is not None
+                else pair.is_copy and not torch.equal(pair.given, pair.tensor)
+            )
+        ]
 
     def rebound(self) -> list[Rebound]:
         """The containers in which the run has bound something anew; values of the batch stand for their copies."""
         found = []
         for each in self.containers:
             now = contents(each.copy)
+            if now.keys() == each.held.keys() and all(map(is_, now.values(), each.held.values())):
+                continue  # in the same order, as nearly always
             values = {key: value for key, value in now.items() if key not in each.held or value is not each.held[key]}
             removed = [key for key in each.held if key not in now]
             if values or removed:
@@ -112,7 +123,7 @@ class BatchCopy:
         return self._originals.get(id(value), value)
 
     def _copied(self, value: Any, path: Path) -> Any:
-        if isinstance(value, Tensor):
+        if value.__class__ is Tensor or isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, _SCALARS):
             return value
@@ -141,7 +152,7 @@ class BatchCopy:
         else:
             given = tensor.clone()
         self._memo[id(tensor)] = given
-        self.tensors.append(Given(tensor, given, own, 0 if given.is_inference() else given._version))
+        self.tensors.append(Given(tensor, given, own, None if given.is_inference() else given._version))
         return given
 
 
@@ -183,6 +194,8 @@ def _empty_like(value: Any, *, whole: bool) -> Any:
 def _emptied(value: Any) -> Any:
     """A dict or list of the same class; ``None`` for a class that does not let its entries be set as those do."""
     kind = type(value)
+    if kind is dict or kind is list:
+        return kind()
     if any(getattr(kind, name, None) not in usual for name, usual in _USUAL_WRITES.items()):
         return None
     try:

@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, KeptHooks, has_graph, is_equal, refill
-from lightning_megatron.strategy.loss.tables import NUMBERS, Table, appended_names, found_again, is_users, spelled
+from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Table, appended_names, found_again, spelled
 from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
 
@@ -130,7 +130,7 @@ class OncePerBatch:
             if _WATCHED[value.__class__]
             and (not written or (id(table.values), key) not in written)
             and (not lists or id(value) not in lists)
-            and is_users(key)
+            and key not in NOT_USERS
         ]
 
     def put_back(self, turn: int) -> None:

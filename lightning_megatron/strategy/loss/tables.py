@@ -33,6 +33,9 @@ _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_m
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
 _WHILE_STEPS_RUN = ("forward", "put_off")  # what this package puts on layers
 _LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
+NOT_USERS = _OWN | _LIGHTNINGS | set(_WHILE_STEPS_RUN)
+"""Names of attributes that are not of the user's own."""
+
 _APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
 _EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
 _DEPTH = 3
@@ -205,7 +208,7 @@ def wrap_iterators(table: Table) -> None:
 
 def is_users(key: Any) -> bool:
     """Whether an attribute that is new belongs to the user, rather than to torch or to this package."""
-    return not isinstance(key, str) or not (key in _OWN or key in _LIGHTNINGS or key in _WHILE_STEPS_RUN)
+    return key not in NOT_USERS
 
 
 def spelled(name: Name) -> str:

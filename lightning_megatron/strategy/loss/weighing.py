@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -238,7 +239,7 @@ class Reading:
         """Whether the batch has to stay whole."""
         return self.stays or self.opaque or not self.fits or bool(self.writes)
 
-    @property
+    @cached_property
     def way(self) -> Any:
         """``None``: weigh by samples; ``"sum"``: add up; or what to count."""
         least = min(self.fits.values())
