@@ -49,9 +49,9 @@ class CustomFunctions:
             return call(*args)
         shards = [value for value in args if isinstance(value, TokenShards)]
         if shards and _is_cut_alike(args, shards):
-            key = (cls, shards[0]._dim, torch.is_grad_enabled(), *map(_kind_of, args))
+            key = (cls, shards[0].along, torch.is_grad_enabled(), *map(_kind_of, args))
             if key not in self._by_rows:
-                self._by_rows[key] = _goes_by_rows(call, cls, args, shards[0]._dim)
+                self._by_rows[key] = _goes_by_rows(call, cls, args, shards[0].along)
             if self._by_rows[key]:
                 found = call(*(value.local() if isinstance(value, TokenShards) else value for value in args))
                 return tree_map(shards[0].like, found)
@@ -61,10 +61,10 @@ class CustomFunctions:
 
 def _is_cut_alike(args: Sequence[Any], shards: Sequence[TokenShards]) -> bool:
     """Whether rows of all split tensors belong together, and no other tensor has a row for each token."""
-    first, length = shards[0], shards[0].shape[shards[0]._dim]
+    first, length = shards[0], shards[0].shape[shards[0].along]
     others = [value for value in tree_leaves(tuple(args)) if isinstance(value, Tensor)]
     others = [value for value in others if not isinstance(value, TokenShards)]
-    alike = all(each._split == first._split and each._dim == first._dim for each in shards)
+    alike = all(each.spread == first.spread and each.along == first.along for each in shards)
     return (
         alike
         and len(shards) + len(others) == sum(isinstance(value, Tensor) for value in args)
@@ -77,7 +77,7 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if isinstance(value, TokenShards):
-            shape[value._dim] = _ROWS
+            shape[value.along] = _ROWS
         return type(value), tuple(shape), value.dtype, value.requires_grad
     if isinstance(value, float):
         return float

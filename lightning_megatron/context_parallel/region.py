@@ -158,7 +158,7 @@ class TokenRegion:
 
     def parted(self, tensor: WholeTensor) -> tuple[Tensor, Hashable]:
         """This rank's rows, and what the next stage has to know of how they are split."""
-        return tensor.local(), (tensor._dim, split_of(tensor).described)
+        return tensor.local(), (tensor.along, split_of(tensor).described)
 
     def joined(self, rows: Tensor, described: Any) -> TokenShards:
         """The tensor of global shape again, on the next stage."""
@@ -177,7 +177,7 @@ class TokenRegion:
             if isinstance(value, WholeTensor):
                 return value
             shard = self._cut(layer, value)
-            self._given.append((layer, value, shard, shard._local._version))
+            self._given.append((layer, value, shard, shard.local()._version))
             return shard
         if type(value) is tuple:
             return tuple(self._with_shard(layer, entry, taken) for entry in value)
@@ -190,7 +190,7 @@ class TokenRegion:
         """Let whoever called the layer see what it wrote into its input."""
         while self._given and self._given[-1][0] is layer:
             value, shard, version = self._given.pop()[1:]
-            if shard._local._version != version:
+            if shard.local()._version != version:
                 value.copy_(shard.full())
 
     def _cut(self, layer: nn.Module, value: Tensor) -> TokenShards:

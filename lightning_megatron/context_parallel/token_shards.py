@@ -37,7 +37,7 @@ def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
     model = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeTensor))
     raise RuntimeError(
         f"`{name_of(func)}` was asked of a tensor of shape {tuple(model.shape)} whose tokens are split over "
-        f"{model._split.group.size()} ranks (`context_parallel_size`): a rank knows part of such a gradient only. Take "
+        f"{model.spread.group.size()} ranks (`context_parallel_size`): a rank knows part of such a gradient only. Take "
         "it in a run with `context_parallel_size=1`."
     )
 

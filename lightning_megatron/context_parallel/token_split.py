@@ -170,7 +170,7 @@ class TokenSplit(SplitDim):
         """The whole tensor in order of tokens, on every rank: [.., rows, ..] -> [.., length, ..]; a collective."""
         if local.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, _Join.apply(local, self, dim))
-        return self._gathered(local, dim)
+        return self.gathered(local, dim)
 
     def take(self, whole: Tensor, dim: int, block: int) -> Tensor:
         """This rank's rows of a whole tensor: [.., length, ..] -> [.., rows, ..]; no communication."""
@@ -254,11 +254,12 @@ class TokenSplit(SplitDim):
             "`torch.utils.checkpoint(use_reentrant=False)`, or `context_parallel_size=1`."
         )
 
-    def _gathered(self, local: Tensor, dim: int) -> Tensor:
+    def gathered(self, local: Tensor, dim: int) -> Tensor:
+        """The tokens of all ranks along ``dim``, in their order; a collective: [.., held, ..] -> [.., length, ..]."""
         counts = self.counts
         most = max(counts)
         if local.dtype == torch.bool:  # which not every backend can send
-            return self._gathered(local.to(torch.uint8), dim).to(torch.bool)
+            return self.gathered(local.to(torch.uint8), dim).to(torch.bool)
         rows = local.movedim(dim, 0)
         if rows.shape[0] < most:
             rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
@@ -266,9 +267,10 @@ class TokenSplit(SplitDim):
         places = _places(self.runs, str(local.device))
         return found.index_select(0, places).movedim(0, dim).contiguous()
 
-    def _scattered(self, grad: Tensor, dim: int) -> Tensor:
+    def scattered(self, grad: Tensor, dim: int) -> Tensor:
+        """The sum over the ranks, for the tokens held here; a collective: [.., length, ..] -> [.., held, ..]."""
         if grad.dtype in (torch.bfloat16, torch.float16):  # added up wide, rounded once
-            return self._scattered(grad.float(), dim).to(grad.dtype)
+            return self.scattered(grad.float(), dim).to(grad.dtype)
         counts, grad = self.counts, grad.movedim(dim, 0)
         out = grad.new_zeros((len(counts) * max(counts), *grad.shape[1:]))
         out.index_copy_(0, _places(self.runs, str(grad.device)), grad)
@@ -352,12 +354,12 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, split: TokenSplit, dim: int) -> Tensor:
         ctx.split, ctx.dim, ctx.scope = split, dim, split.scope
-        return split._gathered(local, dim)
+        return split.gathered(local, dim)
 
     @staticmethod
     @after_the_step
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.split._scattered(grad, ctx.dim), None, None
+        return ctx.split.scattered(grad, ctx.dim), None, None
 
 
 class _Summed(torch.autograd.Function):

@@ -159,7 +159,7 @@ def _project(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[Ten
 def _brought(layer: nn.MultiheadAttention, x: WholeTensor) -> SplitDim | None:
     """How the tokens of a projection of ``x`` are split where that gathers them; ``None`` for as those of ``x``."""
     sharding = _sharding_of(layer)
-    return None if sharding is None or sharding.sequence_dim is None else x._split.together()
+    return None if sharding is None or sharding.sequence_dim is None else x.spread.together()
 
 
 def _packed_projection(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
     if isinstance(out, WholeTensor) and out.is_by_rows:
         sharding = _sharding_of(layer)
         scatters = sharding is not None and sharding.sequence_dim is not None
-        return out.like(_output(layer, out.local()), split=out._split.in_blocks(sharding.group) if scatters else None)  # type: ignore[union-attr]
+        return out.like(_output(layer, out.local()), split=out.spread.in_blocks(sharding.group) if scatters else None)  # type: ignore[union-attr]
     sharding, weight, bias = _sharding_of(layer), layer.out_proj.weight, layer.out_proj.bias
     taker = _taker(layer, "out_proj", None, out)
     if sharding is None:

@@ -277,7 +277,7 @@ def _column_forward(layer: ColumnParallelLinear, sharding: ColumnSharding, x: Te
         local = gather_from_group(local, -1, sharding.entry.group)
         local = local.narrow(-1, 0, sharding.vocabulary) if sharding.output == "logits" else local
     if rows:
-        split = None if sharding.entry.gather_dim is None else x._split.together()  # type: ignore[attr-defined]
+        split = None if sharding.entry.gather_dim is None else x.spread.together()  # type: ignore[attr-defined]
         return x.like(local, split=split)  # type: ignore[attr-defined, no-any-return]
     if sharding.output == "logits":
         return VocabParallelLogits.wrap(local, sharding.entry.group, sharding.vocabulary)
@@ -286,7 +286,7 @@ def _column_forward(layer: ColumnParallelLinear, sharding: ColumnSharding, x: Te
 
 def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> Tensor:
     if isinstance(x, WholeTensor) and x.is_by_rows:
-        split = None if sharding.scatter_dim is None else x._split.in_blocks(sharding.group)
+        split = None if sharding.scatter_dim is None else x.spread.in_blocks(sharding.group)
         return x.like(_row_forward(layer, sharding, x.local()), split=split)
     if sharding.stream is not None:
         sharding.stream.close()

@@ -35,6 +35,8 @@ NAMES_OF_SEVERAL_FILES = 0
 LIGHTNING_ELSEWHERE = 0
 LIGHTNING_PRIVATES_ELSEWHERE = 0
 ARROWS_UP = 0
+PUBLIC_NAMES_WITHOUT_DOCSTRING = 0
+PRIVATE_ATTRIBUTES_OF_OTHER_FILES = 7
 
 
 @functools.cache
@@ -220,6 +222,64 @@ def test_attributes_are_put_past_classes_of_others_in_few_places() -> None:
     }
     allowed = {"pipeline.forwards.entry", "data_parallel.buckets.flat_weights"}  # where torch, or pickle, looks for it
     assert gluers <= allowed, gluers - allowed
+
+
+def test_public_names_have_docstrings() -> None:
+    bare = [
+        f"{name}:{node.lineno} {node.name}"
+        for name in modules()
+        for node in _public(tree(name), name)
+        if not ast.get_docstring(node)
+    ]
+    assert len(bare) <= PUBLIC_NAMES_WITHOUT_DOCSTRING, bare
+
+
+def _public(node: ast.AST, name: str) -> list[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions; without the methods that torch and Lightning describe, and setters."""
+    found: list[ast.ClassDef | ast.FunctionDef] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If):
+            found += _public(child, name)
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef) or child.name.startswith("_"):
+            continue
+        bases = {ast.unparse(base) for base in child.bases} if isinstance(child, ast.ClassDef) else set()
+        described = bases & {"Callback", "ClusterEnvironment"}
+        if isinstance(child, ast.ClassDef):
+            found += [child, *(() if described else _public(child, name))]
+        elif child.name not in ("forward", "backward") and not any(
+            ast.unparse(each).endswith(".setter") for each in child.decorator_list
+        ):
+            found.append(child)
+    return found
+
+
+def test_private_attributes_are_read_in_the_file_that_sets_them() -> None:
+    """Of this package's own: those of torch and of Lightning are set nowhere in it, or by name in the list."""
+    theirs = {"_parameters", "_buffers", "_modules", "_base", "_trainer", "_autograd", "_apply", "_device", "_mode"}
+    theirs |= {"_world", "_timeout", "_replace", "_version", "_current_fx_name", "_forward_cache"}
+    theirs |= {"_compiled_call_impl"}
+    setters: dict[str, set[str]] = defaultdict(set)
+    for name in modules():
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                setters[node.attr].add(name)
+            elif isinstance(node, ast.FunctionDef):
+                setters[node.name].add(name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                setters[node.target.id].add(name)
+    readers = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr in setters
+        and node.attr not in theirs
+        and name not in setters[node.attr]
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+    assert len(readers) <= PRIVATE_ATTRIBUTES_OF_OTHER_FILES, readers
 
 
 def test_lightning_is_imported_in_one_room() -> None:

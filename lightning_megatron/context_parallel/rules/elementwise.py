@@ -28,14 +28,14 @@ def rows_of(model: WholeTensor, value: Any, place: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, WholeTensor):
-        if value._split != model._split or value._dim - value.ndim != place:
+        if value.spread != model.spread or value.along - value.ndim != place:
             raise NeedsWhole
         return value.local()
     if value.ndim < -place or value.shape[place] == 1:
         return value
-    if value.shape[place] != model._split.length:
+    if value.shape[place] != model.spread.length:
         raise NeedsWhole
-    return model._split.take(value, value.ndim + place, 0)
+    return model.spread.take(value, value.ndim + place, 0)
 
 
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +43,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     model = first_whole((*args, *kwargs.values()))
     if isinstance(kwargs.get("out"), Tensor):
         raise NeedsWhole
-    place = model._dim - model.ndim
-    if model._split.length == 1:  # such a dim may be repeated
+    place = model.along - model.ndim
+    if model.spread.length == 1:  # such a dim may be repeated
         raise NeedsWhole
     parts, options = tree_map(lambda value: rows_of(model, value, place), (args, kwargs))
     if options.get("inplace") is True:
@@ -56,7 +56,7 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _in_place(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(model, WholeTensor):
         raise NeedsWhole
-    place = model._dim - model.ndim
+    place = model.along - model.ndim
     parts, options = tree_map(lambda value: rows_of(model, value, place), (args, kwargs))
     if any(isinstance(part, Tensor) and part.ndim > model.ndim for part in parts):
         raise NeedsWhole
@@ -67,7 +67,7 @@ def _in_place(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _over_features(func: Any, model: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Norms over the last dims."""
-    if not isinstance(model, WholeTensor) or model._dim >= model.ndim - len(tuple(normalized_shape)):
+    if not isinstance(model, WholeTensor) or model.along >= model.ndim - len(tuple(normalized_shape)):
         raise NeedsWhole
     return model.like(func(model.local(), normalized_shape, *args, **kwargs))
 
@@ -79,7 +79,7 @@ def _dropout(func: Any, model: Any, p: float = 0.5, training: bool = True, inpla
     if not training or p == 0.0:
         return model
     ones = torch.ones(model.shape, dtype=model.dtype, device=model.device)
-    factors = model._split.take_held(func(ones, p, True), model._dim, 0)
+    factors = model.spread.take_held(func(ones, p, True), model.along, 0)
     if inplace:
         return _in_place(T.mul_, model, model.like(factors))
     return model.like(model.local() * factors)

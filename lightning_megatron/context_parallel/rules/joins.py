@@ -19,25 +19,25 @@ def _join(func: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(dim, int) or "out" in kwargs:
         raise NeedsWhole
     dim %= first.ndim + stacked
-    if not stacked and dim == first._dim:
+    if not stacked and dim == first.along:
         filled = [part for part in parts if part.numel()]
         if len(parts) > 1 and len(filled) == 1 and isinstance(filled[0], WholeTensor):  # an empty cache of keys
             return filled[0].like(filled[0].local().clone())
         raise NeedsWhole
-    place = first._dim - first.ndim
+    place = first.along - first.ndim
     if any(part.ndim != first.ndim or part.shape[place] != first.shape[place] for part in parts):
         raise NeedsWhole
     rows = [rows_of(first, part, place) for part in parts]
     if any(part.shape[place] != first.local().shape[place] for part in rows):
         raise NeedsWhole
-    return first.like(func(rows, dim), first._dim + (stacked and dim <= first._dim))
+    return first.like(func(rows, dim), first.along + (stacked and dim <= first.along))
 
 
 def _repeat(func: Any, model: Any, repeats: Any, dim: Any = None, **kwargs: Any) -> Any:
     """``repeat_interleave`` along another dim, by a number."""
     if not isinstance(model, WholeTensor) or type(repeats) is not int or type(dim) is not int or kwargs:
         raise NeedsWhole
-    if dim % model.ndim == model._dim:
+    if dim % model.ndim == model.along:
         raise NeedsWhole
     return model.like(func(model.local(), repeats, dim))
 

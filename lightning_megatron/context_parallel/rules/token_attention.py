@@ -53,15 +53,15 @@ class _Call(NamedTuple):
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks, in one message where they have one shape but for the last dim."""
         if key.shape[:-1] != value.shape[:-1]:
-            return self.keys._gathered(key, key.ndim - 2), self.keys._gathered(value, value.ndim - 2)
-        both = self.keys._gathered(torch.cat([key, value], -1), key.ndim - 2)
+            return self.keys.gathered(key, key.ndim - 2), self.keys.gathered(value, value.ndim - 2)
+        both = self.keys.gathered(torch.cat([key, value], -1), key.ndim - 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     def scatter(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over the ranks of gradients of keys and values, for this rank's rows."""
         if key.shape[:-1] != value.shape[:-1]:
-            return self.keys._scattered(key, key.ndim - 2), self.keys._scattered(value, value.ndim - 2)
-        both = self.keys._scattered(torch.cat([key, value], -1), key.ndim - 2)
+            return self.keys.scattered(key, key.ndim - 2), self.keys.scattered(value, value.ndim - 2)
+        both = self.keys.scattered(torch.cat([key, value], -1), key.ndim - 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
@@ -93,7 +93,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
-    if not isinstance(query, WholeTensor) or query._dim != query.ndim - 2:
+    if not isinstance(query, WholeTensor) or query.along != query.ndim - 2:
         raise NeedsWhole
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and not dropout_p:  # the backward attends again, outside of it
@@ -110,9 +110,9 @@ def _attention(
         raise NeedsWhole  # torch says what is wrong with that
     keys = split_of(key if isinstance(key, WholeTensor) else query)
     keys.check_mixes()
-    split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key._split == value._split
-    split = split and key._dim == key.ndim - 2 and value._dim == value.ndim - 2
-    alike = split and key._split == query._split and key.shape[:-1] == value.shape[:-1]
+    split = isinstance(key, WholeTensor) and isinstance(value, WholeTensor) and key.spread == value.spread
+    split = split and key.along == key.ndim - 2 and value.along == value.ndim - 2
+    alike = split and key.spread == query.spread and key.shape[:-1] == value.shape[:-1]
     alike = alike and query.ndim == key.ndim > 3 and key.shape[:-3] == query.shape[:-3]
     method = keys.scope.method if alike else "gather"
     if method == "ulysses" and not (keys.scope.levels and isinstance(attn_mask, Tensor) and attn_mask.requires_grad):
@@ -141,12 +141,12 @@ def _as_autocast(value: Any, dtype: torch.dtype) -> Any:
 def _own_rows(query: WholeTensor, mask: Any) -> Tensor:
     """The rows of a mask [.., queries, keys] that belong to this rank's queries."""
     if isinstance(mask, WholeTensor):
-        if mask._split == query._split and mask._dim == mask.ndim - 2:
+        if mask.spread == query.spread and mask.along == mask.ndim - 2:
             return mask.local()
         mask = mask.full()
     if mask.ndim < 2 or mask.shape[-2] == 1:
         return mask
-    return query._split.take(mask, mask.ndim - 2, 0)
+    return query.spread.take(mask, mask.ndim - 2, 0)
 
 
 _PLAIN = ("bias_k", "bias_v", "static_k", "static_v", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -162,7 +162,7 @@ def _multi_head(func: Any, *args: Any, **kwargs: Any) -> Any:
         raise NeedsWhole
     if given["need_weights"] or given["add_zero_attn"] or (given["training"] and given["dropout_p"]):
         raise NeedsWhole
-    if x._dim == 2 or any(given[name] is not None for name in _PLAIN):
+    if x.along == 2 or any(given[name] is not None for name in _PLAIN):
         raise NeedsWhole
     tokens, batch, width = x.shape
     heads = int(given["num_heads"])

@@ -16,11 +16,11 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 def _over_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """``F.cross_entropy`` and ``F.nll_loss`` of classes in dim 1: [rows, classes, ..]."""
-    if not isinstance(input, WholeTensor) or input._dim == 1:
+    if not isinstance(input, WholeTensor) or input.along == 1:
         raise NeedsWhole
-    loss, dim = ClassLoss(func, input, target, *args, **kwargs), max(0, input._dim - 1)
-    found = loss.of_part(input.local(), input._split.take_held(loss.target, dim, 0))
-    return input.like(found, dim) if loss.is_per_token else loss.of_all(input._split.summed(found))
+    loss, dim = ClassLoss(func, input, target, *args, **kwargs), max(0, input.along - 1)
+    found = loss.of_part(input.local(), input.spread.take_held(loss.target, dim, 0))
+    return input.like(found, dim) if loss.is_per_token else loss.of_all(input.spread.summed(found))
 
 
 def _of_elements(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,11 +33,11 @@ def _of_elements(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) 
     model = input if isinstance(input, WholeTensor) else target
     if model.dtype in _SIXTEEN_BIT:
         raise NeedsWhole
-    place = model._dim - model.ndim
+    place = model.along - model.ndim
     rows = [rows_of(model, value, place) for value in (input, target)]
     if reduction == "none":
         return model.like(func(*rows, reduction="none", **kwargs))
-    total = model._split.summed(func(*rows, reduction="sum", **kwargs))
+    total = model.spread.summed(func(*rows, reduction="sum", **kwargs))
     return total if reduction == "sum" else total / model.numel()
 
 

@@ -20,7 +20,7 @@ def whole(value: Any) -> Any:
 
 
 def _linear(func: Any, model: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(model, WholeTensor) or model._dim == model.ndim - 1:
+    if not isinstance(model, WholeTensor) or model.along == model.ndim - 1:
         raise NeedsWhole
     if isinstance(weight, WholeTensor) or isinstance(bias, WholeTensor):
         raise NeedsWhole
@@ -31,47 +31,47 @@ def _matmul(func: Any, left: Any, right: Any) -> Any:
     if left.ndim < 2 or right.ndim < 2:
         raise NeedsWhole
     rows = isinstance(left, WholeTensor)
-    if rows and left._dim == left.ndim - 2:
+    if rows and left.along == left.ndim - 2:
         found = func(left.local(), whole(right))
         return left.like(found, found.ndim - 2)
-    if rows and left._dim == left.ndim - 1:
+    if rows and left.along == left.ndim - 1:
         return _over_tokens(func, left, right)
-    if rows and left._dim < left.ndim - 2:
+    if rows and left.along < left.ndim - 2:
         return _in_batches(func, left, right, left)
-    if isinstance(right, WholeTensor) and right._dim == right.ndim - 1:
+    if isinstance(right, WholeTensor) and right.along == right.ndim - 1:
         found = func(whole(left), right.local())
         return right.like(found, found.ndim - 1)
-    if isinstance(right, WholeTensor) and right._dim < right.ndim - 2:
+    if isinstance(right, WholeTensor) and right.along < right.ndim - 2:
         return _in_batches(func, left, right, right)
     raise NeedsWhole
 
 
 def _in_batches(func: Any, left: Any, right: Any, model: WholeTensor) -> Any:
     """Products of a matrix per token."""
-    place = model._dim - model.ndim
+    place = model.along - model.ndim
     found = func(rows_of(model, left, place), rows_of(model, right, place))
-    if found.shape[place] != model.local().shape[place] or model._split.length == 1:
+    if found.shape[place] != model.local().shape[place] or model.spread.length == 1:
         raise NeedsWhole
     return model.like(found, found.ndim + place)
 
 
 def _over_tokens(func: Any, left: WholeTensor, right: Any) -> Any:
     """A sum over the tokens: each rank adds up its own."""
-    if not isinstance(right, WholeTensor) or right._split != left._split or right._dim != right.ndim - 2:
+    if not isinstance(right, WholeTensor) or right.spread != left.spread or right.along != right.ndim - 2:
         raise NeedsWhole
     if left.dtype in _SIXTEEN_BIT:
         raise NeedsWhole
-    return left._split.summed(func(left.local(), right.local()))
+    return left.spread.summed(func(left.local(), right.local()))
 
 
 def _addmm(func: Any, bias: Any, left: Any, right: Any, **kwargs: Any) -> Any:
-    if not isinstance(left, WholeTensor) or isinstance(right, WholeTensor) or left._dim != 0 or "out" in kwargs:
+    if not isinstance(left, WholeTensor) or isinstance(right, WholeTensor) or left.along != 0 or "out" in kwargs:
         raise NeedsWhole
     return left.like(func(rows_of(left, bias, -2), left.local(), right, **kwargs))
 
 
 def _baddbmm(func: Any, bias: Any, batch1: Any, batch2: Any, **kwargs: Any) -> Any:
-    if not isinstance(batch1, WholeTensor) or batch1._dim != 1 or "out" in kwargs:
+    if not isinstance(batch1, WholeTensor) or batch1.along != 1 or "out" in kwargs:
         raise NeedsWhole
     return batch1.like(func(rows_of(batch1, bias, -2), batch1.local(), whole(batch2), **kwargs), 1)
 

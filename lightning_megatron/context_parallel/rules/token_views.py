@@ -17,7 +17,7 @@ from lightning_megatron.mesh.torch_functions import getters
 
 def split_of(model: WholeTensor) -> TokenSplit:
     """How the tokens are split."""
-    return cast(TokenSplit, model._split)
+    return cast(TokenSplit, model.spread)
 
 
 def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
@@ -25,7 +25,7 @@ def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeT
         raise NeedsWhole
     args = tuple(_size_of(value) if isinstance(value, Tensor) else value for value in args)
     old, new = model.shape, func(torch.empty(model.shape, device="meta"), *args, **kwargs).shape
-    before, after = old[: model._dim].numel(), old[model._dim + 1 :].numel()
+    before, after = old[: model.along].numel(), old[model.along + 1 :].numel()
     for found in (_kept(model, new, before, after), _merged(model, new, before, after), _unmerged(model, new)):
         if found is not None:
             return found
@@ -41,8 +41,8 @@ def _size_of(value: Tensor) -> Any:
 def _kept(model: WholeTensor, new: torch.Size, before: int, after: int) -> WholeTensor | None:
     """The tokens stay a dim of their own."""
     for dim, size in enumerate(new):
-        if size == model.shape[model._dim] and new[:dim].numel() == before and new[dim + 1 :].numel() == after:
-            rows = model.local().shape[model._dim]
+        if size == model.shape[model.along] and new[:dim].numel() == before and new[dim + 1 :].numel() == after:
+            rows = model.local().shape[model.along]
             return model.like(model.local().reshape(*new[:dim], rows, *new[dim + 1 :]), dim)
     return None
 
@@ -56,7 +56,7 @@ def _merged(model: WholeTensor, new: torch.Size, before: int, after: int) -> Who
         if (
             before % outer == 0
             and after % inner == 0
-            and size == before // outer * model._split.length * (after // inner)
+            and size == before // outer * model.spread.length * (after // inner)
         ):
             split = split_of(model).flattened(before // outer, after // inner)
             rows = split.counts[split.group.rank()]
@@ -70,7 +70,7 @@ def _unmerged(model: WholeTensor, new: torch.Size) -> WholeTensor | None:
     if folded is None:
         return None
     before, split, after = folded
-    outer, inner = model.shape[: model._dim].numel() * before, model.shape[model._dim + 1 :].numel() * after
+    outer, inner = model.shape[: model.along].numel() * before, model.shape[model.along + 1 :].numel() * after
     rows = split.counts[split.group.rank()]
     for dim, size in enumerate(new):
         if size == split.length and new[:dim].numel() == outer and new[dim + 1 :].numel() == inner:
@@ -80,10 +80,10 @@ def _unmerged(model: WholeTensor, new: torch.Size) -> WholeTensor | None:
 
 def _expand(func: Any, model: WholeTensor, *sizes: Any) -> WholeTensor:
     shape = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Iterable) else sizes)
-    dim = len(shape) - model.ndim + model._dim
-    if shape[dim] not in (-1, model.shape[model._dim]):
+    dim = len(shape) - model.ndim + model.along
+    if shape[dim] not in (-1, model.shape[model.along]):
         raise NeedsWhole
-    shape[dim] = model.local().shape[model._dim]
+    shape[dim] = model.local().shape[model.along]
     return model.like(model.local().expand(*shape), dim)
 
 
@@ -100,9 +100,9 @@ def _index(func: Any, model: Any, index: Any) -> Any:
     if used > model.ndim:
         raise NeedsWhole
     source = dim = 0
-    stretch, cut_dim = (0, model._split.length), model._dim
+    stretch, cut_dim = (0, model.spread.length), model.along
     for position, entry in enumerate(entries):
-        if entry is not None and source == model._dim:
+        if entry is not None and source == model.along:
             if not isinstance(entry, slice):
                 raise NeedsWhole
             start, stop, step = entry.indices(model.shape[source])
@@ -112,7 +112,7 @@ def _index(func: Any, model: Any, index: Any) -> Any:
         source += entry is not None
         dim += entry is None or isinstance(entry, slice | list)
     local = model.local()[tuple(entries)]
-    if stretch == (0, model._split.length):
+    if stretch == (0, model.spread.length):
         return model.like(local, cut_dim)
     split, first, count = split_of(model).sliced(*stretch)
     return model.show(local.narrow(cut_dim, first, count), split, cut_dim)
@@ -137,7 +137,7 @@ def _narrow(func: Any, model: WholeTensor, dim: int, start: Any, length: int) ->
 def _permute(func: Any, model: WholeTensor, *dims: Any, **named: Any) -> WholeTensor:
     given = (named["dims"],) if "dims" in named else dims
     order = [d % model.ndim for d in (given[0] if len(given) == 1 and isinstance(given[0], Iterable) else given)]
-    return model.like(model.local().permute(order), order.index(model._dim))
+    return model.like(model.local().permute(order), order.index(model.along))
 
 
 def _movedim(func: Any, model: WholeTensor, source: int, destination: int) -> WholeTensor:
@@ -153,13 +153,13 @@ def along(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(model, WholeTensor) or dims is None or not all(type(entry) is int for entry in dims):
         raise NeedsWhole
     chosen = {entry % model.ndim for entry in dims}
-    if model._dim in chosen or "out" in kwargs:
+    if model.along in chosen or "out" in kwargs:
         raise NeedsWhole
     found = func(model.local(), *args, **kwargs)
-    removed = sum(entry < model._dim for entry in chosen)
+    removed = sum(entry < model.along for entry in chosen)
 
     def shown(part: Any) -> Any:
-        return model.like(part, model._dim if part.ndim == model.ndim else model._dim - removed)
+        return model.like(part, model.along if part.ndim == model.ndim else model.along - removed)
 
     return shown(found) if isinstance(found, Tensor) else type(found)(_rebuilt(found, map(shown, found)))
 
@@ -178,14 +178,14 @@ def _rebuilt(found: Any, parts: Iterable[Any]) -> Any:
 def _second(func: Any, model: Any, size: Any, dim: int = 0, **kwargs: Any) -> Any:
     """Functions whose dim is their second argument: split, chunk, topk."""
     dim = int(kwargs.pop("axis", dim))
-    if not isinstance(model, WholeTensor) or dim % model.ndim == model._dim:
+    if not isinstance(model, WholeTensor) or dim % model.ndim == model.along:
         raise NeedsWhole
     found = func(model.local(), size, dim=dim, **kwargs)
     return type(found)(tuple(model.like(part) for part in found))
 
 
 def _topk(func: Any, model: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(model, WholeTensor) or dim % model.ndim == model._dim or "out" in kwargs:
+    if not isinstance(model, WholeTensor) or dim % model.ndim == model.along or "out" in kwargs:
         raise NeedsWhole
     found = func(model.local(), k, dim, *args, **kwargs)
     return type(found)(tuple(model.like(part) for part in found))
@@ -195,13 +195,13 @@ def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     """Values at indices of another dim: those of this rank's tokens."""
     if not isinstance(model, WholeTensor) or not isinstance(index, Tensor) or kwargs or not isinstance(dim, int):
         raise NeedsWhole
-    if dim % model.ndim == model._dim or index.shape[model._dim] != model.shape[model._dim]:
+    if dim % model.ndim == model.along or index.shape[model.along] != model.shape[model.along]:
         raise NeedsWhole
     if isinstance(index, WholeTensor):
-        if index._split != model._split or index._dim != model._dim:
+        if index.spread != model.spread or index.along != model.along:
             raise NeedsWhole
         return model.like(func(model.local(), dim, index.local()))
-    return model.like(func(model.local(), dim, model._split.take_held(index, model._dim, 0)))
+    return model.like(func(model.local(), dim, model.spread.take_held(index, model.along, 0)))
 
 
 T = Tensor

@@ -24,7 +24,7 @@ def rows_of(model: Tensor, other: Tensor) -> Tensor:
     if not (isinstance(model, WholeTensor) and model.is_by_rows):
         return other.full() if isinstance(other, WholeTensor) else other
     if isinstance(other, WholeTensor):
-        if other._split == model._split and other._dim == model._dim:
+        if other.spread == model.spread and other.along == model.along:
             return other.held()
         other = other.full()
     return model.part_of(other)

@@ -72,17 +72,17 @@ class LazyLogits(ShownFirst, WholeTensor):
     @property
     def head(self) -> HeadRows:
         """How they follow from the rows."""
-        return cast(HeadRows, self._split)
+        return cast(HeadRows, self.spread)
 
     def full(self) -> Tensor:
         """The logits, computed whole once; split as the rows are, and as the head's weight is."""
         if self._computed is None:
-            rows, head = self.local().movedim(self._dim, -1), self.head
+            rows, head = self.local().movedim(self.along, -1), self.head
             with torch.set_grad_enabled(head.differentiable):
                 found = self.head.logits(rows.local() if isinstance(rows, WholeTensor) else rows)
                 if isinstance(rows, WholeTensor):
                     found = rows.like(found.full() if isinstance(found, WholeTensor) else found)
-                self._computed = found.movedim(-1, self._dim)
+                self._computed = found.movedim(-1, self.along)
         return self._computed
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -39,7 +39,7 @@ def _note(func: Any, *args: Any, **kwargs: Any) -> LazyLogits:
 
 def _of_classes(model: LazyLogits, value: Tensor) -> Tensor:
     """An operand as it meets one token's classes: a number, or [classes]."""
-    dim = value.ndim - (model.ndim - model._dim)
+    dim = value.ndim - (model.ndim - model.along)
     sizes = [size for place, size in enumerate(value.shape) if place != dim]
     if isinstance(value, WholeTensor) or value.ndim > model.ndim or any(size != 1 for size in sizes):
         raise NeedsWhole
@@ -49,17 +49,17 @@ def _of_classes(model: LazyLogits, value: Tensor) -> Tensor:
 def _shown(model: LazyLogits, head: HeadRows) -> LazyLogits:
     rows = model.local()
     own = rows.local() if isinstance(rows, WholeTensor) else rows
-    if model._dim != model.ndim - 1:
-        own = own.movedim(model._dim, -1)
+    if model.along != model.ndim - 1:
+        own = own.movedim(model.along, -1)
     model.head.shown[0] += 1
-    return LazyLogits.show(rows, head.settled(own), model._dim)
+    return LazyLogits.show(rows, head.settled(own), model.along)
 
 
 def _softmax(func: Any, model: Any, dim: Any = None, *args: Any, **kwargs: Any) -> LazyLogits:
     """``softmax`` and ``log_softmax`` over classes."""
     kwargs.pop("_stacklevel", None)
     dtype = kwargs.pop("dtype", args[-1] if args and isinstance(args[-1], torch.dtype) else None)
-    if not isinstance(model, LazyLogits) or type(dim) is not int or dim % model.ndim != model._dim or kwargs:
+    if not isinstance(model, LazyLogits) or type(dim) is not int or dim % model.ndim != model.along or kwargs:
         raise NeedsWhole
     return _shown(model, model.head.then(getattr(torch, func.__name__), VALUES, -1, dtype=dtype))
 
@@ -76,9 +76,9 @@ def _detach(func: Any, model: LazyLogits) -> LazyLogits:
         detached = model.local().detach()
     head = model.head.then(T.detach, VALUES)
     own = detached.local() if isinstance(detached, WholeTensor) else detached
-    own = own if model._dim == model.ndim - 1 else own.movedim(model._dim, -1)
+    own = own if model.along == model.ndim - 1 else own.movedim(model.along, -1)
     model.head.shown[0] += 1
-    return LazyLogits.show(detached, head.settled(own), model._dim)
+    return LazyLogits.show(detached, head.settled(own), model.along)
 
 
 def _called_otherwise(rule: Rule) -> Rule:

@@ -23,7 +23,7 @@ from lightning_megatron.mesh.torch_functions import name_of
 
 def _over_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """``F.cross_entropy`` and ``F.nll_loss`` of classes in dim 1: [rows, classes, ..]."""
-    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or input._dim != 1:
+    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or input.along != 1:
         raise NeedsWhole
     loss = ClassLoss(func, input, target, *args, **kwargs)
     rows = input.local().movedim(1, -1)
@@ -32,14 +32,14 @@ def _over_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any)
     if loss.is_per_token:
         return _per_token(rows, torch.cat(parts))
     total = torch.stack(parts).sum()
-    return loss.of_all(rows._split.summed(total) if isinstance(rows, WholeTensor) else total)
+    return loss.of_all(rows.spread.summed(total) if isinstance(rows, WholeTensor) else total)
 
 
 def _own(rows: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """This rank's tokens in one dim: rows [.., hidden] -> [n, hidden], and tensors [..] of all tokens -> [n]."""
     if not isinstance(rows, WholeTensor):
         return rows.reshape(-1, rows.shape[-1]), *(other.reshape(-1) for other in others)
-    found = (rows._split.take_held(other, rows._dim, 0) for other in others)
+    found = (rows.spread.take_held(other, rows.along, 0) for other in others)
     return rows.local().reshape(-1, rows.shape[-1]), *(other.reshape(-1) for other in found)
 
 
@@ -72,7 +72,7 @@ def _reduced(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     rest = args[len(counts) :]
     dim = named.pop("dim", rest[0] if rest else -1 if func in _OF_COUNTS else None)
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if type(dim) is not int or dim % model.ndim != model._dim or not all(type(n) is int for n in counts):
+    if type(dim) is not int or dim % model.ndim != model.along or not all(type(n) is int for n in counts):
         raise NeedsWhole
     return _pieced(func, model, lambda logits: func(logits, *counts, -1, *rest[1:], **named))
 
@@ -81,22 +81,22 @@ def _gathered(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Any
     """Values at indices of classes, per token."""
     if not isinstance(model, LazyLogits) or isinstance(index, WholeTensor) or type(dim) is not int or kwargs:
         raise NeedsWhole
-    rows = model.local().movedim(model._dim, -1)
+    rows = model.local().movedim(model.along, -1)
     index = index.movedim(dim, -1)
-    if dim % model.ndim != model._dim or index.shape[:-1] != rows.shape[:-1]:
+    if dim % model.ndim != model.along or index.shape[:-1] != rows.shape[:-1]:
         raise NeedsWhole
     if isinstance(rows, WholeTensor):
-        index = rows._split.take_held(index, rows._dim, 0)
+        index = rows.spread.take_held(index, rows.along, 0)
     return _pieced(func, model, lambda logits, at: func(logits, -1, at), index.reshape(-1, index.shape[-1]))
 
 
 def _pieced(func: Any, model: LazyLogits, of_logits: Callable[..., Any], *others: Tensor) -> Any:
-    rows = model.local().movedim(model._dim, -1)
+    rows = model.local().movedim(model.along, -1)
     found = _in_pieces(func, model, lambda part, *more: of_logits(model.head.logits(part), *more), *_own(rows), *others)
 
     def joined(parts: Any) -> Tensor:
         values = _per_token(rows, torch.cat(parts))
-        return values.movedim(-1, model._dim) if values.ndim == model.ndim else values
+        return values.movedim(-1, model.along) if values.ndim == model.ndim else values
 
     if isinstance(found[0], Tensor):
         return joined(found)

@@ -54,12 +54,14 @@ class WholeTensor(torch.Tensor):
 
     Attributes:
         rules: the functions that run on parts.
+        along: the dim of ``length``, which is cut; not negative.
+        spread: which of its indices each rank holds.
     """
 
     rules: ClassVar[Mapping[Any, Rule]] = {}
+    along: int
+    spread: SplitDim
     _local: Tensor
-    _split: SplitDim
-    _dim: int
     _entered: Any = None
 
     @classmethod
@@ -78,7 +80,7 @@ class WholeTensor(torch.Tensor):
 
     def like(self, local: Tensor, dim: int | None = None, split: SplitDim | None = None) -> Self:
         """Another part of a tensor that is cut in the same way, maybe along another ``dim`` or by another ``split``."""
-        return self.show(local, split or self._split, self._dim if dim is None else dim)
+        return self.show(local, split or self.spread, self.along if dim is None else dim)
 
     def local(self) -> Tensor:
         """This rank's part, padding included: [.., block, ..]."""
@@ -87,31 +89,31 @@ class WholeTensor(torch.Tensor):
 
     def held(self) -> Tensor:
         """This rank's part without padding: [.., held, ..]; a view."""
-        return self._split.held(self.local(), self._dim)
+        return self.spread.held(self.local(), self.along)
 
     def from_held(self, held: Tensor) -> Self:
         """A tensor of this one's shape, from its values at the indices held here."""
-        return self.like(self._split.pad(held, self._dim, self._local.shape[self._dim]))
+        return self.like(self.spread.pad(held, self.along, self._local.shape[self.along]))
 
     def full(self) -> Tensor:
         """The whole tensor on every rank, as an ordinary one; a collective over the group."""
-        return self._split.join(self.local(), self._dim)
+        return self.spread.join(self.local(), self.along)
 
     def part_of(self, whole: Tensor, dim: int | None = None) -> Tensor:
         """The part of an ordinary tensor that belongs to this rank's indices: [.., length, ..] -> [.., held, ..]."""
-        dim, block = self._dim if dim is None else dim, self._local.shape[self._dim]
+        dim, block = self.along if dim is None else dim, self._local.shape[self.along]
         if whole.requires_grad:
-            return self._split.held(self._split.take(whole, dim, block), dim)
-        return self._split.take_held(whole, dim, block)
+            return self.spread.held(self.spread.take(whole, dim, block), dim)
+        return self.spread.take_held(whole, dim, block)
 
     @property
     def is_by_rows(self) -> bool:
         """Whether each vector along the last dim is here as a whole, or not at all."""
-        return self._dim < self.ndim - 1
+        return self.along < self.ndim - 1
 
     def alike(self, other: WholeTensor) -> bool:
         """Whether the other tensor has this one's shape and is cut in the same way."""
-        alike = self.shape == other.shape and self._dim == other._dim and self._split == other._split
+        alike = self.shape == other.shape and self.along == other.along and self.spread == other.spread
         return alike and self._local.shape == other._local.shape
 
     def changed(self) -> None:
@@ -146,7 +148,7 @@ class WholeTensor(torch.Tensor):
         if list(_shown((kwargs.get("out"),))):
             raise RuntimeError(
                 f"`{name_of(func)}(out=...)` would write into a tensor that is split over "
-                f"{shown[0]._split.group.size()} ranks ({shown[0]!r}); assign its result instead."
+                f"{shown[0].spread.group.size()} ranks ({shown[0]!r}); assign its result instead."
             )
         for tensor in shown:
             _enter(tensor)
@@ -161,7 +163,7 @@ class WholeTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _ALIASES:
-            return _make(type(args[0]), args[0]._local.detach(), args[0]._split, args[0]._dim)
+            return _make(type(args[0]), args[0]._local.detach(), args[0].spread, args[0].along)
         shown = list(_shown((*args, *kwargs.values())))
         _note(func, shown)
         wholes = {id(tensor): _whole_values(tensor) for tensor in shown}
@@ -183,7 +185,7 @@ def _make(kind: type[Any], local: Tensor, split: SplitDim, dim: int) -> Any:
         kind, shape, dtype=split.dtype_of(local), device=local.device, requires_grad=False
     )
     torch._C._set_throw_on_mutable_data_ptr(shown)
-    shown._local, shown._split, shown._dim = local, split, dim
+    shown._local, shown.spread, shown.along = local, split, dim
     return shown
 
 
@@ -208,7 +210,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
     versions = {key: whole._version for key, whole in wholes.items()}
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
     found = func(*args, **kwargs)
-    if shown and shown[0]._split.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
+    if shown and shown[0].spread.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
         raise RuntimeError(f"`{name_of(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
     memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
     return tree_map(lambda value: read_only(value, memory), found)
@@ -247,17 +249,17 @@ def _write(target: WholeTensor, whole: Tensor) -> None:
 def _whole_values(shown: WholeTensor) -> Tensor:
     """The whole tensor outside of autograd, for an operator below it."""
     with torch.no_grad():
-        return shown._split.join(shown._local.detach(), shown._dim).clone()
+        return shown.spread.join(shown._local.detach(), shown.along).clone()
 
 
 def _note(func: Any, shown: list[WholeTensor]) -> None:
     name = name_of(func)
     GATHERED[name] += 1
-    if GATHERED[name] == 1 and shown and shown[0]._split.group.rank() == 0:
+    if GATHERED[name] == 1 and shown and shown[0].spread.group.rank() == 0:
         tensor = shown[0]
         _log.info(
             "`%s` reads a tensor of shape %s that is split over %d ranks: it is gathered each time, %.1f MB.",
-            *(name, tuple(tensor.shape), tensor._split.group.size(), tensor.numel() * tensor.element_size() / 1e6),
+            *(name, tuple(tensor.shape), tensor.spread.group.size(), tensor.numel() * tensor.element_size() / 1e6),
         )
 
 
@@ -317,7 +319,7 @@ class _Reshow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shown: WholeTensor, local: Tensor) -> Any:
-        ctx.shown, ctx.node, ctx.superseded = (local, shown._split, shown._dim), local.grad_fn, False
+        ctx.shown, ctx.node, ctx.superseded = (local, shown.spread, shown.along), local.grad_fn, False
         ctx.mark_dirty(shown)
         return shown
 
@@ -331,7 +333,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shown: WholeTensor) -> Tensor:
-        ctx.shown = (type(shown), shown._split, shown._dim)
+        ctx.shown = (type(shown), shown.spread, shown.along)
         return shown._local.detach()
 
     @staticmethod
@@ -348,7 +350,7 @@ def _local_gradient(ctx: Any, grad: Tensor) -> Tensor:
             f"a custom function took a split tensor of shape {tuple(grad.shape)} after a view of it had been changed "
             "in place, so its gradient is not known; change a clone instead."
         )
-    if isinstance(grad, WholeTensor) and grad._split == split and grad._dim == dim:
+    if isinstance(grad, WholeTensor) and grad.spread == split and grad.along == dim:
         return grad.local()
     part: Tensor = split.take(grad.full() if isinstance(grad, WholeTensor) else grad, dim, local.shape[dim])
     return part
@@ -373,7 +375,7 @@ def _enter(shown: WholeTensor) -> None:
     node = _node(shown)
     if node is None or isinstance(node, _OWN) or node is shown._entered:
         return
-    shown._split.refuse_bypass(shown.shape)
+    shown.spread.refuse_bypass(shown.shape)
     with torch.enable_grad():
         shown._local = cast(Tensor, _Enter.apply(shown))
     shown._entered = node

@@ -41,7 +41,7 @@ def _part(model: WholeTensor, value: Tensor) -> Tensor:
     if isinstance(value, WholeTensor) and model.alike(value):
         return value.local()
     whole = value.full() if isinstance(value, WholeTensor) else value
-    return model._split.take(whole, model._dim, model.local().shape[model._dim])
+    return model.spread.take(whole, model.along, model.local().shape[model.along])
 
 
 def _grad(func: Any, model: WholeTensor, *owner: Any) -> WholeTensor | None:
@@ -121,7 +121,7 @@ def _numpy(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
 def _refuse(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         f"`{getattr(func, '__name__', func)}` reaches for the memory of {model!r}, which has none of its own: its "
-        f"values are split over {model._split.group.size()} ranks. Use `logits.full()` for the whole tensor, "
+        f"values are split over {model.spread.group.size()} ranks. Use `logits.full()` for the whole tensor, "
         "`logits.local()` for this rank's part, or `tensor_parallel_plan` to leave its layer whole."
     )
 

@@ -20,7 +20,7 @@ def _options(input: Any, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
         raise NeedsWhole
     classes = 0 if not isinstance(input, WholeTensor) or input.ndim == 1 else 1
-    if not isinstance(input, WholeTensor) or isinstance(target, WholeTensor) or input._dim != classes:
+    if not isinstance(input, WholeTensor) or isinstance(target, WholeTensor) or input.along != classes:
         raise NeedsWhole
     if target.is_floating_point():
         raise NeedsWhole
@@ -29,7 +29,7 @@ def _options(input: Any, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _cross_entropy(func: Any, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     options = _options(input, target, args, kwargs)
-    local, split = input.local().movedim(input._dim, -1), input._split
+    local, split = input.local().movedim(input.along, -1), input.spread
     place = {"group": split.group, "vocabulary": split.length, "span": split.span(local.shape[-1])}
     return vocab_parallel_cross_entropy(local, target, **options, **place)
 
@@ -41,7 +41,7 @@ def _nll_loss(func: Any, input: Any, target: Tensor, *args: Any, **kwargs: Any) 
     reduction = options.get("reduction", "mean")
     kept = target != ignore_index
     classes = target.where(kept, 0)
-    picked = values_at(input, classes.unsqueeze(input._dim)).squeeze(input._dim)
+    picked = values_at(input, classes.unsqueeze(input.along)).squeeze(input.along)
     factor = kept.to(picked.dtype) if weight is None else weight.to(picked.dtype)[classes].where(kept, 0)
     loss: Tensor = -picked.where(kept, 0) * factor
     if reduction == "none":
@@ -56,19 +56,19 @@ def values_at(model: WholeTensor, index: Tensor) -> Tensor:
     Raises:
         IndexError: an index outside of the dim.
     """
-    dim, length = model._dim, model._split.length
+    dim, length = model.along, model.spread.length
     if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
         raise IndexError(f"index {int(index.max())} is out of bounds for dimension {dim} with size {length}")
-    start, held = model._split.span(model.local().shape[dim])
+    start, held = model.spread.span(model.local().shape[dim])
     here = (index >= start) & (index < start + held)
     found = model.local().gather(dim, (index - start).where(here, 0))
-    return model._split.summed(found.where(here, 0))
+    return model.spread.summed(found.where(here, 0))
 
 
 def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Tensor:
     if not isinstance(model, WholeTensor) or isinstance(index, WholeTensor) or kwargs or not isinstance(dim, int):
         raise NeedsWhole
-    if dim % model.ndim != model._dim or not model.is_floating_point():
+    if dim % model.ndim != model.along or not model.is_floating_point():
         raise NeedsWhole
     return values_at(model, index)
 

@@ -32,14 +32,14 @@ def operand(model: WholeTensor, value: Any) -> Any:
         return value
     if value.ndim > model.ndim:
         raise NeedsWhole
-    dim = value.ndim - (model.ndim - model._dim)
+    dim = value.ndim - (model.ndim - model.along)
     if isinstance(value, WholeTensor):
-        blocks = value._local.shape[value._dim], model._local.shape[model._dim]
-        if value._split != model._split or value._dim != dim or blocks[0] != blocks[1]:
+        blocks = value.local().shape[value.along], model.local().shape[model.along]
+        if value.spread != model.spread or value.along != dim or blocks[0] != blocks[1]:
             raise NeedsWhole
         return value.held()
     if dim < 0 or value.shape[dim] == 1:
-        return model._split.shared(value)
+        return model.spread.shared(value)
     return model.part_of(value, dim)
 
 

@@ -23,13 +23,26 @@ from lightning_megatron.mesh.torch_functions import getters, setters
 class View(Protocol):
     """What these classes ask of a `WholeView`."""
 
-    def touch(self, tensor: Tensor) -> None: ...
-    def gradient(self, parameter: Tensor) -> Tensor | None: ...
-    def are_alike(self, one: Tensor, other: Tensor) -> bool: ...
-    def shape_of(self, tensor: Tensor) -> tuple[int, ...]: ...
-    def change_part(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool: ...
-    def copied(self, parameter: nn.Parameter) -> nn.Parameter: ...
-    def hooked(self, parameter: nn.Parameter, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]: ...
+    def touch(self, tensor: Tensor) -> None:
+        """Gather a tensor whose values are about to be read."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a parameter, to be gathered when it is read."""
+
+    def are_alike(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are split in the same way, so that an update may run on their parts."""
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    def change_part(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
+        """Run a function that changes each element by itself on the part; ``False`` if an operand cannot be cut so."""
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A deep copy of a parameter: of this rank's part, which a copied layer computes with."""
+
+    def hooked(self, parameter: nn.Parameter, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """A hook on the whole gradient, as one on this rank's part."""
 
 
 class Seen:

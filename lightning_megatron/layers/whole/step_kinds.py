@@ -16,11 +16,16 @@ from lightning_megatron.layers.whole.seen_kinds import NATIVE
 class View(Protocol):
     """What these classes ask of a `StepView`."""
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any: ...
-    def part_of_copy(self, parameter: Tensor) -> nn.Parameter: ...
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch that was given a parameter on what one process has in its place."""
+
+    def part_of_copy(self, parameter: Tensor) -> nn.Parameter:
+        """A deep copy of this rank's part."""
 
 
 class InStep(ShownFirst, torch.Tensor):
+    """A part that the code of a step sees as the whole; functions of torch ask the `StepView` what that is."""
+
     _owner: ClassVar[View]
 
     @classmethod
@@ -84,6 +89,7 @@ def part_shown(tensor: Tensor) -> Tensor:
 
 
 def as_they_are(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function of torch on the parts themselves."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

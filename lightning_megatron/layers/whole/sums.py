@@ -22,7 +22,7 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 def split_sum(model: WholeTensor, held: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
     """Sum over ``dims``, the cut one among them, of values at the held indices; whole on every rank."""
     wide = torch.float32 if held.dtype in _SIXTEEN_BIT else held.dtype
-    return model._split.summed(held.sum(dims, keepdim, dtype=wide)).to(held.dtype)
+    return model.spread.summed(held.sum(dims, keepdim, dtype=wide)).to(held.dtype)
 
 
 def _reduction(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
@@ -35,9 +35,9 @@ def _reduction(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
     dims = tuple(entry % model.ndim for entry in chosen)
     if kwargs.pop("dtype", None) is not None or kwargs or model.ndim == 0:
         raise NeedsWhole
-    if model._dim not in dims:
-        removed = 0 if keepdim else sum(entry < model._dim for entry in dims)
-        return model.like(func(model.local(), dims, keepdim), model._dim - removed)
+    if model.along not in dims:
+        removed = 0 if keepdim else sum(entry < model.along for entry in dims)
+        return model.like(func(model.local(), dims, keepdim), model.along - removed)
     count = math.prod(model.shape[entry] for entry in dims)
     total = split_sum(model, model.held(), dims, keepdim)
     return total if func in (torch.sum, Tensor.sum) else total / count
@@ -45,25 +45,27 @@ def _reduction(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
 
 def split_logsumexp(model: WholeTensor, held: Tensor) -> Tensor:
     """``logsumexp`` over the cut dim, kept with size one; the largest value and the sum travel."""
-    block = model.local().shape[model._dim]
-    lowest = model._split.pad(held.detach(), model._dim, block)
-    if held.shape[model._dim] < block:
-        lowest.narrow(model._dim, held.shape[model._dim], block - held.shape[model._dim]).fill_(-math.inf)
-    if not lowest.shape[model._dim]:  # a rank may hold nothing
-        lowest = lowest.new_full([1 if dim == model._dim else size for dim, size in enumerate(lowest.shape)], -math.inf)
-    highest = raw_all_reduce(lowest.amax(model._dim, keepdim=True), model._split.group, maximum=True)
+    block = model.local().shape[model.along]
+    lowest = model.spread.pad(held.detach(), model.along, block)
+    if held.shape[model.along] < block:
+        lowest.narrow(model.along, held.shape[model.along], block - held.shape[model.along]).fill_(-math.inf)
+    if not lowest.shape[model.along]:  # a rank may hold nothing
+        lowest = lowest.new_full(
+            [1 if dim == model.along else size for dim, size in enumerate(lowest.shape)], -math.inf
+        )
+    highest = raw_all_reduce(lowest.amax(model.along, keepdim=True), model.spread.group, maximum=True)
     highest = highest.masked_fill(highest.isinf(), 0.0)
-    return split_sum(model, (held - highest).exp(), (model._dim,), keepdim=True).log() + highest
+    return split_sum(model, (held - highest).exp(), (model.along,), keepdim=True).log() + highest
 
 
 def _logsumexp(func: Any, model: WholeTensor, dim: Any, keepdim: bool = False) -> Any:
-    if dim in ([model._dim], (model._dim,)):
-        dim = model._dim
+    if dim in ([model.along], (model.along,)):
+        dim = model.along
     if not isinstance(dim, int):
         raise NeedsWhole
     dim %= model.ndim
-    if dim != model._dim:
-        return model.like(func(model.local(), dim, keepdim), model._dim - (not keepdim and dim < model._dim))
+    if dim != model.along:
+        return model.like(func(model.local(), dim, keepdim), model.along - (not keepdim and dim < model.along))
     found = split_logsumexp(model, _wide(model)).to(model.dtype)
     return found if keepdim else found.squeeze(dim)
 
@@ -76,12 +78,12 @@ def _softmax(func: Any, model: WholeTensor, dim: Any = None, *args: Any, **kwarg
         raise NeedsWhole
     name = func.__name__
     dim %= model.ndim
-    if dim != model._dim:
+    if dim != model.along:
         return model.like(getattr(torch, name)(model.local(), dim, dtype=dtype))
     autocast = torch.is_autocast_enabled(model.device.type) and model.dtype in _SIXTEEN_BIT
     wanted = dtype or (torch.float32 if autocast else model.dtype)
     values = _wide(model) if dtype is None else model.held().to(dtype)
-    found = values - model._split.shared(split_logsumexp(model, values))
+    found = values - model.spread.shared(split_logsumexp(model, values))
     return model.from_held((found.exp() if name == "softmax" else found).to(wanted))
 
 
@@ -97,12 +99,12 @@ def _product(func: Any, left: Any, right: Any, bias: Any = None) -> Any:
     contracted = int(func is F.linear)  # the matrix is [out, in] there, [in, out] elsewhere
     if left.shape[-1] != right.shape[contracted] or left.dtype != right.dtype or left.dtype in _SIXTEEN_BIT:
         raise NeedsWhole
-    if left._dim == left.ndim - 1:
+    if left.along == left.ndim - 1:
         partial = func(left.held(), left.part_of(right, contracted))
-        found = left._split.summed(partial)
+        found = left.spread.summed(partial)
         return found if bias is None else found + bias
-    options = () if bias is None else (left._split.shared(bias),)
-    return left.from_held(func(left.held(), left._split.shared(right), *options))
+    options = () if bias is None else (left.spread.shared(bias),)
+    return left.from_held(func(left.held(), left.spread.shared(right), *options))
 
 
 T = Tensor

@@ -19,24 +19,24 @@ def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeT
         raise NeedsWhole
     args = tuple(torch.empty(v.shape, device="meta") if isinstance(v, Tensor) else v for v in args)
     old, shape = model.shape, func(torch.empty(model.shape, device="meta"), *args, **kwargs).shape
-    before, after = old[: model._dim].numel(), old[model._dim + 1 :].numel()
+    before, after = old[: model.along].numel(), old[model.along + 1 :].numel()
     for dim, size in enumerate(shape):
-        kept = size == model._split.length and shape[:dim].numel() == before
+        kept = size == model.spread.length and shape[:dim].numel() == before
         if kept and shape[dim + 1 :].numel() == after:
             local = model.local()
-            return model.like(local.reshape(*shape[:dim], local.shape[model._dim], *shape[dim + 1 :]), dim)
+            return model.like(local.reshape(*shape[:dim], local.shape[model.along], *shape[dim + 1 :]), dim)
     raise NeedsWhole
 
 
 def _along(position: int, func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> Any:
     """Functions of one dim, at ``position`` of the arguments or the first one; the cut one needs the whole tensor."""
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-    if not isinstance(dim, int) or dim % model.ndim == model._dim:
+    if not isinstance(dim, int) or dim % model.ndim == model.along:
         raise NeedsWhole
     found = func(model.local(), *args, **kwargs)
     parts = found if isinstance(found, (tuple, list)) else (found,)
-    removed = parts[0].ndim < model.ndim and dim % model.ndim < model._dim
-    split = tuple(model.like(part, model._dim - removed) for part in parts)
+    removed = parts[0].ndim < model.ndim and dim % model.ndim < model.along
+    split = tuple(model.like(part, model.along - removed) for part in parts)
     return split if isinstance(found, (tuple, list)) else split[0]
 
 
@@ -48,24 +48,24 @@ def _join(func: Any, parts: Any, *args: Any, **kwargs: Any) -> WholeTensor:
     if not isinstance(first, WholeTensor) or not isinstance(dim, int):
         raise NeedsWhole
     dim %= first.ndim + stacked
-    if not stacked and dim == first._dim:
+    if not stacked and dim == first.along:
         raise NeedsWhole
     locals_ = [_local_like(first, part) for part in parts]
-    return first.like(func(locals_, dim), first._dim + (stacked and dim <= first._dim))
+    return first.like(func(locals_, dim), first.along + (stacked and dim <= first.along))
 
 
 def _local_like(first: WholeTensor, other: Any) -> Tensor:
     """The local part of a tensor that is cut like the first one, whatever its size along other dims."""
-    if not isinstance(other, WholeTensor) or other._split != first._split:
+    if not isinstance(other, WholeTensor) or other.spread != first.spread:
         raise NeedsWhole
-    if other._dim != first._dim or other.ndim != first.ndim:
+    if other.along != first.along or other.ndim != first.ndim:
         raise NeedsWhole
     return other.local()
 
 
 def _transpose(func: Any, model: WholeTensor, dim0: int, dim1: int) -> WholeTensor:
     first, second = dim0 % model.ndim, dim1 % model.ndim
-    moved = {first: second, second: first}.get(model._dim)
+    moved = {first: second, second: first}.get(model.along)
     return model.like(model.local().transpose(first, second), moved)
 
 
@@ -77,13 +77,13 @@ def _matrix_transpose(func: Any, model: WholeTensor, *owner: Any) -> WholeTensor
 
 def _permute(func: Any, model: WholeTensor, *dims: Any) -> WholeTensor:
     order = [d % model.ndim for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], Iterable) else dims)]
-    return model.like(model.local().permute(order), order.index(model._dim))
+    return model.like(model.local().permute(order), order.index(model.along))
 
 
 def _index(func: Any, model: Any, index: Any) -> WholeTensor:
     """Indexing of other dims; the cut dim must be last and untouched (or taken whole by a bare slice)."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(model, WholeTensor) or model._dim != model.ndim - 1:
+    if not isinstance(model, WholeTensor) or model.along != model.ndim - 1:
         raise NeedsWhole
     if any(entry is None or isinstance(entry, bool | WholeTensor) for entry in entries):
         raise NeedsWhole

@@ -75,6 +75,7 @@ class CudaLink(HostLink):
         return _PROBE / best
 
     def start(self, target: Tensor, source: Tensor) -> Copy:
+        """Start copying on the stream of that direction, behind what the current stream has been given so far."""
         stream = self._streams[target.is_cuda]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -216,10 +216,12 @@ class Nodes:
         self._inputs: dict[str, list[Any]] = {}
 
     def reads(self, name: str, tensors: list[Tensor]) -> None:
+        """Note the inputs of a call of layer ``name``."""
         edges = [x.grad_fn for x in tensors if x.grad_fn is not None]
         self._inputs.setdefault(name, []).extend(edges)
 
     def writes(self, name: str, output: Any) -> None:
+        """Note the output of a call of layer ``name``."""
         for x in tree_leaves(output):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 self._owner[x.grad_fn] = name

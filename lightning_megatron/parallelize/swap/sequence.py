@@ -300,7 +300,7 @@ def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup, gather: Callable[..
     """All of the tokens; of one whose tokens are split over context ranks as well, all of this context rank's."""
     if not isinstance(x, WholeTensor):
         return gather(x, dim, group)
-    return x.like(gather(x.local(), dim, group), split=x._split.together())
+    return x.like(gather(x.local(), dim, group), split=x.spread.together())
 
 
 def _opening(stream: RankStream, dim: int, *, whole: bool) -> Callable[..., None]:

@@ -276,6 +276,7 @@ def _hidden(call: Call) -> Tensor:
 
 
 def first_tensor(value: Any) -> Tensor:
+    """The first tensor in a nest; there must be one."""
     found: Tensor = next(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     return found
 

@@ -255,7 +255,7 @@ class _LinearCall(_ForwardCall):
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
-        if isinstance(x, WholeTensor) and x._dim < x.ndim - 1:
+        if isinstance(x, WholeTensor) and x.along < x.ndim - 1:
             return x.like(self(x.local()))
         if not self._can_split(x, module._parameters.get("weight")):
             return cast(Tensor, self.forward(x))

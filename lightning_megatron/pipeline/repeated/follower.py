@@ -85,6 +85,7 @@ class CallFollower:
 
     Attributes:
         wire: to the other stages; set before the first call.
+        stage: number of this one.
         inside: name of the layer or part that computes now; ``""`` for none.
         groups: runs several pieces of code that call the model, each over a wire of its own; ``None`` for one.
         computes_parts: never: each call is asked about.
@@ -94,7 +95,7 @@ class CallFollower:
     wire: Wire
 
     def __init__(self, module: nn.Module, presence: Presence, effects: SideEffects, device: torch.device) -> None:
-        self._module, self._stage, self._effects, self._device = module, presence.stage, effects, device
+        self._module, self.stage, self._effects, self._device = module, presence.stage, effects, device
         parts = presence.parts
         self._names = [name for name, part in parts.items() if part.is_layer]
         self._units = {name: part.stages for name, part in parts.items() if not part.is_layer}
@@ -136,7 +137,7 @@ class CallFollower:
         key = (index, len(args), flags, len(caches.found), call.module.training)
         form = self._forms.get(key)
         ends = index + 1 == len(self._owners) or self._owners[index + 1] != owner
-        if owner == self._stage:
+        if owner == self.stage:
             output, left, grown = self._compute(name, index, call.runs, args, kwargs, caches)
             first = form is None
             form = form or _form_of(output, x, left, grown)
@@ -182,12 +183,12 @@ class CallFollower:
     ) -> Any:
         """Compute a call where it can be, and tell the others; inside of another, it is that stage's own affair."""
         if self.inside:
-            if owner != self._stage and self._stage not in self._units.get(name, ()):
+            if owner != self.stage and self.stage not in self._units.get(name, ()):
                 _refuse_inside(name, self.inside)
             return runs(*args, **kwargs)
         self._reach(owner)
         caches = Caches(args, kwargs, name)
-        if owner == self._stage:
+        if owner == self.stage:
             output, left, grown = self._compute(name, unit, runs, args, kwargs, caches)
             note = Note(grown, left) if grown or left is not None else None
             self.wire.tell(unit, output, note, caches.found)

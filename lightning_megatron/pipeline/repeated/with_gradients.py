@@ -309,7 +309,7 @@ class _Call:
             _refuse_gradient(self.name)
         outputs, self.outputs = self.outputs, None
         streams = follower.streams
-        if follower._stage != self.owner:
+        if follower.stage != self.owner:
             found, drawn = follower.wire.hear(self.owner, self.unit, self.name, [])
             if drawn is not None:
                 streams.go_to(drawn)

@@ -49,7 +49,13 @@ class PipelineExecutor:
         finality: knows in which backward the gradients of a parameter are complete.
         variable_shapes: send the shapes along with every boundary instead of only for new micro-batch shapes.
         clock: records when each computation of a training step starts and ends.
+
+    Attributes:
+        stage: as given.
+        step: what is run now.
     """
+
+    step: PipelineStep
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class PipelineExecutor:
         variable_shapes: bool = False,
         clock: StepClock | None = None,
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self.links = links
         self._finality = finality
         self._variable_shapes = variable_shapes
@@ -112,20 +118,20 @@ class PipelineExecutor:
         """Prepare for ``step``; what this rank has to do in it. :meth:`run` does it; who does it himself ends with
         :meth:`end`.
         """
-        self._stage.schedule = step.schedule
+        self.stage.schedule = step.schedule
         self._split, program = self._program(step.schedule, announces=step.whole is None)
         self._begin(step)
         return program
 
     def end(self) -> None:
         """Drop everything that belongs to one step."""
-        self._begin(PipelineStep(self._step.schedule, self._step.call, (), self._step.name))
+        self._begin(PipelineStep(self.step.schedule, self.step.call, (), self.step.name))
         self._slot = None
         if self._split:
             self._weight_gradients().switch(False)
 
     def _begin(self, step: PipelineStep) -> None:
-        self._step = step
+        self.step = step
         self._last = step.schedule.virtual_stages - 1
         self._signatures: dict[int, Any] = {}
         self.runs = {}
@@ -138,12 +144,12 @@ class PipelineExecutor:
         self._heard: dict[Place, Announcement] = {}
         self._around: Around | None = None
         if step.whole is not None:
-            stage: Any = self._stage
+            stage: Any = self.stage
             self._around = Around(stage, step.whole, step.micro_batches, step.name, training=step.training)
 
     def _weight_gradients(self) -> WeightGradients:
         if self._weights is None:
-            self._weights = WeightGradients(self._stage.owned_layers())
+            self._weights = WeightGradients(self.stage.owned_layers())
         return self._weights
 
     def _program(self, schedule: Schedule, *, announces: bool) -> tuple[frozenset[Place], Program]:
@@ -165,9 +171,9 @@ class PipelineExecutor:
             action: getattr(self, f"_{action.name.lower()}") for action in Action if action is not Action.FINAL
         }
         early = self.links.posts_ahead and not self._variable_shapes
-        steps = schedule.instructions[self._stage.stage]
+        steps = schedule.instructions[self.stage.stage]
         split = frozenset((step.chunk, step.micro_batch) for step in steps if step.kind is Kind.BACKWARD_WEIGHT)
-        slots = compile_stage(schedule, self._stage.stage, post_early=early)
+        slots = compile_stage(schedule, self.stage.stage, post_early=early)
         finals: Mapping[int, Final] = {}
         if announces:
             finals = self._finality.after(schedule, self._weight_gradients().parameters if split else frozenset())
@@ -177,8 +183,8 @@ class PipelineExecutor:
 
     def announce(self, final: Final, slot: Slot | None = None) -> None:
         """Say, where gradients collect, which of those that arrive from now on are the last of the step."""
-        if self._step.gradients is not None:
-            self._step.gradients.set_final(final)
+        if self.step.gradients is not None:
+            self.step.gradients.set_final(final)
 
     def _switch_linears(self, place: Place) -> None:
         """Let them be split if the backward of ``place`` is."""
@@ -186,10 +192,10 @@ class PipelineExecutor:
             self._weight_gradients().switch(place in self._split)
 
     def _forward(self, slot: Slot) -> None:
-        step, received = self._step, self.received(slot)
+        step, received = self.step, self.received(slot)
         batch = step.micro_batches[slot.micro_batch]
         if self._around is None:
-            self.keep(slot, self._stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name))
+            self.keep(slot, self.stage.run(slot.virtual, slot.micro_batch, step.call, batch, received, step.name))
         elif (run := self._run_layers(self._around, slot, batch, received)) is not None:
             self.keep(slot, run)
 
@@ -200,7 +206,7 @@ class PipelineExecutor:
 
     def keep(self, slot: Slot, run: StageRun) -> None:
         """Keep what a forward has left for its backward, and for the piece that follows."""
-        step, place, training = self._step, slot.place, self._step.training
+        step, place, training = self.step, slot.place, self.step.training
         if slot.virtual == self._last:
             if training:
                 self.runs[place] = run
@@ -214,12 +220,12 @@ class PipelineExecutor:
         if slot.onward is not None:
             if not training:
                 self._sent[self._key(slot, slot.virtual + 1)] = Announcement(run.sent.leaves)
-            self._inputs[slot.onward] = self._as_input(run.sent, self._stage.may_write(slot.virtual + 1, step.name))
+            self._inputs[slot.onward] = self._as_input(run.sent, self.stage.may_write(slot.virtual + 1, step.name))
             run.sent = Boundary(run.sent.leaves)
 
     def _run_layers(self, around: Around, slot: Slot, batch: Any, received: Boundary) -> StageRun | None:
         """Forward of a micro-batch where only layers run in micro-batches; keeps, or joins, what the last one gives."""
-        step, place, last = self._step, slot.place, slot.virtual == self._last
+        step, place, last = self.step, slot.place, slot.virtual == self._last
         known = self._sent.get((*self._key(slot, slot.virtual + 1)[:-1], False))
         at, leaves = (slot.virtual, slot.micro_batch), None if known is None else known.leaves
         run = around.run(at, step.call, batch, received, ends=last, leaves=leaves)
@@ -238,7 +244,7 @@ class PipelineExecutor:
         piece's backward may need them as they are.
         """
         tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
-        if self._step.training:
+        if self.step.training:
             tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
         return Boundary(sent.leaves, tensors, effects=sent.effects, forms=sent.forms)
 
@@ -248,18 +254,18 @@ class PipelineExecutor:
         if around is not None and slot.virtual == self._last:
             if around.is_complete:
                 output = around.behind(self._backward_from_loss)
-                self._step.outputs[0] = map_tensors(output, torch.detach)
+                self.step.outputs[0] = map_tensors(output, torch.detach)
             self._output_grads[place] = around.gradients(slot.micro_batch)
         run = self.runs.pop(place)
-        self._stage.resume(slot.virtual, run)
+        self.stage.resume(slot.virtual, run)
         if slot.virtual == self._last and around is None:
             self._backward_from_loss(run.output, run.micro_batch)
-            self._step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
+            self.step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
         else:
             roots, grads = self._roots.pop(place), self._output_grads.pop(place)
             if roots:
                 torch.autograd.backward(roots, grads)
-        self._stage.end()
+        self.stage.end()
         self._hand_back(slot, run)
 
     def leave_out(self, slot: Slot) -> None:
@@ -283,7 +289,7 @@ class PipelineExecutor:
 
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
         loss = trained_loss_of(output)
-        scale = torch.full_like(loss, self._step.loss_scales[micro_batch], requires_grad=False)
+        scale = torch.full_like(loss, self.step.loss_scales[micro_batch], requires_grad=False)
         torch.autograd.backward(loss, scale)
 
     def _backward_input(self, slot: Slot) -> None:
@@ -298,11 +304,11 @@ class PipelineExecutor:
     def _key(self, slot: Slot, virtual: int) -> Any:
         signature = self._signatures.get(slot.micro_batch)
         if signature is None:
-            signature = self._signatures[slot.micro_batch] = shape_signature(self._step.micro_batches[slot.micro_batch])
-        return (virtual, self._step.name, signature, self._around is not None)
+            signature = self._signatures[slot.micro_batch] = shape_signature(self.step.micro_batches[slot.micro_batch])
+        return (virtual, self.step.name, signature, self._around is not None)
 
     def _send_forward(self, slot: Slot) -> None:
-        training = self._step.training
+        training = self.step.training
         run = self.runs[slot.place] if training else self.runs.pop(slot.place)
         leaves = run.sent.leaves
         if not training:
@@ -373,7 +379,7 @@ class PipelineExecutor:
 
     def followed(self, program: Iterable[Move]) -> Iterator[Move]:
         """The program, noting where in it this rank is; without backwards, where the step does not go on to them."""
-        asks = self._step.goes_on
+        asks = self.step.goes_on
         for act, slot in program:
             if asks is not None and slot.is_of_backward:
                 if not asks():

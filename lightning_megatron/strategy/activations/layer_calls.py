@@ -64,7 +64,7 @@ class HostCall(Wrapper):
         if not torch.is_grad_enabled() or in_backward():
             return self.forward(*args, **kwargs)
         inputs = [x.local() if isinstance(x, WholeTensor) else x for x in tensors_in(args, kwargs)]
-        call = KeptCall(self._name, self._traffic, self._staying(inputs))
+        call = KeptCall(self._name, self._traffic, self.staying(inputs))
         given = {memory_of(x) for x in inputs}
 
         def pack(tensor: Tensor) -> Tensor | View:
@@ -87,7 +87,7 @@ class HostCall(Wrapper):
             self._budget.measured(self._name, size, Sizes(sum(call.kinds.values()), 0.0), self._traffic.held)
         return found
 
-    def _staying(self, inputs: Sequence[Tensor]) -> set[int]:
+    def staying(self, inputs: Sequence[Tensor]) -> set[int]:
         """Memories of what the layer uses and does not make."""
         module: nn.Module = self.module
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor) in _PLAIN]

@@ -136,7 +136,7 @@ class _PiecesCall(Wrapper):
         if type(tokens) is not Tensor or tokens.ndim != 3 or not tokens.is_floating_point():
             self._leave("it is given other than one tensor [batch, tokens, features]")
             return self.forward(*args, **kwargs)
-        dim = x._dim if isinstance(x, WholeTensor) else 1
+        dim = x.along if isinstance(x, WholeTensor) else 1
         key = (dim, tokens.dtype, self.module.training)
         if key not in self._tried:
             self._tried[key] = self._try(tokens, dim)

@@ -69,7 +69,7 @@ class Scores(TorchFunctionMode):
         left, right = _operands(func, args, kwargs)
         if not isinstance(left, WholeTensor) or not isinstance(right, WholeTensor):
             return func(*args, **kwargs)
-        if left._dim != left.ndim - 2 or right._dim != right.ndim - 1 or left._split.length != right._split.length:
+        if left.along != left.ndim - 2 or right.along != right.ndim - 1 or left.spread.length != right.spread.length:
             return func(*args, **kwargs)
         queries, keys = _dense(_as_autocast(left), False), _dense(_as_autocast(right), True)
         others = {id(left): queries, id(right): keys}
@@ -132,7 +132,7 @@ class KeptScores(Scores):
                 return func(source, right, *rest)
             return source.like(func(source.local(), _local(right), *rest))
 
-        rows = isinstance(right, WholeTensor) and not self.is_scores(right) and right._dim == right.ndim - 2
+        rows = isinstance(right, WholeTensor) and not self.is_scores(right) and right.along == right.ndim - 2
         found = self._inside(run, *([(right.local(), -2)] if rows else ()))
         self._keep(found)
         return found
@@ -181,7 +181,7 @@ class GivenScores(Scores):
 
     def last(self, func: Any, source: WholeTensor, right: Any, *rest: Any) -> Any:
         """Values are noted, and the product is given."""
-        if isinstance(right, WholeTensor) and not self.is_scores(right) and right._dim == right.ndim - 2:
+        if isinstance(right, WholeTensor) and not self.is_scores(right) and right.along == right.ndim - 2:
             self._record(0, right.local())
         self._given(None)
         return self._given(source)
@@ -212,7 +212,7 @@ class GivenScores(Scores):
 
 def ends(found: WholeTensor, source: WholeTensor) -> bool:
     """Whether what was computed of scores has no keys any more: a sum over them, or the largest."""
-    return found.numel() * source._split.length <= source.numel()
+    return found.numel() * source.spread.length <= source.numel()
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

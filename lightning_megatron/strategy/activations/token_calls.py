@@ -90,7 +90,7 @@ class _Run:
         inner = [part.batch_first for part in owner.module.modules() if isinstance(part, nn.MultiheadAttention)]
         self.dim, local = int(not inner or inner[0]), x
         if isinstance(x, TokenShards):
-            self.dim, local, self.scope = x._dim, x.local(), split_of(x).scope
+            self.dim, local, self.scope = x.along, x.local(), split_of(x).scope
         self.length, self.rows = x.shape[self.dim], local.shape[self.dim]
         self.runs = split_of(x).mine if isinstance(x, TokenShards) else ((0, self.rows),)
         self.measures = self.rows > 2 and owner.budget.wants(owner.name, local.nbytes)
@@ -117,7 +117,7 @@ class _Run:
     def forward(self) -> Any:
         owner, (args, kwargs) = self.owner, self.given
         inputs = [x.local() if isinstance(x, WholeTensor) else x for x in tensors_in(args, kwargs)]
-        self.call = KeptCall(owner.name, owner.traffic, owner._staying(inputs))
+        self.call = KeptCall(owner.name, owner.traffic, owner.staying(inputs))
         self.input, self.memory = self.call.whole(self.local, "input"), memory_of(self.local)
         key, shown, before = self._kind(), self.x, self.scope.attention
         self.places = None if self.measures else owner.learned.get(key)
@@ -151,7 +151,7 @@ class _Run:
     def _attend(self, rule: Callable[..., Any], func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
         """Attention of all tokens, whose output is kept."""
         operands = query, key, value
-        split = tuple(isinstance(x, WholeTensor) and x._dim == x.ndim - 2 for x in operands)
+        split = tuple(isinstance(x, WholeTensor) and x.along == x.ndim - 2 for x in operands)
         if any(isinstance(x, WholeTensor) and not tokens for x, tokens in zip(operands, split, strict=True)):
             self.own_scope.refuse("attention is given keys or values whose tokens are not their last dim but one")
         local = tuple(x.local() if isinstance(x, WholeTensor) else x for x in operands)
@@ -304,7 +304,7 @@ class _Run:
             if core.output is None:
                 return None
             output = core.output.get().detach()
-            rows = dense(output.narrow(model._dim, first, self.rows - first))
+            rows = dense(output.narrow(model.along, first, self.rows - first))
             return model.like(rows.requires_grad_(rows.is_floating_point()))
 
         def answer(rule: Any, func: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -342,7 +342,7 @@ class _Run:
             return value
         if not isinstance(value, WholeTensor):
             return value.detach().requires_grad_(value.requires_grad)
-        if value._dim != self.dim or value.local().shape[self.dim] != self.rows:
+        if value.along != self.dim or value.local().shape[self.dim] != self.rows:
             self.own_scope.refuse("it is given another tensor of tokens than its input, of another length")
         rows = value.local().detach().narrow(self.dim, first, self.rows - first).requires_grad_(value.requires_grad)
         return rows_of_input(dense(rows), self.dim, self.length, runs, scope)

@@ -107,7 +107,7 @@ class RowShards(TokenShards):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scope: Any = next((x._split.scope for x in _all(args, kwargs) if isinstance(x, RowShards)), None)  # type: ignore[attr-defined]
+        scope: Any = next((x.spread.scope for x in _all(args, kwargs) if isinstance(x, RowShards)), None)  # type: ignore[attr-defined]
         if scope is not None and scope.hooks is not None and scope.hooks != innermost_hooks():
             scope.refuse("`torch.utils.checkpoint`, or another hook on saved tensors, decides what is kept")
         try:

@@ -110,8 +110,8 @@ class PaperWorld(World):
 
 def _told(executor: PipelineExecutor, slot: Slot) -> Announcement:
     """Describe what the first layer of a virtual stage receives."""
-    step = executor._step
-    stage: Any = executor._stage
+    step = executor.step
+    stage: Any = executor.stage
     first = stage.partition.bounds[slot.virtual][0]
     stage.cursor.begin((first, first), slot.micro_batch, Boundary(), step.name)
     try:
@@ -128,7 +128,7 @@ def _told(executor: PipelineExecutor, slot: Slot) -> Announcement:
 
 def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:
     """Whether any parameter before a virtual stage is trained, so that the stage's input has a gradient."""
-    stage: Any = executor._stage
+    stage: Any = executor.stage
     partition = stage.partition
     later = {*partition.trunk.layer_names[partition.bounds[virtual][0] :], *partition.after}
     with shown_whole(stage.module, stage.presence):
