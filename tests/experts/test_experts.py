@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -247,9 +248,8 @@ def test_a_checkpoint_goes_on_with_its_experts_shared_out_otherwise(name, chain,
     ],
 )
 def test_mixtures_of_sizes_that_do_not_fit_are_refused(arguments, wanted):
-    with pytest.raises(ValueError, match="must") as error:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         MoE(8, 4, **arguments)
-    assert wanted in str(error.value)
 
 
 def test_losses_of_routers_that_have_not_run_are_refused():
@@ -281,9 +281,8 @@ OPTIONS: list[Any] = [
 
 @pytest.mark.parametrize(("arguments", "wanted"), OPTIONS, ids=str)
 def test_options_that_do_not_go_together_are_refused_at_once(arguments, wanted):
-    with pytest.raises(ValueError, match="expert_") as error:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         MegatronStrategy(**arguments)
-    assert wanted in str(error.value)
 
 
 REFUSED: list[Any] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -180,9 +181,8 @@ def test_a_loss_of_sequences_is_the_mean_of_theirs():
     ],
 )
 def test_mixtures_with_settings_that_are_none_are_refused(arguments, wanted):
-    with pytest.raises(ValueError, match="must be") as error:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         MoE(8, 4, 4, **arguments)
-    assert wanted in str(error.value)
 
 
 def test_losses_of_sequences_that_are_not_known_are_refused():

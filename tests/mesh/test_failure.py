@@ -114,4 +114,5 @@ def test_a_rank_whose_store_does_not_answer_ends_by_itself() -> None:
     said = _everything_said(outcome)
     assert "ALIVE BEFORE THE LINK WENT SILENT" in said and "exit code 1" in said, said
     assert "rank 1 (pipeline 0, data 1, tensor 0) ends because the process that hosts the store" in said, said
-    assert re.search(r"has not answered for 1\d s \(`hang_timeout`\)", said), said
+    silent = re.search(r"has not answered for (\d+) s \(`hang_timeout`\)", said)
+    assert silent is not None and int(silent[1]) > 2, said  # the timeout; how much later depends on the machine

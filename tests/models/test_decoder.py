@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -171,6 +172,5 @@ def test_a_mixture_costs_what_a_dense_model_of_its_width_costs() -> None:
     ],
 )
 def test_mixtures_that_do_not_fit_are_refused(changes: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ValueError, match="experts") as error:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         DecoderConfig(**{**SMALL, **changes})
-    assert wanted in str(error.value)
