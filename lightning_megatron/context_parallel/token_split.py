@@ -96,7 +96,7 @@ class Scope:
         running: whether a step of the user's runs; gradients asked for in it are refused.
         cut: whether tokens were split in it.
         method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
-        attended: how often it did, by method.
+        attended: number of attention calls, by method.
         levels: ranks among which ``"ulysses"`` shares the heads, and those of the ring between such; ``None`` for one
             level.
         shared_out: makes the split whose parts are blocks of another's, over a group (sequence parallelism).
@@ -159,7 +159,7 @@ class TokenSplit(SplitDim):
         raise NotImplementedError("the rows of a rank are no single span; ask for `runs`.")
 
     def held(self, local: Tensor, dim: int) -> Tensor:
-        """All of a rank's rows: there is no padding."""
+        """All rows of this rank, as there is no padding."""
         return local
 
     def pad(self, held: Tensor, dim: int, block: int) -> Tensor:
@@ -188,7 +188,7 @@ class TokenSplit(SplitDim):
         return cast(Tensor, _Summed.apply(partial, self.group, self.scope))
 
     def shared(self, whole: Tensor) -> Tensor:
-        """What every rank has and uses with its own rows."""
+        """A tensor that every rank has and combines with its own rows."""
         return whole
 
     def sliced(self, start: int, stop: int) -> tuple[TokenSplit, int, int]:
@@ -215,7 +215,7 @@ class TokenSplit(SplitDim):
 
     @property
     def described(self) -> Hashable:
-        """What a process of another stage has to know of it."""
+        """What a process of another stage needs to rebuild it."""
         if self.folded is None:
             return self.length, self.runs, None
         before, split, after = self.folded
@@ -319,7 +319,7 @@ def _index_of(runs: tuple[tuple[Run, ...], ...], device: str) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _places(runs: tuple[tuple[Run, ...], ...], device: str) -> Tensor:
-    """Where each token is among the rows of all ranks, each rank's padded to the most: [length]."""
+    """Where each token is among the rows of all ranks, when every rank's are padded to the longest: [length]."""
     counts = [sum(stop - start for start, stop in own) for own in runs]
     most, found = max(counts), torch.empty(sum(counts), dtype=torch.long)
     for rank, own in enumerate(runs):

@@ -180,7 +180,7 @@ def saved_kinds(metadata: Metadata, start: str = "") -> Mapping[str, tuple[torch
 
 
 def beside(path: str, name: str = "") -> str:
-    """What a tensor is stored as that belongs to another state than the module's own, such as averaged weights.
+    """The stored name of a tensor of another state than the module's own, such as averaged weights.
 
     Args:
         path: where in Lightning's checkpoint the state lies.

@@ -1,4 +1,4 @@
-"""Rules for joining tensors along other dims than that of the tokens."""
+"""Rules for joining tensors along dims other than that of the tokens."""
 
 from __future__ import annotations
 

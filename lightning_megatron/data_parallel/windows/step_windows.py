@@ -8,8 +8,8 @@
     between     all closed; whole while something asks for the weights, such as a checkpoint or an evaluation
 
 In a backward a window is opened by the gradient of the layer's output, by autograd where it reads a weight that it has
-saved, and by the layer's forward where that is computed anew. Code that uses a layer's weights without calling the
-layer finds them whole: from then on to the end of the step the window is open.
+saved, and by the layer's forward where that is recomputed. Code that uses a layer's weights without calling the layer
+finds them whole, and the window then stays open to the end of the step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class StepWindows:
     Args:
         module: holds the layers; their forwards are wrapped until :meth:`close`.
         spread: the parameters of the windows.
-        buckets: with the weights of the trained ones apart.
+        buckets: those of the trained parameters, whose weights lie apart.
         frozen: buckets of the others, which have no gradients.
-        asked: when windows close, and when gradients are summed; ``None`` for the usual.
+        asked: the user's choice of when windows close and gradients are summed; ``None`` for the defaults.
         watches_forward: whether code outside of layers may look at weights between a step's forward and its backward.
-        watches_weights: whether it may between steps.
+        watches_weights: whether it may look at them between steps.
 
     Attributes:
         windows: in the order of the layers.
@@ -166,7 +166,7 @@ class StepWindows:
         """Once the step's last backward has run: close all windows, or show all weights to code that may look.
 
         Returns:
-            When later steps free weights, in words, if this one has settled that.
+            A description of when later steps free weights, if this step has settled that.
         """
         if not self._active:
             return ""
@@ -217,7 +217,7 @@ class StepWindows:
             following.start()
 
     def leave(self, window: Window) -> None:
-        """The layer's forward is through; in a backward its backward follows."""
+        """Called when the layer's forward has run; in a recomputation, its backward follows."""
         if in_backward():
             self.need(window)
             return
@@ -262,7 +262,7 @@ class StepWindows:
 
 
 class LayerWindow(Wrapper):
-    """Opens the window of a layer around its forward, and sees to it that its backward finds it open.
+    """Opens the window of a layer around its forward, and makes sure that its backward finds it open.
 
     Args:
         module: the layer.

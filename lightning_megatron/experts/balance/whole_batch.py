@@ -1,4 +1,4 @@
-"""What this package's own mixtures make of a whole batch, made of that of all replicas.
+"""Gives this package's own mixtures the statistics of the whole batch, that of all replicas.
 
 A balancing loss ``E · Σ_i f_i P_i`` is linear in P once f is known, so the replicas add up how often each expert was
 chosen, and their means of P stay where they are::
@@ -35,13 +35,13 @@ def drops_tokens(module: nn.Module) -> bool:
 
 
 class WholeBatchMixtures:
-    """Gives :class:`~lightning_megatron.layers.MoE` what all replicas have, for one run.
+    """Gives :class:`~lightning_megatron.layers.MoE` the statistics of all replicas, during one run.
 
     Args:
         module: the user's.
         group: the replicas; ``None`` for one, or if each replica's own is meant.
         in_step: whether a step is running, in which all replicas take part.
-        in_turns: whether sample i of a batch is on replica i % d; or else each replica has neighbours.
+        in_turns: whether sample i of a batch is on replica i % d; otherwise each replica has neighbouring samples.
 
     Attributes:
         called: whether a balancing loss of the whole batch has been made in a step.
@@ -67,7 +67,7 @@ class WholeBatchMixtures:
                 self._replaced.put(moe, name, functools.wraps(own)(functools.partial(mine, own)))
 
     def close(self) -> None:
-        """Give the functions back."""
+        """Put the replaced functions back."""
         self._replaced.take_back()
 
     @torch.compiler.disable
@@ -105,7 +105,7 @@ class WholeBatchMixtures:
 
 
 def _order(sizes: tuple[int, ...], samples: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tokens of all replicas, one replica behind the other, in the order of one process that deals in turns.
+    """The tokens of all replicas, listed one replica after another, in the order of the one batch dealt out in turns.
 
     Example:
         Replicas with samples (0, 2) and (1, 3) of one token each: 0, 2, 1, 3 is brought into order by 0, 2, 1, 3.

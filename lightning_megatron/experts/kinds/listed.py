@@ -32,7 +32,7 @@ from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 
 def listed_experts(module: nn.Module) -> int:
-    """How many experts a list of modules looks to have; 0 if they are not alike."""
+    """Number of experts that a list of modules appears to hold; 0 if they are not alike."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return 0
     experts = experts_of(module)
@@ -46,7 +46,7 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:
-    """Whether something in ``module`` beside its experts has a value for each of them, as a router has."""
+    """Whether a part of ``module`` other than its experts has one value per expert, as a router has."""
     below = {id(parameter) for parameter in experts.parameters()}
     return any(count in parameter.shape for parameter in module.parameters() if id(parameter) not in below)
 
@@ -57,11 +57,11 @@ class Noted:
 
     Attributes:
         expert: number of the expert of each call.
-        given: the tensors; of those that context ranks split, this rank's rows.
-        shown: the tensors, of global shape, if anybody counts them.
-        answers: what they are to answer; empty while calls are noted.
+        given: their inputs; this rank's rows of those that are split over context ranks.
+        shown: the same at global shape, where rows are counted.
+        answers: the outputs to return; empty while inputs are noted.
         at: number of the next call.
-        checks: whether tensors must be those that were noted, and not only of their shape.
+        checks: whether inputs must equal the noted ones in value, and not only in shape.
     """
 
     expert: list[int] = field(default_factory=list)
@@ -73,18 +73,18 @@ class Noted:
 
 
 class Differs(RuntimeError):
-    """What experts are given is not the same in both forwards."""
+    """The two forwards give their experts different inputs."""
 
 
 class ListedExperts:
-    """Leads the calls of a module that routes tokens to a list of experts, and those of the experts.
+    """Takes over the calls of a module that routes tokens to a list of experts, and of these experts.
 
     Args:
         name: of the module, for messages.
         path: of the list of experts in it.
         widths: size of the last dim of what experts take, and of what they give.
         owners: who has which experts.
-        inner: how each of them is cut, where it is.
+        inner: how each expert is split, if it is.
 
     Attributes:
         sees: told the experts [n] of the rows of each call, if anybody asks.
@@ -134,7 +134,7 @@ class ListedExperts:
         return _joined(output, found)
 
     def _tell(self, sees: Callable[[Tensor], None], noted: Noted) -> None:
-        """Say which experts the rows of each call go to."""
+        """Report which experts the rows of each call go to."""
         for number, given in zip(noted.expert, noted.shown, strict=True):
             like = rows_here(given)[..., 0]
             sees(shown_as(given, torch.full_like(like, number, dtype=torch.long).unsqueeze(-1)))
@@ -188,7 +188,7 @@ class ListedExperts:
         """Answer a call of expert ``number``.
 
         Raises:
-            RuntimeError: it is called with other than one tensor, or from elsewhere than its router's forward.
+            RuntimeError: it is called with anything but one tensor, or from outside of its router's forward.
         """
         if self._computes:
             return own(*args, **kwargs)
@@ -252,10 +252,10 @@ class ListedExperts:
 
 
 class OneExpert:
-    """Leads the calls of one expert of a list.
+    """Takes over the calls of one expert of a list.
 
     Args:
-        listed: leads those of the module that calls it.
+        listed: takes over those of the module that calls it.
         number: of the expert.
     """
 
@@ -275,13 +275,13 @@ def lead_list(module: nn.Module, listed: ListedExperts) -> None:
 
 
 def _same_draws(args: Any) -> AbstractContextManager[None]:
-    """Around the first forward: the second one draws the same random numbers."""
+    """Context of the first forward, after which the second one draws the same random numbers."""
     device = next((leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)), torch.device("cpu"))
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _joined(output: Any, found: Tensor) -> Any:
-    """``output`` with the exchange in its graph, on a rank whose tokens go to no expert, too."""
+    """``output`` with the exchange in its graph, also on a rank whose tokens go to no expert."""
     if not found.requires_grad:
         return output
     leaves, spec = pytree.tree_flatten(output)

@@ -1,4 +1,4 @@
-"""How logits follow from the rows that a head is given, for any of the rows and as often as asked.
+"""Computes logits from the input rows of a head: for any of the rows, as often as needed.
 
 The product of a head, and what a step does to logits token by token before the loss (casts, a temperature, a soft cap,
 ``log_softmax``), are noted and not done::
@@ -104,7 +104,7 @@ class Noted:
 
 @dataclass(frozen=True, eq=False)
 class HeadRows(SplitDim):
-    """The classes of logits that are not computed: ``length`` of them follow from each row.
+    """The classes of logits that are not computed yet: each row gives ``length`` of them.
 
     Attributes:
         multiply: rows [.., hidden] -> [.., classes], as a tensor or as `VocabParallelLogits`.
@@ -114,7 +114,7 @@ class HeadRows(SplitDim):
         dtype: of the logits.
         pieces: how many, and what became of them.
         steps: done with the product, in order.
-        shown: how many tensors there are of these logits: views of each other, if several.
+        shown: number of tensors that show these logits; several are views of each other.
     """
 
     multiply: Callable[[Tensor], Tensor] = torch.clone
@@ -155,7 +155,7 @@ class HeadRows(SplitDim):
         return replace(self, steps=(*self.steps, step), used=(*self.used, *used), shown=[0])
 
     def settled(self, rows: Tensor) -> HeadRows:
-        """The same with the dtype that its logits have, found by those of no rows.
+        """The same with the dtype of its logits, found by computing those of zero rows.
 
         Args:
             rows: [.., hidden], this rank's.
@@ -167,7 +167,7 @@ class HeadRows(SplitDim):
         return replace(self, dtype=found.dtype)
 
     def dtype_of(self, local: Tensor) -> torch.dtype:
-        """That of the logits, whatever that of the rows."""
+        """The dtype of the logits, which need not be that of the rows."""
         return self.dtype
 
     def refuse_bypass(self, shape: Any) -> None:

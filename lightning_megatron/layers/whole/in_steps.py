@@ -10,8 +10,8 @@ parameter of one process, with a gradient; what the layer itself reads in its fo
 So parameters have a class of their own while a step runs, which shows them whole to every function of torch, and are
 ordinary ones while the layer that owns them runs, or the module around it.
 
-A parameter that every rank has whole, and of whose gradient each computes a term, needs care as well: what the step
-computes of it is computed on all ranks, and must count once.
+A parameter that every rank holds whole, but whose gradient is a sum of one term per rank, needs care as well: what the
+step computes from it is computed on all ranks and must count once.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class _SeenInStep:
 
     Attributes:
         number: tells it from all others, alike on all ranks.
-        parts: how it is split; ``None`` if every rank has all of it, and a term of its gradient.
+        parts: how it is split; ``None`` if every rank holds all of it and computes one term of its gradient.
         dim: the dim that is cut into equal blocks in the order of ranks; ``None`` if it is cut in another way.
-        inside: how many forwards that read it as it is are under way.
+        inside: number of forwards under way that read it as it is.
         version: of the parameter when the step began, where ranks may run different code in it.
         given: what the step has put in its place; see :class:`.around_calls.SeenParameter`.
     """
@@ -79,8 +79,8 @@ class StepView:
 
     Args:
         group: the tensor group.
-        rounds: ranks that may run different code in steps, in a group of its own; ``None`` where they do not.
-        beside: for those steps, the ranks of each parameter's group in a group of its own.
+        rounds: ranks that may run different code in steps, as a separate group; ``None`` where they do not.
+        beside: for those steps, a separate group of the same ranks for each parameter's group.
 
     Attributes:
         runs: whether code of a step runs now.
@@ -356,7 +356,7 @@ class StepView:
         return parameter
 
     def _operand(self, parts: ParameterParts, value: Any) -> Any:
-        """What meets this rank's part where every element is changed alike."""
+        """The part of an operand that meets this rank's part, for functions that change each element by itself."""
         other = self._entry(value).parts if isinstance(value, InStep) else None
         if other is not None and other.specs == parts.specs:
             return as_they_are(Tensor.detach, (value,), {})

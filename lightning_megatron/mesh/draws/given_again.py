@@ -1,7 +1,7 @@
-"""What hands out one value after another, put back to where it was: random generators and iterators.
+"""Random generators and iterators, put back to an earlier position.
 
-The state of a generator is copied; iterators have none that could be, and are wrapped, so that what they have given is
-given again::
+The state of a generator is copied. Iterators have no state that could be, so they are wrapped, and give again what
+they have given::
 
     self.rng = random.Random(0)      self.more = itertools.cycle(rows)      self.others = iter(loader)
 """
@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 @dataclass(frozen=True)
 class State:
-    """That of a random generator, or how far an iterator has come."""
+    """The state of a random generator, or the position of an iterator."""
 
     value: Any
 
@@ -32,10 +32,10 @@ class State:
 
 
 class Replayed:
-    """An iterator that can go back to an earlier place, as far as it has not been told to forget.
+    """An iterator that can go back to earlier positions, except to those it was told to forget.
 
     Args:
-        iterator: any, of which nothing else takes values from now on.
+        iterator: any; nothing else may take values from it from now on.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -56,13 +56,13 @@ class Replayed:
         return getattr(self._iterator, name)
 
     def forget(self) -> None:
-        """Forget what lies behind the present place."""
+        """Forget the values before the current position."""
         for _ in range(self._at - self._first):
             self._kept.popleft()
         self._first = self._at
 
     def go_back(self, place: int) -> None:
-        """Go to a place, if need be to one that nobody has asked for yet."""
+        """Go to a position, also to one ahead that has not been reached yet."""
         self._at = min(place, self._first + len(self._kept))
         while self._at < place:
             next(self)
@@ -75,7 +75,7 @@ def replayed(value: Any) -> Any:
 
 
 def state_of(value: Any) -> State | None:
-    """The state of what hands out values; ``None`` of anything else."""
+    """The state of a generator or iterator; ``None`` for anything else."""
     if isinstance(value, Replayed):
         return State(value._at)
     if isinstance(value, random.Random):
@@ -92,7 +92,7 @@ def state_of(value: Any) -> State | None:
 
 
 def set_state(value: Any, state: State) -> None:
-    """Put what hands out values back to a state that it was in."""
+    """Put a generator or iterator back to an earlier state."""
     if isinstance(value, Replayed):
         value.go_back(state.value)
     elif isinstance(value, random.Random):

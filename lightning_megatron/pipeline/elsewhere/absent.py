@@ -6,14 +6,14 @@ a step such a tensor answers what it knows and no more::
 
     shape, dtype, device, len()          as they are
     in-place writes, .data = ...         nothing: the owning stage does the same to the real one
-    nn.init.*, normal_, ...              likewise, but random numbers are drawn: those of later layers depend on it
+    nn.init.*, normal_, ...              likewise, but the random numbers are drawn, as later layers draw after them
     arithmetic                           a result that is absent too
     .item(), float(), if, print          an error that names the part, instead of a zero
     writing it into a tensor that is here                 likewise
 
 Its shape is that of one process, as hooks see split weights whole. In a step it is zeros of the shape of this rank's
-part, and what is made of it is :mod:`.away`; in the backward that runs layers again it is plain zeros. A logged value
-that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
+part, and results computed from it are marked (:mod:`.away`); while a backward recomputes layers, it is plain zeros. A
+logged value that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Absent(Tensor):
         return self.phase() is Phase.STEP or in_backward()
 
     def _result(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What an operation gives: absent tensors, never a number."""
+        """The result of an operation: absent tensors, never a number."""
         if name == "grad":
             return self
         if isinstance(kwargs.get("out"), Tensor):

@@ -49,7 +49,7 @@ class StageFinality:
 
     Args:
         module: the module, cut.
-        presence: what of it is on this stage.
+        presence: says which parts of it are on this stage.
     """
 
     def __init__(self, module: nn.Module, presence: Presence) -> None:

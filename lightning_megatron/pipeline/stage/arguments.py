@@ -1,4 +1,4 @@
-"""What layers are called with: the leaves of it, in the nests that they came in."""
+"""Arguments of layers: taken apart into leaves, and put back into the nests in which they came."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def same_nests(old: Any, new: Any) -> Any:
 
 
 def made_by_layers(before: dict[int, Tensor], handed: tuple[Any, ...], output: Any) -> dict[int, Tensor]:
-    """What layers made that takes no gradient, such as counts, by id, for as long as it is handed on.
+    """Tensors without gradient that layers made, such as counts, by id, for as long as they are handed on.
 
     Args:
-        before: what layers before made of this kind.
-        handed: what the present one got.
-        output: what it gave.
+        before: those made by earlier layers.
+        handed: the arguments of this layer.
+        output: its output.
     """
     kept = {id(leaf) for leaf in pytree.tree_leaves(handed)} if before else set()
     outputs = () if type(output) is Tensor else pytree.tree_leaves(output)

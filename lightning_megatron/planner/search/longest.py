@@ -13,7 +13,7 @@ _LONGEST = 1 << 28
 
 
 def longest_sequence(shape: ModelShape, recipe: Recipe, cluster: Cluster, headroom: float = 0.0) -> int:
-    """Most tokens, a multiple of the context ranks, that fit.
+    """The largest number of tokens that fits: a multiple of the number of context ranks.
 
     Args:
         shape: the model; its ``seq`` does not matter.

@@ -1,8 +1,8 @@
-"""Layers whose activations lie in host memory between forward and backward, with modules that know nothing of it.
+"""Keeps the activations of layers in host memory between forward and backward, without the modules taking part.
 
-What autograd saves in the forward of a layer is copied to the host, and its place on the device is given free. The
-numbers of the backward are those of a run without, bit for bit. Parameters, buffers and what a layer is given beside
-its input (masks, tables) stay where they are.
+What autograd saves in the forward of a layer is copied to the host, and its memory on the device is freed. The
+backward gives the same bits as without. Parameters, buffers, and arguments other than the input (masks, tables) stay
+where they are.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class HostCall(Wrapper):
         return found
 
     def staying(self, inputs: Sequence[Tensor]) -> set[int]:
-        """Memories of what the layer uses and does not make."""
+        """Storages of the tensors that the layer uses and does not make."""
         module: nn.Module = self.module
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor) in _PLAIN]
         return {memory_of(x) for x in (*own, *(x for x in inputs if not x.requires_grad and x is not inputs[0]))}

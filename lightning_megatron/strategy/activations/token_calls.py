@@ -1,8 +1,8 @@
-"""Layers that keep the activations of some of their tokens in host memory, and compute the other tokens' again.
+"""Layers that keep the activations of some of their tokens in host memory, and recompute those of the others.
 
 MEMO (arXiv 2407.12117): of what a layer saves, its input and the outputs of attention are kept for all tokens, in host
-memory. Of the rest a share of the *tokens* is kept there, and the backward computes the other tokens' again, attention
-answering from the outputs kept. So attention, whose work grows with the square of the length, runs once::
+memory. Of the rest, a share of the *tokens* is kept there; the backward recomputes the other tokens, for which
+attention returns the outputs kept. So attention, whose work grows with the square of the length, runs once::
 
     tokens      0 ... k-1                k ... n-1
     forward     run                      run

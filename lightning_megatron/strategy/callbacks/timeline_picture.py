@@ -26,8 +26,8 @@ class PipelineTimeline(Callback):
     messages. The difference is what messages, and uneven times, really cost.
 
     Args:
-        directory: where to; by default ``trainer.default_root_dir``.
-        batch: which training batch of the run, from 1; the first ones warm caches up.
+        directory: folder of the files; ``trainer.default_root_dir`` by default.
+        batch: number of the training batch that is shown, from 1; the first ones are slower, as caches are cold.
 
     Attributes:
         measured: the step, once it has run.

@@ -1,9 +1,9 @@
 """Which steps of evaluation call the model repeatedly, and how they run under a pipeline.
 
-An ordinary step ends on each stage behind its last layer. One that calls the layers again needs what the model gives on
-every stage, so all of its calls become passes through all stages (:mod:`lightning_megatron.pipeline.repeated`). That a
-step is of this kind is read off its code (a call of ``.generate``), or seen when it calls the layers a second time:
-then what it has done so far is taken back, and it is started over::
+An ordinary step ends on each stage after its last layer. One that calls the layers again needs what the model gives on
+every stage, so all of its calls become passes through all stages (:mod:`lightning_megatron.pipeline.repeated`). Such
+a step is recognised by its code (a call of ``.generate``), or when it calls the layers a second time: then what it has
+done so far is undone, and it starts over::
 
     last stage     forward, forward: again! ──▶ told with the outcome ─▶ start over: passes
     other stages   forward                      hear it               ─▶ start over: passes
@@ -40,11 +40,11 @@ class StartOver:
 
 
 class Attempt:
-    """A step that may have to be started over, and what the module is like before it.
+    """A step that may have to be started over, and the state of the module before it.
 
     Args:
         module: the user's.
-        beside: whether what does not hang on the module is taken back too.
+        beside: whether state outside of the module is put back too.
     """
 
     def __init__(self, module: pl.LightningModule, *, beside: bool = False) -> None:
@@ -65,7 +65,7 @@ class Repeats:
         mesh: the grid.
 
     Attributes:
-        model_calls: goes through all stages with each call of the model.
+        model_calls: runs each call of the model through all stages.
     """
 
     def __init__(self, module: pl.LightningModule, stage: Stage, mesh: ParallelMesh) -> None:
@@ -86,7 +86,7 @@ class Repeats:
         return None if self.includes(name) else Attempt(self._module)
 
     def note(self, name: str) -> None:
-        """Say that the step of this name has called the layers again."""
+        """Note that the step of this name has called the layers again."""
         self._known[name] = True
         if name == "training_step":
             rank_zero_info(

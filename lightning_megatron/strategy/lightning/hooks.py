@@ -137,7 +137,7 @@ def names_used(owner: Any, hook: str) -> set[str]:
 
 
 def takes_second_gradients(module: pl.LightningModule) -> bool:
-    """Whether code of the module, of what it holds, or of functions that these name says ``create_graph``."""
+    """Whether ``create_graph`` occurs in the code of the module, of its parts, or of functions that these name."""
     seen: set[types.CodeType] = set()
     waiting = [f for kind in {type(child) for child in module.modules()} for f in _methods(kind)]
     while waiting:

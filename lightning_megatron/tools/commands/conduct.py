@@ -85,7 +85,7 @@ def read_json(file: Path, option: str) -> Any:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say on a terminal what takes so long, and for how long by now; elsewhere nothing is printed."""
+    """Show on a terminal what is being done, and for how long; prints nothing elsewhere."""
     if not sys.stderr.isatty():
         yield
         return
