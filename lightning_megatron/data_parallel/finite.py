@@ -23,7 +23,7 @@ class NonFiniteError(AgreedFailure):
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankFinding:
     """What one rank found in a step.
 
     Attributes:
@@ -60,6 +60,6 @@ def agree_on_overflow(value: Tensor) -> bool:
     return bool(world_maximum(bad).item())
 
 
-def worst(finding: Finding) -> Finding:
+def worst(finding: RankFinding) -> RankFinding:
     """The finding to report: of the first rank with a bad loss, else with a bad gradient; collective over the world."""
     return min(objects.gather(finding), key=lambda each: (each.micro_batch is None, each.parameter is None, each.rank))

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from lightning_megatron.data_parallel.finite import Finding, NonFiniteError, agree_on_overflow, largest, worst
+from lightning_megatron.data_parallel.finite import NonFiniteError, RankFinding, agree_on_overflow, largest, worst
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 
@@ -83,7 +83,7 @@ class StepGuard:
             scale.update(bad)
         if not bad:
             return
-        finding = worst(Finding(self._rank, self._place, bad_micro_batch, buckets.first_bad()))
+        finding = worst(RankFinding(self._rank, self._place, bad_micro_batch, buckets.first_bad()))
         if self._nonfinite == "raise" and (scale is None or finding.micro_batch is not None):
             raise NonFiniteError(
                 f"{finding.describe(step)} No rank has updated its weights. Pass `nonfinite='skip'` to leave out such "

@@ -48,7 +48,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.step import Outcome, Window
+from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -274,11 +274,11 @@ class Run:
             self._guard.check(self._trainer.global_step, self.engine.losses.take_bad())
 
     @property
-    def _window(self) -> Window:
+    def _window(self) -> Accumulation:
         """Where the present batch stands among those whose gradients are averaged."""
         batches, scale = self._trainer.accumulate_grad_batches, getattr(self._precision, "loss_scale", None)
         first = self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
-        return Window(batches, first, self._reduces, 1.0 if scale is None else scale.scale)
+        return Accumulation(batches, first, self._reduces, 1.0 if scale is None else scale.scale)
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:

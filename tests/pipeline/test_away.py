@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron.pipeline.elsewhere.away import (
     STATE,
     Away,
-    Source,
+    StageSource,
     forget_written,
     make_real,
     mark,
@@ -24,7 +24,7 @@ from lightning_megatron.pipeline.elsewhere.away import (
 
 
 def stand_in() -> Tensor:
-    return mark(torch.zeros(3, 4, requires_grad=True).clone(), Source("embed"))
+    return mark(torch.zeros(3, 4, requires_grad=True).clone(), StageSource("embed"))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_one_that_has_arrived_is_a_tensor_like_any_other() -> None:
 
 def test_nothing_is_marked_while_only_shapes_are_wanted() -> None:
     with unmarked():
-        assert type(stand_in() + 1) is Tensor and type(mark(torch.zeros(1), Source("embed"))) is Tensor
+        assert type(stand_in() + 1) is Tensor and type(mark(torch.zeros(1), StageSource("embed"))) is Tensor
 
 
 def test_words_about_it_say_what_it_is() -> None:

@@ -15,7 +15,7 @@ from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.elsewhere.absent import Absent
-from lightning_megatron.pipeline.elsewhere.away import Source
+from lightning_megatron.pipeline.elsewhere.away import StageSource
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight
 from lightning_megatron.pipeline.elsewhere.standin import hollow_out
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
@@ -276,6 +276,6 @@ def test_listings_of_a_copy_show_hooks_what_this_stage_updates() -> None:
 
 
 def test_what_is_advised_about_a_part_of_another_stage_is_taken() -> None:
-    assert 'pipeline_placement={"model.norm": "all"}' in Source("model.norm").remedy()
-    advice = Source("layers.0", is_layer=True).remedy()
+    assert 'pipeline_placement={"model.norm": "all"}' in StageSource("model.norm").remedy()
+    advice = StageSource("layers.0", is_layer=True).remedy()
     assert "pipeline_placement" not in advice and "`weight_decay`" in advice, "layers cannot be placed by name"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_megatron.pipeline.cut.averaged_copies import Copy, find_copies
+from lightning_megatron.pipeline.cut.averaged_copies import AveragedCopy, find_copies
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk, note_trunk
 from lightning_megatron.pipeline.schedule import make_schedule
@@ -155,10 +155,10 @@ def test_copies_are_found_with_their_sources() -> None:
     module = Shadowed()
     copies = find_copies(module, find_trunk(module))
     assert list(copies.sources) == [
-        Copy("average", "net", "module.", ""),
-        Copy("old_head", "net.head"),
-        Copy("still"),
-        Copy("target_norm"),
+        AveragedCopy("average", "net", "module.", ""),
+        AveragedCopy("old_head", "net.head"),
+        AveragedCopy("still"),
+        AveragedCopy("target_norm"),
     ]
     found = copies.in_question(module, {id(parameter) for parameter in module.parameters()})
     assert {id(p) for p in found} == {id(p) for p in [*module.average.parameters(), *module.target_norm.parameters()]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.strategy.logs.joined import Differs, Joined, Unforeseen
+from lightning_megatron.strategy.logs.joined import Joined, NotJoinable, Unforeseen
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
 from tests.strategy import evaluation_scenarios as evaluation
@@ -67,7 +67,7 @@ def test_numbers_that_were_the_same_in_all_parts_are_unforeseen_where_they_diffe
 
 
 def test_a_value_that_only_the_whole_batch_has_is_named() -> None:
-    with pytest.raises(Differs, match=r"the result's \['root'\]"):
+    with pytest.raises(NotJoinable, match=r"the result's \['root'\]"):
         Joined().learn([{"output": {"root": 1.0}}] * 2, {"output": {"root": 2.5}}, SIZES, 1e-9)
 
 

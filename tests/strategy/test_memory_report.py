@@ -15,7 +15,7 @@ from lightning_megatron.callbacks import MemoryTimeline
 from lightning_megatron.models import CausalLanguageModel
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import peak_memory
-from lightning_megatron.strategy.memory.expected import Expected, held_savings, savings
+from lightning_megatron.strategy.memory.expected import ExpectedRun, held_savings, savings
 from lightning_megatron.strategy.memory.ledger import Bytes
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
 from lightning_megatron.strategy.options.options import Options
@@ -107,7 +107,7 @@ def test_an_error_of_memory_names_options_in_bytes_on_every_rank(
 def test_the_options_that_save_most_are_named_with_the_planners_bytes() -> None:
     shape, cluster = ModelShape(layers=32, hidden=4096, heads=32, vocab=32000, seq=4096), Cluster.named("h100")
     recipe = Recipe(data=8, micro_batch=4, global_batch=32, sharding="zero1")
-    named = savings(Options(optimizer_sharding=True, micro_batch_size=4), Expected(shape, recipe, cluster), 0)
+    named = savings(Options(optimizer_sharding=True, micro_batch_size=4), ExpectedRun(shape, recipe, cluster), 0)
     assert len(named) == 3 and named[0].bytes >= named[1].bytes >= named[2].bytes > 2**30
     found = {each.arguments: each.bytes for each in named}
     full = peak_memory(shape, replace(recipe, recompute="full"), cluster, 1.0).total

@@ -27,7 +27,7 @@ from lightning_megatron.strategy.step.among_stages import OneStage
 from lightning_megatron.strategy.step.engine import StepEngine
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
-from lightning_megatron.strategy.step.step import Window
+from lightning_megatron.strategy.step.step import Accumulation
 
 CPU = torch.device("cpu")
 
@@ -92,9 +92,9 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
 
 
-def run(engine: StepEngine, module: Any, batch: Tensor, window: Window | None = None) -> tuple[Any, Any]:
+def run(engine: StepEngine, module: Any, batch: Tensor, window: Accumulation | None = None) -> tuple[Any, Any]:
     """What Lightning does with a step; its output and outcome."""
-    window = window or Window()
+    window = window or Accumulation()
     step = engine.step(batch)
     output = step.forward(module.training_step, batch, window)
     early = step.finish()
@@ -151,11 +151,11 @@ def test_gradients_of_several_batches_add_up_to_their_mean(mesh: ParallelMesh) -
     for part in (whole[:4], whole[4:]):
         (expected.training_step(part)["loss"] / 2).backward()
     engine = engine_of(module, mesh, micro_batch_size=2)
-    run(engine, module, whole[:4], Window(2, first=True, last=False, scale=8.0))
+    run(engine, module, whole[:4], Accumulation(2, first=True, last=False, scale=8.0))
     step = engine.step(whole[4:])
-    output = step.forward(module.training_step, whole[4:], Window(2, first=False, last=True, scale=8.0))
+    output = step.forward(module.training_step, whole[4:], Accumulation(2, first=False, last=True, scale=8.0))
     assert not gradients(module), "out of sight, so that `zero_grad` before the backward cannot wipe them"
-    step.backward(output["loss"], Tensor.backward, Window())
+    step.backward(output["loss"], Tensor.backward, Accumulation())
     for found, wanted in zip(gradients(module), gradients(expected), strict=True):
         torch.testing.assert_close(found, 8 * wanted, rtol=1e-12, atol=1e-14)
 
@@ -191,17 +191,17 @@ def test_a_loss_without_a_graph_fails_as_in_one_process(mesh: ParallelMesh, opti
     call: Callable[[Tensor], Any] = lambda batch: {"loss": module.training_step(batch)["loss"].detach()}  # noqa: E731
     with pytest.raises(RuntimeError, match="does not require grad"):
         step = engine.step(rows(4))
-        output = step.forward(call, rows(4), Window())
-        step.backward(output["loss"], Tensor.backward, Window())
+        output = step.forward(call, rows(4), Accumulation())
+        step.backward(output["loss"], Tensor.backward, Accumulation())
 
 
 def test_the_outcome_of_a_plain_step_comes_at_once_where_no_backward_will_follow(mesh: ParallelMesh) -> None:
     module = Net()
     step = engine_of(module, mesh).step(rows(4))
-    assert step.forward(lambda batch: None, rows(4), Window()) is None
+    assert step.forward(lambda batch: None, rows(4), Accumulation()) is None
     assert step.finish() is not None and step.finish() is None
     module.automatic_optimization = False
-    step.forward(module.training_step, rows(4), Window())
+    step.forward(module.training_step, rows(4), Accumulation())
     outcome = step.finish()
     assert outcome is not None and [key.name for key in outcome.logs.keys] == ["loss"]
 

@@ -32,6 +32,7 @@ WALKS_OVER_FORWARDS = 0
 ASSERTS_OF_PRESENCE = 7
 MOCKS = 0
 NAMES_OF_SEVERAL_FILES = 0
+NAMES_OF_SEVERAL_CLASSES = 9
 LIGHTNING_ELSEWHERE = 0
 LIGHTNING_PRIVATES_ELSEWHERE = 0
 ARROWS_UP = 0
@@ -280,6 +281,17 @@ def test_private_attributes_are_read_in_the_file_that_sets_them() -> None:
         and ast.unparse(node.value) not in ("self", "cls", "super()")
     ]
     assert len(readers) <= PRIVATE_ATTRIBUTES_OF_OTHER_FILES, readers
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = Counter(
+        node.name
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    twice = sorted(name for name, times in names.items() if times > 1)
+    assert len(twice) <= NAMES_OF_SEVERAL_CLASSES, twice
 
 
 def test_lightning_is_imported_in_one_room() -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
-from lightning_megatron.mesh.draws.construction import Construction, Place, seen_at
+from lightning_megatron.mesh.draws.construction import Construction, MetaPlace, seen_at
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.names import parent, unit_of
@@ -49,7 +49,7 @@ class _Built:
         in_order: whether random numbers are those of one process. Otherwise they are drawn for what is here only.
     """
 
-    places: Mapping[str, tuple[Construction, Place]]
+    places: Mapping[str, tuple[Construction, MetaPlace]]
     in_order: bool
 
 
@@ -61,7 +61,7 @@ def note_places(module: nn.Module, constructions: list[Construction], *, in_orde
         constructions: what may have.
         in_order: whether random numbers are to be those of one process; not worth its time where files have the values.
     """
-    places, unknown = dict[str, tuple[Construction, Place]](), set[str]()
+    places, unknown = dict[str, tuple[Construction, MetaPlace]](), set[str]()
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if not tensor.is_meta:
@@ -124,7 +124,7 @@ def fill_as_built(
 class _Taker:
     """Takes this rank's part of a tensor out of memory that has its values."""
 
-    def __init__(self, local: Tensor, place: Place, entry: ParameterSharding | None) -> None:
+    def __init__(self, local: Tensor, place: MetaPlace, entry: ParameterSharding | None) -> None:
         self._local, self._place, self._entry = local, place, entry
 
     def __call__(self, content: torch.UntypedStorage) -> None:

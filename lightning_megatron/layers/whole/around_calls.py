@@ -29,7 +29,7 @@ class SeenParameter(Protocol):
     given: list[tuple[dict[str, Any], str, Any]]
 
 
-class View(Protocol):
+class ShowsWhole(Protocol):
     """Who shows parameters whole: whether a step runs, and the class that they have then."""
 
     runs: bool
@@ -58,7 +58,7 @@ class _AroundCall:
         reads: the parameters.
     """
 
-    def __init__(self, view: View, reads: Sequence[Read]) -> None:
+    def __init__(self, view: ShowsWhole, reads: Sequence[Read]) -> None:
         self._view, self._reads = view, reads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -77,7 +77,7 @@ class Entering(_AroundCall):
         first: called before.
     """
 
-    def __init__(self, view: View, reads: Sequence[Read], first: Callable[[], None]) -> None:
+    def __init__(self, view: ShowsWhole, reads: Sequence[Read], first: Callable[[], None]) -> None:
         super().__init__(view, reads)
         self._first = first
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
 from lightning_megatron.layers.whole.base import one_at_a_time, read_only
-from lightning_megatron.layers.whole.parameter_parts import Cut, Gathered, GatheredForEach, ParameterParts
+from lightning_megatron.layers.whole.parameter_parts import CutToPart, Gathered, GatheredForEach, ParameterParts
 from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
 from lightning_megatron.layers.whole.step_kinds import (
@@ -276,7 +276,7 @@ class StepView:
         if tuple(value.shape) != entry.parts.shape:
             return given
         with torch._C.DisableTorchFunctionSubclass():
-            return cast(Tensor, Cut.apply(value.as_subclass(Tensor), entry.parts))
+            return cast(Tensor, CutToPart.apply(value.as_subclass(Tensor), entry.parts))
 
     def _entry(self, shown: Tensor) -> _SeenInStep:
         return shown.entry if isinstance(shown, StepTensor) else self._entries[id(shown)]

@@ -109,7 +109,7 @@ class GatheredForEach(Gathered):
         return ctx.parts.cut(raw_all_reduce(grad, ctx.parts.group)) / ctx.parts.same_loss, None, None
 
 
-class Cut(torch.autograd.Function):
+class CutToPart(torch.autograd.Function):
     """This rank's part of a whole tensor that all ranks have; its gradient is gathered on all of them."""
 
     @staticmethod

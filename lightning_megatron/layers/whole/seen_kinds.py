@@ -20,7 +20,7 @@ from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.torch_functions import getters, setters
 
 
-class View(Protocol):
+class ShowsBetween(Protocol):
     """What these classes ask of a `WholeView`."""
 
     def touch(self, tensor: Tensor) -> None:
@@ -48,7 +48,7 @@ class View(Protocol):
 class Seen:
     """Mixin: a tensor that becomes whole when it is touched."""
 
-    _owner: ClassVar[View]
+    _owner: ClassVar[ShowsBetween]
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ class _SeenTensor(Seen, torch.Tensor):
 class _Copied:
     """Mixin: how a parameter is copied, kept, and told of gradients."""
 
-    _owner: ClassVar[View]
+    _owner: ClassVar[ShowsBetween]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -139,7 +139,7 @@ class Kinds:
         tensor: of a gradient that is seen.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ShowsBetween) -> None:
         self.parameter = type("SeenParameter", (_SeenParameter,), {"_owner": view})
         self.gathered = type("GatheredParameter", (_GatheredParameter,), {"_owner": view})
         self.tensor = type("SeenTensor", (_SeenTensor,), {"_owner": view})

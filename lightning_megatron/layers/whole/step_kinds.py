@@ -13,7 +13,7 @@ from lightning_megatron.layers.whole.base import ShownFirst
 from lightning_megatron.layers.whole.seen_kinds import NATIVE
 
 
-class View(Protocol):
+class ShowsInStep(Protocol):
     """What these classes ask of a `StepView`."""
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ class View(Protocol):
 class InStep(ShownFirst, torch.Tensor):
     """A part that the code of a step sees as the whole; functions of torch ask the `StepView` what that is."""
 
-    _owner: ClassVar[View]
+    _owner: ClassVar[ShowsInStep]
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -36,7 +36,7 @@ _RESHAPING = ("aten::set_", "aten::resize_")
 
 
 @dataclass(frozen=True)
-class Place:
+class MetaPlace:
     """Where a tensor of the meta device lies.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Call:
 
     function: Any
     args: tuple[tuple[Any, ...], dict[str, Any]]
-    made: Mapping[int, Place]
+    made: Mapping[int, MetaPlace]
     reads: frozenset[int]
     writes: frozenset[int]
     covers: frozenset[int]
@@ -112,7 +112,7 @@ class Construction:
         """State of torch's generator at the start of each stream of random numbers; may be replaced in place."""
         return self._starts
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def place_of(self, tensor: Tensor) -> MetaPlace | None:
         """Where a tensor of the meta device lies, if its values can be told."""
         place = self._place(tensor) if self._number(tensor) is not None else None
         return place if place is not None and place.memory in self._known else None
@@ -254,12 +254,12 @@ class Construction:
     def _number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
-    def _place(self, tensor: Tensor) -> Place:
+    def _place(self, tensor: Tensor) -> MetaPlace:
         storage = tensor.untyped_storage()
         number = self._numbers.setdefault(storage._cdata, len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
-        return Place(number, (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype)
+        return MetaPlace(number, (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype)
 
     def _without_memory(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -297,27 +297,27 @@ class _Replay:
         """Draw a call's random numbers, and forget them."""
         self._run(call, _room)
 
-    def _run(self, call: _Call, tensor_of: Callable[[Place], Tensor]) -> Any:
+    def _run(self, call: _Call, tensor_of: Callable[[MetaPlace], Tensor]) -> Any:
         before = torch.get_default_dtype()
         torch.set_default_dtype(call.floats)
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                tree = pytree.tree_map(lambda leaf: tensor_of(leaf) if isinstance(leaf, Place) else leaf, call.args)
+                tree = pytree.tree_map(lambda leaf: tensor_of(leaf) if isinstance(leaf, MetaPlace) else leaf, call.args)
                 args, kwargs = tree
                 return call.function(*args, **kwargs)
         finally:
             torch.set_default_dtype(before)
 
-    def _tensor(self, place: Place) -> Tensor:
+    def _tensor(self, place: MetaPlace) -> Tensor:
         content = self.content.get(place.memory)  # none where only its shape matters
         return _room(place) if content is None else seen_at(content, place)
 
 
-def _room(place: Place) -> Tensor:
+def _room(place: MetaPlace) -> Tensor:
     return torch.empty_strided(*place.form[:2], dtype=place.dtype, device="cpu")
 
 
-def seen_at(content: torch.UntypedStorage, place: Place) -> Tensor:
+def seen_at(content: torch.UntypedStorage, place: MetaPlace) -> Tensor:
     """The tensor of a place."""
     shape, stride, offset = place.form
     return torch.empty(0, dtype=place.dtype, device="cpu").set_(content, offset, shape, stride)

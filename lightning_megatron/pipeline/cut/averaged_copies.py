@@ -31,7 +31,7 @@ _Look = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Copy:
+class AveragedCopy:
     """A module that a hook updates from another module with parameters of the same names and shapes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Copies:
         buffers: dotted names of buffers that hold averages of parameters.
     """
 
-    sources: tuple[Copy, ...] = ()
+    sources: tuple[AveragedCopy, ...] = ()
     buffers: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -121,7 +121,7 @@ def find_copies(module: nn.Module, trunk: Trunk, whole: Mapping[str, tuple[int, 
         if name and any(parameter.requires_grad for parameter in child.parameters()):
             looks.setdefault(_look(child, shapes), []).append(name)
     found = dict(_walk(module, module, "", trunk, looks, shapes))
-    pairs: list[Copy] = []
+    pairs: list[AveragedCopy] = []
     for name, candidates in found.items():
         if _is_shared(module, name):
             continue
@@ -130,11 +130,11 @@ def find_copies(module: nn.Module, trunk: Trunk, whole: Mapping[str, tuple[int, 
     return Copies(tuple(pairs), _averages(module, trunk, shapes))
 
 
-def _pair(module: nn.Module, name: str, candidates: list[str]) -> Copy:
+def _pair(module: nn.Module, name: str, candidates: list[str]) -> AveragedCopy:
     source = _source(name, candidates)
     if not source:
-        return Copy(name)
-    return Copy(name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source)))
+        return AveragedCopy(name)
+    return AveragedCopy(name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source)))
 
 
 def _holds(module: nn.Module, trained: Set[int]) -> bool:

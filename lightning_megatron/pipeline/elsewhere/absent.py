@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.pickling import refuse_pickling
-from lightning_megatron.pipeline.elsewhere.away import STATE, Source, mark, writes_in_place
+from lightning_megatron.pipeline.elsewhere.away import STATE, StageSource, mark, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 KNOWN = frozenset(
@@ -71,7 +71,7 @@ class Absent(Tensor):
     plain: Tensor
     whole: Tensor
     away: Tensor
-    absent_source: Source
+    absent_source: StageSource
     phase: TellsPhase
 
     @classmethod
@@ -163,7 +163,7 @@ def make_absent(
     zeros: Tensor,
     part: str,
     phase: TellsPhase,
-    source: Source | None = None,
+    source: StageSource | None = None,
     shape: tuple[int, ...] | torch.Size | None = None,
 ) -> Absent:
     """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph.
@@ -177,7 +177,7 @@ def make_absent(
     """
     absent = zeros.as_subclass(Absent)
     absent.part, absent.plain, absent.whole, absent.phase = part, zeros, zeros, phase
-    absent.absent_source = source or Source(part)
+    absent.absent_source = source or StageSource(part)
     absent.away = mark(zeros.as_subclass(Tensor), absent.absent_source)
     if shape is not None and zeros.shape != shape:
         absent.whole = torch.zeros((), dtype=zeros.dtype, device=zeros.device).expand(shape)

@@ -61,7 +61,7 @@ _IN_PLACE = frozenset(
 
 
 @dataclass(frozen=True)
-class Source:
+class StageSource:
     """The part of another stage whose numbers a stand-in lacks.
 
     Attributes:
@@ -113,7 +113,7 @@ class Away(Tensor):
         form: shape and dtype, where they were asked for and have not been written over since.
     """
 
-    source: Source
+    source: StageSource
     form: tuple[torch.Size, torch.dtype] | None
 
     @classmethod
@@ -170,7 +170,7 @@ def _with_copies_of_statistics(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {k: v.clone() if k in names and isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
-def refuse_read(source: Source, func: Any) -> None:
+def refuse_read(source: StageSource, func: Any) -> None:
     """Complain that the step makes a Python number of a stand-in.
 
     Raises:
@@ -182,7 +182,7 @@ def refuse_read(source: Source, func: Any) -> None:
     )
 
 
-def spread(source: Source, func: Any, name: str, output: Any, args: Any, kwargs: Any) -> Any:
+def spread(source: StageSource, func: Any, name: str, output: Any, args: Any, kwargs: Any) -> Any:
     """Mark what a function of torch made of a stand-in, or wrote of it into a tensor.
 
     Args:
@@ -225,7 +225,7 @@ def writes_in_place(name: str) -> bool:
     return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__")
 
 
-def mark(value: Any, source: Source) -> Any:
+def mark(value: Any, source: StageSource) -> Any:
     """Say that the tensors in ``value`` are away; returns ``value``."""
     if STATE.paused:
         return value
@@ -267,12 +267,12 @@ def forget_written() -> None:
             before.rewind()
 
 
-def source_of(value: Any) -> Source | None:
+def source_of(value: Any) -> StageSource | None:
     """What the numbers in ``value`` depend on that is on another stage; ``None`` if they are those of one process."""
     for tensor in tensors_in(value):
         if type(tensor) is Away:
             return tensor.source
-        absent: Source | None = tensor.__dict__.get("absent_source")
+        absent: StageSource | None = tensor.__dict__.get("absent_source")
         if absent is not None:
             return absent
     return None
@@ -340,7 +340,7 @@ class AwayNumber:
         source: the layer that knows it.
     """
 
-    def __init__(self, kind: type, source: Source) -> None:
+    def __init__(self, kind: type, source: StageSource) -> None:
         self._kind, self._source = kind, source
 
     @property  # type: ignore[misc]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.pipeline.elsewhere.away import Away, Source, mark
+from lightning_megatron.pipeline.elsewhere.away import Away, StageSource, mark
 from lightning_megatron.pipeline.elsewhere.containers import is_library
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect
 
@@ -44,7 +44,7 @@ class _Lacking:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    source: Source
+    source: StageSource
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Name:
 class _Unsendable:
     """Stands for an object that Python cannot send: see :class:`Lost`."""
 
-    source: Source
+    source: StageSource
     kind: str
 
 
@@ -82,7 +82,7 @@ class Lost:
         kind: name of its class.
     """
 
-    def __init__(self, source: Source, kind: str) -> None:
+    def __init__(self, source: StageSource, kind: str) -> None:
         self.__dict__["_lost"] = (source, kind)
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +124,7 @@ class Luggage:
         self._modules, self._gradients = modules, gradients
         packed = []
         for effect in effects:
-            source = Source(names[effect.layer], is_layer=True)
+            source = StageSource(names[effect.layer], is_layer=True)
             value = self._pack(effect.value, source)
             if not _has(value, _Unknown):
                 key = _Name(modules[id(effect.key)]) if id(effect.key) in modules else effect.key
@@ -133,7 +133,7 @@ class Luggage:
         self.effects = tuple(effect for effect in packed if effect is not None)
         self.tensors = [torch.cat([tensor.reshape(-1) for tensor in group]) for group in self._groups.values()]
 
-    def _sendable(self, effect: Effect, source: Source) -> Effect | None:
+    def _sendable(self, effect: Effect, source: StageSource) -> Effect | None:
         """The effect, or one that says that its value is lost; ``None`` for entries under what cannot be sent."""
         if isinstance(effect.key, (*_PLAIN, _Name)) and isinstance(effect.value, (*_PLAIN, Tensor, _Slice, _Lacking)):
             return effect
@@ -143,10 +143,10 @@ class Luggage:
         lost = [lost] * len(effect.value) if effect.kind in ("append", "fill") else lost
         return effect if _is_sendable(effect.value) else replace(effect, value=lost)
 
-    def _pack(self, value: Any, source: Source) -> Any:
+    def _pack(self, value: Any, source: StageSource) -> Any:
         return pytree.tree_map(lambda leaf: self._pack_leaf(leaf, source), value)
 
-    def _pack_leaf(self, leaf: Any, source: Source) -> Any:
+    def _pack_leaf(self, leaf: Any, source: StageSource) -> Any:
         if isinstance(leaf, _PLAIN):
             return leaf
         if isinstance(leaf, Tensor):
@@ -166,7 +166,7 @@ class Luggage:
         state = {name: self._pack(entry, source) for name, entry in vars(leaf).items()}
         return _Unsendable(source, type(leaf).__name__) if _has(state, _Unknown) else _Object(type(leaf), state)
 
-    def _pack_tensor(self, tensor: Tensor, source: Source) -> Any:
+    def _pack_tensor(self, tensor: Tensor, source: StageSource) -> Any:
         shape = tuple(tensor.shape)
         if type(tensor) is Away:
             return _Lacking(tensor.dtype, shape, tensor.source)

@@ -28,7 +28,7 @@ from lightning_megatron.mesh.batches import signature
 from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.pipeline.elsewhere.absent import TellsPhase, make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import ObjectShape, OfData, TensorShape, abstract_run
-from lightning_megatron.pipeline.elsewhere.away import Away, AwayNumber, Source, make_real, mark
+from lightning_megatron.pipeline.elsewhere.away import Away, AwayNumber, StageSource, make_real, mark
 from lightning_megatron.pipeline.elsewhere.presence import Presence, owner_of
 
 
@@ -37,7 +37,7 @@ class Sentinel:
 
     def __init__(self, name: str, is_layer: bool = False) -> None:
         self.name = name
-        self.source = Source(name, is_layer)
+        self.source = StageSource(name, is_layer)
         self._sources: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

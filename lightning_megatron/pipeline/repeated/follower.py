@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.mesh.key_value_caches import in_caches, is_cache
-from lightning_megatron.pipeline.elsewhere.away import Away, Source, mark, refuse_away
+from lightning_megatron.pipeline.elsewhere.away import Away, StageSource, mark, refuse_away
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.luggage import from_bytes
 from lightning_megatron.pipeline.elsewhere.presence import Presence
@@ -167,7 +167,7 @@ class CallFollower:
             self.groups.reach(owner)
             self.wire = self.groups.wire
 
-    def _stand_in(self, leaf: Any, x: Tensor, source: Source) -> Any:
+    def _stand_in(self, leaf: Any, x: Tensor, source: StageSource) -> Any:
         if not isinstance(leaf, _Input):
             return leaf
         return x if type(x) is Away else mark(torch.zeros_like(x), source)

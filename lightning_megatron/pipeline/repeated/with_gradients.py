@@ -27,7 +27,7 @@ from lightning_megatron.mesh.autograd import graph_behind, in_backward
 from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.key_value_caches import is_cache
-from lightning_megatron.pipeline.elsewhere.away import Away, Source, plain, refuse_away, source_of
+from lightning_megatron.pipeline.elsewhere.away import Away, StageSource, plain, refuse_away, source_of
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Snapshot
@@ -73,10 +73,10 @@ class TrainingFollower(CallFollower):
         handles = []
         for name, parameter in self._module.named_parameters():
             entry = self._presence.entries.get(name)
-            stages = entry.stages if entry is not None else frozenset((self._stage,))
-            if min(stages, default=self._stage) == self._stage:
+            stages = entry.stages if entry is not None else frozenset((self.stage,))
+            if min(stages, default=self.stage) == self.stage:
                 self._mine.add(id(parameter))
-            elif self._stage in stages and parameter.requires_grad:
+            elif self.stage in stages and parameter.requires_grad:
                 handles.append(parameter.register_hook(self._of_calls_only))
         try:
             yield
@@ -95,12 +95,12 @@ class TrainingFollower(CallFollower):
             if leaf in owner._modules or len(stages) == len(set(self._owners)):
                 continue
             unit, first = self._numbers[name], min(stages)
-            if first == self._stage:
+            if first == self.stage:
                 tensor = getattr(owner, leaf)
                 self.wire.tell(unit, tensor.detach(), Note((), None, None, (0,) * int(tensor.requires_grad)), [])
                 continue
             number, note = self.wire.hear(first, unit, name, [])
-            if self._stage not in stages and leaf in owner.__dict__:
+            if self.stage not in stages and leaf in owner.__dict__:
                 self._lent.append((owner, leaf, owner.__dict__[leaf]))
                 owner.__dict__[leaf] = number.requires_grad_(bool(note.wants))
 
@@ -163,7 +163,7 @@ class TrainingFollower(CallFollower):
         caches = Caches(args, kwargs, name)
         given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs = [leaf for leaf in given if _goes_back(leaf)] if torch.is_grad_enabled() else []
-        if owner == self._stage:
+        if owner == self.stage:
             output, note = self._computed(call, runs, given, spec, caches)
             known = note.grown == () and note.left is None and note.position is None
             known = known and self._wants.get(unit) == note.wants
@@ -239,8 +239,8 @@ class TrainingFollower(CallFollower):
         away = [tensor for tensor in tensors if tensor.__class__ is Away]
         for node in graph_behind((tensor.grad_fn for tensor in away), lambda node: hasattr(node, "told")):
             call = getattr(node, "told", None)
-            if getattr(call, "owner", None) == self._stage or id(getattr(node, "variable", None)) in self._mine:
-                source = source_of(away) or Source(what)
+            if getattr(call, "owner", None) == self.stage or id(getattr(node, "variable", None)) in self._mine:
+                source = source_of(away) or StageSource(what)
                 raise RuntimeError(
                     f"{what}, in a training step that calls the layers more than once, depends on `{source.name}`, "
                     "which another pipeline stage has, and on what this stage computes, whose gradient would need "

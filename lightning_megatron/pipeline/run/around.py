@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf, Span, StageRun
-from lightning_megatron.pipeline.stage.trunk_output import Joined, refuse_left_behind
+from lightning_megatron.pipeline.stage.trunk_output import JoinedBoundary, refuse_left_behind
 
 Call = Callable[[Any, int], Any]
 
@@ -75,7 +75,7 @@ class RunsAround(Protocol):
     def run_before(self, step: Call, batch: Any, where: str) -> StageRun:
         """Run the step on a whole batch up to the first layer."""
 
-    def run_behind(self, step: Call, batch: Any, received: Joined, where: str) -> StageRun:
+    def run_behind(self, step: Call, batch: Any, received: JoinedBoundary, where: str) -> StageRun:
         """Run the step on a whole batch from the last layer's output on."""
 
 
@@ -189,7 +189,7 @@ class Around:
             What the step gave.
         """
         parts = [self._left[at] for at in range(len(self._spans))]
-        joined = Joined(parts=parts, spans=self._spans, wants=self._training)
+        joined = JoinedBoundary(parts=parts, spans=self._spans, wants=self._training)
         run = self._stage.run_behind(self._whole.behind, self._whole.batch, joined, self._name)
         if backward is not None:
             backward(run.output)

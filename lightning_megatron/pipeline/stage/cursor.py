@@ -192,7 +192,7 @@ class StageCursor:
         self._next += 1
         if index < self.first:
             output = self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
-            if index == self._layers - 1 and isinstance(self.received, trunk_output.Joined):
+            if index == self._layers - 1 and isinstance(self.received, trunk_output.JoinedBoundary):
                 return self._joined(call, output, self.received)
             return output
         if index == self.stop:
@@ -215,7 +215,7 @@ class StageCursor:
                 self.side_effects.finish_trunk()
         return output
 
-    def _joined(self, call: LayerCall, output: Any, received: trunk_output.Joined) -> Any:
+    def _joined(self, call: LayerCall, output: Any, received: trunk_output.JoinedBoundary) -> Any:
         """What the last layer gives for a whole batch, where all layers have run on its micro-batches."""
         self._streams.enter_ahead(1 + self._layers)
         return trunk_output.given(output, received, call.sentinel.name)

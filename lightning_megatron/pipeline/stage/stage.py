@@ -29,7 +29,7 @@ from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerC
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
 from lightning_megatron.pipeline.stage.order import CalledAgain
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
-from lightning_megatron.pipeline.stage.trunk_output import Joined
+from lightning_megatron.pipeline.stage.trunk_output import JoinedBoundary
 
 _NOTHING = nullcontext()
 
@@ -171,7 +171,7 @@ class Stage:
         """Run the user's step on a whole batch up to the first layer; what that is called with is what is sent."""
         return self._run((0, 0), 0, step, batch, Boundary(), where)
 
-    def run_behind(self, step: Callable[[Any, int], Any], batch: Any, received: Joined, where: str) -> StageRun:
+    def run_behind(self, step: Callable[[Any, int], Any], batch: Any, received: JoinedBoundary, where: str) -> StageRun:
         """Run the user's step on a whole batch for the sake of the code behind the layers.
 
         Args:

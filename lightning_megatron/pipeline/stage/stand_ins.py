@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.elsewhere.standin import OutputShapes, first_te
 from lightning_megatron.pipeline.stage.boundary import Boundary
 from lightning_megatron.pipeline.stage.calls import LayerCall, PartCall
 from lightning_megatron.pipeline.stage.forms import Forms, filled, form_of
-from lightning_megatron.pipeline.stage.trunk_output import Joined
+from lightning_megatron.pipeline.stage.trunk_output import JoinedBoundary
 
 _NOTHING = nullcontext()
 
@@ -40,7 +40,7 @@ class StandIns:
         self.told: Forms | None = None
         self.noted = Forms()
         self._calls: dict[int, int] = {}
-        self._joined: Joined | None = None
+        self._joined: JoinedBoundary | None = None
         self._watch: Provenance | None = None  # calls outside of a step may come before any run has begun
 
     def begin(self, received: Boundary, watch: Provenance | None) -> None:
@@ -51,7 +51,7 @@ class StandIns:
             watch: follows the step's values, in the first run of its kind.
         """
         self.told, self.noted, self._calls = received.forms, Forms(), {}
-        self._joined = received if isinstance(received, Joined) else None
+        self._joined = received if isinstance(received, JoinedBoundary) else None
         self._watch = watch
 
     def all_forms(self) -> Forms:
@@ -113,7 +113,7 @@ class StandIns:
     def _unwatched(self) -> Any:
         return _NOTHING if self._watch is None else self._watch.paused()
 
-    def _again(self, joined: Joined, place: Any, call: LayerCall, args: Any, kwargs: Any) -> Any:
+    def _again(self, joined: JoinedBoundary, place: Any, call: LayerCall, args: Any, kwargs: Any) -> Any:
         """Stand-in for a layer's output for a whole batch, where the known one is not like what it gave for the
         micro-batches: hooks may have changed the layer.
 

@@ -54,7 +54,7 @@ def taken(output: Any, layer: str, *, leaves: bool) -> Boundary:
 
 
 @dataclass
-class Joined(Boundary):
+class JoinedBoundary(Boundary):
     """What the last layer has given for all micro-batches of a batch.
 
     Attributes:
@@ -130,7 +130,7 @@ def _are_alike(span: Span, whole: list[tuple[int, ...]], part: list[tuple[int, .
     return True
 
 
-def given(output: Any, joined: Joined, layer: str) -> Any:
+def given(output: Any, joined: JoinedBoundary, layer: str) -> Any:
     """What the last layer gives for the whole batch.
 
     Args:

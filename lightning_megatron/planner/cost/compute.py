@@ -27,7 +27,7 @@ writes them back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class MemoryPasses:
     """Number of reads and writes of activations of each width.
 
     Attributes:
@@ -41,7 +41,7 @@ class Passes:
     qkv: float
 
 
-def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
+def _passes(recipe: Recipe, gated: bool, backward: bool) -> MemoryPasses:
     """Memory passes of norms, residuals, dropout, activations, rotary embeddings and biases of one layer.
 
     Fused kernels read their inputs and write their output once. Without fusion a norm is about five kernels, a gated
@@ -52,7 +52,7 @@ def _passes(recipe: Recipe, gated: bool, backward: bool) -> Passes:
         hidden, inner, qkv = (14.0, (3.0, 5.0), 2.0) if backward else (10.0, (2.0, 3.0), 2.0)
     else:
         hidden, inner, qkv = (30.0, (6.0, 8.0), 8.0) if backward else (20.0, (4.0, 5.0), 6.0)
-    return Passes(hidden + drop, inner[gated], qkv)
+    return MemoryPasses(hidden + drop, inner[gated], qkv)
 
 
 def gemm_seconds(rows: float, columns: float, inner: float, gpu: Gpu, constants: Constants, precision: str) -> float:

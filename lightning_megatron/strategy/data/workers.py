@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass
-class Noted:
+class PendingBatch:
     """A batch on its way from a worker.
 
     Attributes:
@@ -44,7 +44,7 @@ class Noted:
     worker: int
     state: Any
 
-    def pin_memory(self) -> Noted:
+    def pin_memory(self) -> PendingBatch:
         """What the loader's thread calls, with ``pin_memory=True``."""
         self.batch = pin_memory(self.batch)
         return self
@@ -82,14 +82,14 @@ class WorkerNotes:
         self._states = None
         self._last = self._state()
 
-    def collate(self, samples: Any) -> Noted:
+    def collate(self, samples: Any) -> PendingBatch:
         """Takes the place of ``collate_fn``, which comes last when a batch is made."""
         batch = self._collate(samples)
         info = get_worker_info()
         state = self._state()
         moved = state != self._last
         self._last = state
-        return Noted(batch, info.id if info is not None else 0, state if moved else None)
+        return PendingBatch(batch, info.id if info is not None else 0, state if moved else None)
 
     def _state(self) -> dict[str, Any]:
         """Comparable, and without tensors: those would travel through shared memory."""
@@ -118,13 +118,13 @@ class WorkerStates:
         self._before_last = None
         self.batches = 0
 
-    def receive(self, noted: Noted) -> None:
+    def receive(self, noted: PendingBatch) -> None:
         """A batch has arrived, perhaps before others that come first."""
         if noted.state is None:
             noted.state = self._received[noted.worker]
         self._received[noted.worker] = noted.state
 
-    def give_out(self, noted: Noted) -> Any:
+    def give_out(self, noted: PendingBatch) -> Any:
         """The batch itself."""
         self._before_last = noted.worker, self.given_out[noted.worker]
         self.given_out[noted.worker] = noted.state
@@ -167,13 +167,13 @@ class NotingIterator(_MultiProcessingDataLoaderIter):
 
     def _get_data(self) -> Any:
         found = super()._get_data()
-        if isinstance(found[1], Noted):
+        if isinstance(found[1], PendingBatch):
             self.workers.receive(found[1])
         return found
 
     def __next__(self) -> Any:
         found = super().__next__()
-        return self.workers.give_out(found) if isinstance(found, Noted) else found
+        return self.workers.give_out(found) if isinstance(found, PendingBatch) else found
 
 
 def noting_iterator(loader: Any, begun: list[Any] | None, passed: int) -> NotingIterator:

@@ -53,7 +53,7 @@ def done(out: Path) -> set[int]:
     return {line["index"] for part in parts(out) for line in _read(part)[1]}
 
 
-class Part:
+class PartFile:
     """What a replica appends to; a line that an earlier run was writing when it was killed is taken off.
 
     Args:

@@ -159,7 +159,7 @@ class _Writer(pl.Callback):
         self._job, self._writes = job, False
         self._waiting: dict[int, dict[str, Any]] = {}
         self._printed = 0
-        self._part: files.Part | None = None
+        self._part: files.PartFile | None = None
         self._progress: _Bar | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -169,7 +169,7 @@ class _Writer(pl.Callback):
         last = strategy.mesh.layout.coordinates(0).pipeline
         self._writes = place.tensor == 0 and place.pipeline == last
         if self._writes and self._job.out is not None:
-            self._part = files.Part(files.part_of(self._job.out, place.data), self._job.asked)
+            self._part = files.PartFile(files.part_of(self._job.out, place.data), self._job.asked)
         if trainer.is_global_zero and sys.stderr.isatty():
             self._progress = _progress(module.remaining)
         prepare_tasks(module, min(self._job.groups, module.remaining))

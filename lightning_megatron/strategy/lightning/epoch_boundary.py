@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 
-class Place(enum.Enum):
+class SavedAt(enum.Enum):
     """Where in an epoch a checkpoint was saved."""
 
     INSIDE = "batches of the epoch are left"
@@ -29,18 +29,18 @@ class Place(enum.Enum):
     OVER = "the epoch has ended, and the next has no batch yet"
 
 
-def place_of(loops: Mapping[str, Any]) -> Place:
+def place_of(loops: Mapping[str, Any]) -> SavedAt:
     """Where the run was saved that ``loops`` is from."""
     fit = loops["fit_loop"]
     progress, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
     batches = progress["current"]
     if batches["processed"] == 0 or epochs["started"] < epochs["ready"]:
-        return Place.OVER
+        return SavedAt.OVER
     if not progress["is_last_batch"]:
-        return Place.INSIDE
+        return SavedAt.INSIDE
     if epochs["ready"] <= epochs["processed"]:
-        return Place.OVER
-    return Place.LAST_BATCH if batches["completed"] < batches["processed"] else Place.VALIDATED
+        return SavedAt.OVER
+    return SavedAt.LAST_BATCH if batches["completed"] < batches["processed"] else SavedAt.VALIDATED
 
 
 def consumed_batches(loops: Mapping[str, Any]) -> tuple[int, int]:
@@ -48,10 +48,10 @@ def consumed_batches(loops: Mapping[str, Any]) -> tuple[int, int]:
     fit = loops["fit_loop"]
     epochs = fit["epoch_progress"]["current"]
     place = place_of(loops)
-    if place is Place.INSIDE:  # the end of a fit counts an epoch as processed that it has cut short
+    if place is SavedAt.INSIDE:  # the end of a fit counts an epoch as processed that it has cut short
         cut_short = epochs["ready"] <= epochs["processed"]
         return int(epochs["processed"]) - cut_short, int(fit["epoch_loop.batch_progress"]["current"]["processed"])
-    return int(epochs["processed"]) + (place is not Place.OVER), 0
+    return int(epochs["processed"]) + (place is not SavedAt.OVER), 0
 
 
 def set_counters(loops: Mapping[str, Any]) -> None:
@@ -59,11 +59,11 @@ def set_counters(loops: Mapping[str, Any]) -> None:
     fit, place = loops["fit_loop"], place_of(loops)
     epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
     epoch, _ = consumed_batches(loops)
-    if place in (Place.LAST_BATCH, Place.VALIDATED):
+    if place in (SavedAt.LAST_BATCH, SavedAt.VALIDATED):
         for counter in (batches["current"], batches["total"]):
             counter["completed"] = counter["processed"]
         return
-    begun = epoch + (place is Place.INSIDE)
+    begun = epoch + (place is SavedAt.INSIDE)
     shift = epochs["total"]["ready"] - epochs["current"]["ready"]
     for counter, more in ((epochs["current"], 0), (epochs["total"], shift)):
         counter |= {
@@ -74,16 +74,16 @@ def set_counters(loops: Mapping[str, Any]) -> None:
         }
 
 
-def go_on(trainer: pl.Trainer, place: Place) -> None:
+def go_on(trainer: pl.Trainer, place: SavedAt) -> None:
     """Do what is outstanding, or let the loops do it; called once they are ready for their first epoch."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if place is Place.INSIDE:
+    if place is SavedAt.INSIDE:
         _validate_first(fit, epoch)
         return
-    if place is not Place.OVER:
+    if place is not SavedAt.OVER:
         assert fit._data_fetcher is not None
         if epoch._should_check_val_fx(fit._data_fetcher):
-            if place is Place.LAST_BATCH:
+            if place is SavedAt.LAST_BATCH:
                 _begin_with_validation(epoch)
             return
         epoch._batches_that_stepped += 1  # as the loop does after the batch, and before the epoch's end

@@ -52,7 +52,7 @@ class Given(NamedTuple):
     version: int | None
 
 
-class Container(NamedTuple):
+class CopiedContainer(NamedTuple):
     """A container of a batch, its copy, and what that held at first."""
 
     path: Path
@@ -64,7 +64,7 @@ class Container(NamedTuple):
 class Rebound(NamedTuple):
     """What a run has bound anew in a container: values by key, and the keys that it took away."""
 
-    container: Container
+    container: CopiedContainer
     values: dict[Hashable, Any]
     removed: list[Hashable]
 
@@ -85,7 +85,7 @@ class BatchCopy:
 
     def __init__(self, batch: Any, own: Callable[[Tensor], bool], *, shared: bool) -> None:
         self.tensors: list[Given] = []
-        self.containers: list[Container] = []
+        self.containers: list[CopiedContainer] = []
         self._own, self._memo = own, dict[int, Any]()
         self._storages = _shared_storages(batch) if shared else {}
         self._originals: dict[int, Any] | None = None
@@ -138,7 +138,7 @@ class BatchCopy:
         self._memo[id(value)] = empty
         held = {key: self._copied(item, (*path, key)) for key, item in contents(value).items()}
         fill(empty, held)
-        self.containers.append(Container(path, value, empty, held))
+        self.containers.append(CopiedContainer(path, value, empty, held))
         return empty
 
     def _tensor(self, tensor: Tensor) -> Tensor:

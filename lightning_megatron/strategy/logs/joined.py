@@ -34,7 +34,7 @@ _ALIKE = ("zero", "same")
 _PLAIN = (str, bytes, bool, type(None))
 
 
-class Differs(Exception):
+class NotJoinable(Exception):
     """What a batch gives is not made of what its parts give; says which value."""
 
 
@@ -63,7 +63,7 @@ class Joined:
             path: where the nest is.
 
         Raises:
-            Differs: they cannot be put together.
+            NotJoinable: they cannot be put together.
         """
         again: Callable[[Any, Any, Any], None] = lambda key, each, all_of_it: self.learn(  # noqa: E731
             each, all_of_it, weights, tolerance, (*path, key)
@@ -72,12 +72,12 @@ class Joined:
         if items is not None:
             inside = [_items(part) if type(part) is type(whole) else None for part in parts]
             if any(each is None or each.keys() != items.keys() for each in inside):
-                raise Differs(spelled(path))
+                raise NotJoinable(spelled(path))
             for key, value in items.items():
                 again(key, [(each or {})[key] for each in inside], value)
         elif isinstance(whole, (list, tuple)):
             if any(type(part) is not type(whole) for part in parts):
-                raise Differs(spelled(path))
+                raise NotJoinable(spelled(path))
             ways = ["items"] if all(len(part) == len(whole) for part in parts) else []
             rows = [entry for part in parts for entry in part]
             if type(whole) is list and len(rows) == len(whole):
@@ -88,13 +88,13 @@ class Joined:
         elif isinstance(whole, (*_PLAIN, Tensor, int, float)) and all(_same_kind(part, whole) for part in parts):
             self._narrow(path, list(_ways(parts, whole, weights, tolerance)))
         else:
-            raise Differs(f"{spelled(path)}, a {type(whole).__name__}" if path else f"a {type(whole).__name__}")
+            raise NotJoinable(f"{spelled(path)}, a {type(whole).__name__}" if path else f"a {type(whole).__name__}")
 
     def _narrow(self, path: Path, ways: list[Any]) -> None:
         known = self.ways.get(path)
         self.ways[path] = ways if known is None else [way for way in known if way in ways]
         if not self.ways[path]:
-            raise Differs(spelled(path))
+            raise NotJoinable(spelled(path))
 
     def open(self) -> Iterator[Path]:
         """Where several ways remain, of which trials could have ruled out some: a sum that is also the largest part."""

@@ -26,7 +26,7 @@ _PARTS = 5  # most micro-batches that are tried
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
 
-class Pieces(Protocol):
+class TriedPieces(Protocol):
     """What a trial runs; see :class:`Joins`."""
 
     @property
@@ -96,7 +96,7 @@ class Tried:
         call: Callable[[Any], Any],
         recording: Recording,
         traces: Traces,
-        joins: Pieces,
+        joins: TriedPieces,
         stages: Stages,
         counts_as: int = 1,
     ) -> None:

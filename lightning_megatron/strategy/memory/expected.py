@@ -21,7 +21,7 @@ from lightning_megatron.strategy.planning import detected_cluster, precision_of,
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedRun:
     """A run in the planner's words.
 
     Attributes:
@@ -44,7 +44,7 @@ class Expected:
         return Bytes(found.weights, found.gradients, found.optimizer, found.activations, buffers, found.host)
 
 
-def expected(trainer: pl.Trainer, module: pl.LightningModule) -> Expected | str:
+def expected(trainer: pl.Trainer, module: pl.LightningModule) -> ExpectedRun | str:
     """The planner's view of a run, or why there is none.
 
     Args:
@@ -67,11 +67,11 @@ def expected(trainer: pl.Trainer, module: pl.LightningModule) -> Expected | str:
             recipe = replace(recipe, loss_chunks=chunks_of_loss(replace(shape, seq=seq), recipe))
     except ValueError as error:
         return str(error).partition("\n")[0]
-    return Expected(replace(shape, seq=seq), recipe, cluster, strategy.root_device.type == "cuda")
+    return ExpectedRun(replace(shape, seq=seq), recipe, cluster, strategy.root_device.type == "cuda")
 
 
 @dataclass(frozen=True)
-class Saving:
+class OptionSaving:
     """What an option would give back.
 
     Attributes:
@@ -83,7 +83,7 @@ class Saving:
     bytes: float
 
 
-def savings(options: Options, found: Expected, stage: int, most: int = 3) -> list[Saving]:
+def savings(options: Options, found: ExpectedRun, stage: int, most: int = 3) -> list[OptionSaving]:
     """The options that would save most on a rank of a stage, by the planner's count.
 
     Args:
@@ -93,11 +93,11 @@ def savings(options: Options, found: Expected, stage: int, most: int = 3) -> lis
         most: how many to name.
     """
     now = found.bytes_of(stage).total
-    saved = [Saving(_words(changes), now - left) for changes, left in _alternatives(options, found, stage)]
+    saved = [OptionSaving(_words(changes), now - left) for changes, left in _alternatives(options, found, stage)]
     return sorted((each for each in saved if each.bytes > 0.005 * now), key=lambda each: -each.bytes)[:most]
 
 
-def _alternatives(options: Options, found: Expected, stage: int) -> list[tuple[dict[str, Any], float]]:
+def _alternatives(options: Options, found: ExpectedRun, stage: int) -> list[tuple[dict[str, Any], float]]:
     """Arguments that could be changed one at a time, each with the bytes of a rank that has it."""
     recipe = found.recipe
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -144,7 +144,7 @@ def _words(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (shown or arguments).items())
 
 
-def held_savings(options: Options, held: Bytes, replicas: int, most: int = 3) -> list[Saving]:
+def held_savings(options: Options, held: Bytes, replicas: int, most: int = 3) -> list[OptionSaving]:
     """The same where the planner knows no such model: from the bytes that a rank keeps from step to step.
 
     Args:
@@ -161,5 +161,5 @@ def held_savings(options: Options, held: Bytes, replicas: int, most: int = 3) ->
         candidates.append(({"optimizer_sharding": True}, held.optimizer * rest))
     if replicas > 1 and not options.weight_sharding:
         candidates.append(({"weight_sharding": True}, held.weights * rest))
-    saved = [Saving(_words(given), size) for given, size in candidates if _goes_together(options, given)]
+    saved = [OptionSaving(_words(given), size) for given, size in candidates if _goes_together(options, given)]
     return sorted((each for each in saved if each.bytes > 0), key=lambda each: -each.bytes)[:most]

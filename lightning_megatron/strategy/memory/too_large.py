@@ -13,7 +13,7 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.strategy.memory.ledger import KINDS, Bytes, held, size_words
 
 if TYPE_CHECKING:
-    from lightning_megatron.strategy.memory.expected import Saving
+    from lightning_megatron.strategy.memory.expected import OptionSaving
 
 _SAID = ("not enough memory", "can't allocate memory", "out of memory")
 _BEGINS = "lightning_megatron: out of memory"
@@ -72,7 +72,7 @@ def _kinds(bytes_: Bytes) -> str:
     return f"{size_words(bytes_.total)} ({', '.join(kinds)})"
 
 
-def _lines(helps: Sequence[Saving]) -> list[str]:
+def _lines(helps: Sequence[OptionSaving]) -> list[str]:
     if not helps:
         return ["No option of the strategy would save much here: use more devices, or a smaller model."]
     width = max(len(each.arguments) for each in helps)

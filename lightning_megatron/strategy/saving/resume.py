@@ -26,7 +26,13 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.strategy.data.loaders import Continuation, ResumableLoader
 from lightning_megatron.strategy.data.walk import batch_size_of, walk_of
-from lightning_megatron.strategy.lightning.epoch_boundary import Place, consumed_batches, go_on, place_of, set_counters
+from lightning_megatron.strategy.lightning.epoch_boundary import (
+    SavedAt,
+    consumed_batches,
+    go_on,
+    place_of,
+    set_counters,
+)
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders, loader_states, loading_mode
 from lightning_megatron.strategy.saving.adapter_notes import adapter_notes
 
@@ -153,7 +159,7 @@ class Resumption:
         self._state = replicas[index % len(replicas)]
         self._loops = checkpoint["loops"]
         self._epoch, self._batches = consumed_batches(self._loops)
-        self._place: Place | None = place_of(self._loops)
+        self._place: SavedAt | None = place_of(self._loops)
         set_counters(self._loops)
         self._continuation = Continuation(self._epoch, self._state["random"], device)
         self._loaders: list[ResumableLoader] = []
@@ -179,12 +185,12 @@ class Resumption:
         if self._place is None:
             return
         place, self._place = self._place, None
-        if place in (Place.LAST_BATCH, Place.VALIDATED) or not self._loaders:
+        if place in (SavedAt.LAST_BATCH, SavedAt.VALIDATED) or not self._loaders:
             self._continuation.rewind()
             self._continuation.is_over = True
             for loader in self._loaders:
                 walk_of(loader).restore(loader)
-        elif place is Place.INSIDE:
+        elif place is SavedAt.INSIDE:
             self._continuation.begin()
         go_on(self._trainer, place)
 
@@ -199,7 +205,7 @@ class Resumption:
         state: dict[str, Any] = states[index % len(states)] if states else {}  # loaders may be asked for twice
         self._loaders.append(loader)
         exact = self._is_exact(loader, state)
-        if self._place in (Place.LAST_BATCH, Place.VALIDATED):
+        if self._place in (SavedAt.LAST_BATCH, SavedAt.VALIDATED):
             walk_of(loader).go_on(loader, state, 0, None, exact)
             return
         batches = self._batches_here(loader, state, self._batches)

@@ -32,7 +32,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
-from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Step, Window
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean, Step
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
@@ -159,7 +159,7 @@ class StepByHand:
         self._outcome: Outcome | None = None
         self._said, self._refusing = False, BackwardsByHand(_refused, nullcontext)
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Run the user's step; its backwards come to :meth:`backward` meanwhile."""
         self._outcome, self._schedule = None, self._schedule or self._stages.schedule(1, forward_only=False)
         self._say()
@@ -194,7 +194,7 @@ class StepByHand:
         self._mean.finish(outcome)
         return outcome
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """End a pass: all stages run its backward. Then the loss is the number that it is, wherever it was not."""
         if self._passes is None:
             raise RuntimeError("`self.manual_backward` was called outside of a training step.")

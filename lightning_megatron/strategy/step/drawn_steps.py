@@ -28,7 +28,7 @@ from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.among_stages import OneStage
-from lightning_megatron.strategy.step.step import Outcome, Step, Window
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _REPEATED = "the step calls the model repeatedly, and stages run only their part of each call"
@@ -128,14 +128,14 @@ class DrawnStep:
         self._step, self._drawing, self._mixing = step, drawing, mixing
         self._stages, self._streams = stages, context.streams
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch."""
         self._drawing.learn(call, [batch], "training_step")
         self._mixing.mixes(call, batch, [batch], first=window.first)
         with self._around(batch, "training_step", training=True):
             return self._step.forward(call, batch, window)
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """Backward, in which layers that are computed again draw again."""
         with self._stages.segments(again=True), self._streams.again():
             self._step.backward(loss, autograd, window)

@@ -26,7 +26,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
 from lightning_megatron.strategy.generation.repeats import StartOver
-from lightning_megatron.strategy.logs.joined import Differs, Joined, Joint
+from lightning_megatron.strategy.logs.joined import Joined, Joint, NotJoinable
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.once import OncePerBatch
@@ -194,7 +194,7 @@ class EvaluatedParts:
                 for both, places in joins.joins.items():
                     weights = _weights(joins.pieces[both], [joins.pieces[place] for place in places])
                     known.joined.learn([nests[place] for place in places], nests[both], weights, tolerance)
-            except Differs as error:
+            except NotJoinable as error:
                 why = f"{error} is not made of what micro-batches give"
         found = why, any(True for _ in known.joined.open()), known.joined.counted()
         world = self._context.options.gradients.experts > 1

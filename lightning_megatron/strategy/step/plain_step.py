@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
-from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -44,10 +44,10 @@ class PlainStep:
         self._mean = ReplicaMean(mesh, self._device)
         self._outcome: Outcome | None = None
         self._awaits_backward = False
-        self._window = Window()
+        self._window = Accumulation()
         self._backwards = BackwardsByHand(self._summing, lambda: self._gradients.shows_parts())
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
         if self._mixing is not None:
@@ -74,7 +74,7 @@ class PlainStep:
         self._awaits_backward = automatic and output is not None and not skips_backward(self._module)
         return output
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """Backward by Lightning, with sums over replicas while it runs; any number of times if the user calls it."""
         self._losses.note([loss.detach()])
         self._window = window

@@ -29,7 +29,7 @@ from lightning_megatron.strategy.loss.skips import Asks
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.drawn_steps import Drawing
 from lightning_megatron.strategy.step.evaluated_parts import EvaluatedParts, RunWhole
-from lightning_megatron.strategy.step.step import Outcome, ReplicaMean, Window
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
 
 
@@ -61,7 +61,7 @@ class ScheduledStep:
         self.cuts, self.drawing = Cuts(context), Drawing(context)
         self._evaluated = EvaluatedParts(context, self._writes.undone)
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
         sink = self._gradients.sink
         self._stages.begin_training()
@@ -85,7 +85,7 @@ class ScheduledStep:
             sink.withdraw()
         return self._outcome.training_output()
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """Wait for the sums over replicas and publish ``.grad``; the schedule has run all backwards."""
         self._gradients.sink.finish()
 

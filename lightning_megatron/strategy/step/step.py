@@ -51,7 +51,7 @@ class Outcome:
         return {"loss": self.loss, **self.output}
 
 
-class Window(NamedTuple):
+class Accumulation(NamedTuple):
     """A batch among those whose gradients are averaged for one update.
 
     Attributes:
@@ -70,7 +70,7 @@ class Window(NamedTuple):
 class Step(Protocol):
     """One way of running a batch; the object serves one batch after the other."""
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Window) -> Any:
+    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Run the user's ``training_step``.
 
         Args:
@@ -82,7 +82,7 @@ class Step(Protocol):
             What Lightning takes for the step's output.
         """
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Window) -> None:
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """Leave the summed gradients in ``.grad``, or in shards.
 
         Args:
