@@ -283,6 +283,44 @@ def test_private_attributes_are_read_in_the_file_that_sets_them() -> None:
     assert len(readers) <= PRIVATE_ATTRIBUTES_OF_OTHER_FILES, readers
 
 
+def test_how_a_whole_tensor_is_cut_is_asked_by_its_public_names() -> None:
+    private = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("_dim", "_split")
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
+    assert not private, f"{private}: these are `along` and `spread` of `WholeTensor`"
+
+
+def test_names_that_files_import_from_each_other_exist() -> None:
+    defined = {name: {each for node in ast.walk(tree(name)) for each in _defined(node)} for name in modules()}
+    missing = [
+        f"{name}:{node.lineno} {node.module} {alias.name}"
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE
+        for alias in node.names
+        if (home := (node.module or "").removeprefix(PACKAGE).lstrip(".") or "__init__") in modules()
+        and alias.name not in defined[home]
+        and f"{home}.{alias.name}".removeprefix("__init__.") not in modules()
+        and not any(other.startswith(f"{home}.{alias.name}.".removeprefix("__init__.")) for other in modules())
+    ]
+    assert not missing, missing
+
+
+def _defined(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+    return []
+
+
 def test_a_class_name_means_one_thing() -> None:
     names = Counter(
         node.name
