@@ -29,7 +29,7 @@ from lightning_megatron.data_parallel.offload.host_plan import HostPlan
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
-from lightning_megatron.data_parallel.update.whole_matrices import Slices, WholeMatrices
+from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices, whole_matrices
 from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
@@ -187,7 +187,8 @@ class ModelGradients:
             looks = options.weights, watches_forward, watches_weights
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
             self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
-        self._wholes = self._whole_matrices(self.buckets) if gathers else None
+        group = self._mesh.group("tensor_parallel")
+        self._wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:
             if options.overlap_gather and replicas.shards > 1 and not watches_weights:
@@ -199,21 +200,6 @@ class ModelGradients:
     def _shards(self, holders: Holders) -> bool:
         """Whether those who hold a parameter share its optimizer's work; copies of experts lie on tensor ranks too."""
         return self.replicas.shards > 1 or (holders.of_experts and self.options.sharding is True)
-
-    def _whole_matrices(self, buckets: GradientBuckets) -> WholeMatrices:
-        """What puts split matrices together for optimizers that need them whole."""
-        names = parameter_names(self._module)
-
-        def slices_of(parameter: nn.Parameter) -> Slices | None:
-            return self._tensor.slices_of(names[id(parameter)]) if id(parameter) in names else None
-
-        pieces = [(b.parameters[index], piece) for b in buckets.buckets for index, piece in b.pieces.items()]
-        split = [piece.name for parameter, piece in pieces if slices_of(parameter) is not None]
-        self._tensor.check_agreement(split)
-        wholes = WholeMatrices(self._mesh.group("tensor_parallel"), slices_of)
-        for parameter, _ in pieces:
-            wholes.matrix_of(parameter)
-        return wholes
 
     def _restore_masters(self, buckets: GradientBuckets) -> None:
         """Go on with the float32 weights of an earlier run of the same module, of which layers kept 16 bits."""

@@ -73,7 +73,7 @@ def test_what_reads_other_tokens_between_regions_is_refused():
         nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
     for part in (x.flatten(0, 1), x[:, 2:9]):
         with pytest.raises(RuntimeError, match="given a stretch of tokens"):
-            part._split.together()
+            part.spread.together()
 
 
 class Attention(nn.Module):

@@ -181,4 +181,4 @@ def test_the_trunk_stays_the_trunk_when_its_layers_are_split() -> None:
         parameter.data = parameter.data[: parameter.shape[0] // 2]  # as a tensor rank has them
     trunk = find_trunk(module)
     assert trunk.name == "student.blocks"
-    assert list(find_copies(module, trunk, whole).sources) == [Copy("teacher", "student")]
+    assert list(find_copies(module, trunk, whole).sources) == [AveragedCopy("teacher", "student")]

@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.checkpoints.state.slices import TensorState
+from lightning_megatron.checkpoints.state.stored import parameter_names
 from lightning_megatron.data_parallel.buckets.bucket import Piece
+from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.watch import waits
 
@@ -155,3 +158,25 @@ def _assemble(matrix: Matrix, flat: Sequence[Tensor]) -> Tensor:
     for spec, part in zip(matrix.slices, flat, strict=True):
         spec.write_into(whole, part.view(spec.local_shape))
     return whole
+
+
+def whole_matrices(module: nn.Module, group: Any, tensor: TensorState, buckets: GradientBuckets) -> WholeMatrices:
+    """Owners for the split parameters in ``buckets``; collective over the tensor group.
+
+    Args:
+        module: the user's module, already cut if there are several stages.
+        group: the tensor group.
+        tensor: puts together what is split over it.
+        buckets: the parameters of this rank, and the pieces it updates.
+    """
+    names = parameter_names(module)
+
+    def slices_of(parameter: nn.Parameter) -> Slices | None:
+        return tensor.slices_of(names[id(parameter)]) if id(parameter) in names else None
+
+    pieces = [(bucket.parameters[index], piece) for bucket in buckets.buckets for index, piece in bucket.pieces.items()]
+    tensor.check_agreement([piece.name for parameter, piece in pieces if slices_of(parameter) is not None])
+    wholes = WholeMatrices(group, slices_of)
+    for parameter, _ in pieces:
+        wholes.matrix_of(parameter)
+    return wholes
