@@ -303,10 +303,9 @@ class ModelGradients:
         bucket = self._place(parameter)[0]
         sharing = bucket.sharing if bucket is not None and bucket.scattered else Sharing()
         if self._experts is not None and name is not None and self.holders_of(name).of_experts:
-            first = self._experts.is_first_copy and self.presence.is_counted_here(
-                name, over_stages=True, over_tensor=False
-            )
-            return sharing.shards > 1 or first  # each copy has a shard of the sum, or all of it
+            counts = self.presence.is_counted_here(name, over_stages=True, over_tensor=False)
+            # each copy has a shard of the sum, or all of it
+            return sharing.shards > 1 or (self._experts.is_first_copy and counts)
         if over_world and (sharing.copy if sharing.shards > 1 else self._mesh.coordinates.data) != 0:
             return False
         over = {"over_stages": not sharing.spans_stages, "over_tensor": not sharing.spans_tensor}
@@ -339,9 +338,7 @@ class ModelGradients:
         return whole.flat_range(piece.part.start, piece.part.stop)
 
     def masters(self, *, spread: bool = False) -> dict[str, PiecedTensor | None]:
-        """By name, what this rank's optimizer keeps of weights that layers hold in 16 bits, and with ``spread`` this
-        rank's part of weights that are spread over the replicas now; ``None`` if nothing.
-        """
+        """By name, what this rank updates of weights in 16 bits, and of ``spread`` ones; ``None`` if nothing."""
         found: dict[str, PiecedTensor | None] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             apart = self.windows.spread_place(parameter) if spread and self.windows is not None else None

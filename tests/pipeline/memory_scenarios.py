@@ -118,8 +118,9 @@ class HeldAtStart(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.tensor_bytes = sum(size for place, size in storages().items() if place not in self.before)
-        self.owned = sum(parameter.numel() for parameter in pl_module.parameters())
-        self.names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
+        own = type(pl_module).named_parameters  # the module's lists those of all stages in a hook that counts them
+        self.owned = sum(parameter.numel() for _, parameter in own(pl_module))
+        self.names = [name for name, _ in own(pl_module, remove_duplicate=False)]
 
 
 def held(info: RankInfo, stages: int) -> dict[str, Any]:

@@ -270,9 +270,10 @@ class SeveralStages:
         opened.executor.expect_gradients(arriving, arriving + mine[2])
         if before is not None and before[:2] != mine[:2]:
             raise RuntimeError(
-                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: "
-                "seed the sampler (`L.seed_everything`), let Lightning add its distributed sampler, or shard by "
-                "`trainer.strategy.distributed_sampler_kwargs` instead of the global rank."
+                "the pipeline stages of one replica loaded different batches. Every stage must load the same one: seed "
+                "the sampler and what is drawn where a dataset is made or read (`L.seed_everything` before it), let "
+                "Lightning add its distributed sampler, or shard by `trainer.strategy.distributed_sampler_kwargs` "
+                "instead of the global rank."
             )
 
     def outcome(self, make: Callable[[], Outcome], name: str) -> Outcome:
