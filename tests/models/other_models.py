@@ -53,6 +53,19 @@ def _captions(generator: torch.Generator) -> Batch:
     }
 
 
+def _answers(generator: torch.Generator) -> Batch:
+    """Where answers begin and end; in the second half some end behind their text, which the loss leaves out."""
+    text = _text(generator)
+    del text["labels"]
+    begin, end = torch.randint(0, LENGTH, (2, SAMPLES), generator=generator)
+    end[SAMPLES // 2 : SAMPLES // 2 + 3] = LENGTH + 5
+    return {**text, "start_positions": begin, "end_positions": end}
+
+
+def _bert() -> nn.Module:
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(**_TEXT, **_NO_DROP))
+
+
 def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, num_key_value_heads=2))
 
@@ -115,6 +128,7 @@ KINDS: dict[str, Kind] = {
     "hidden_states": Kind(_llama, _text, _all_states),
     "segmentation": Kind(_beit, _segments),
     "captions": Kind(_llava, _captions),
+    "answers": Kind(_bert, _answers),
 }
 
 

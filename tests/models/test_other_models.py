@@ -17,7 +17,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "interleaved": ((2, 1), INTERLEAVED),
     "zb-v": ((2, 1), {"pipeline_schedule": "zb-v"}),
 }
-QUICK = {("stages", "hidden_states"), ("stages", "segmentation")}
+QUICK = {("stages", "hidden_states"), ("stages", "segmentation"), ("stages", "answers")}
 
 
 @pytest.mark.parametrize(

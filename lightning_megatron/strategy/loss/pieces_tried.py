@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -44,15 +45,17 @@ class Joins:
     Args:
         batch: the whole.
         parts: its micro-batches, two or more.
+        sample: of the batch that one of them has to hold; ``None`` for any.
 
     Attributes:
         pieces: in the order in which they run.
         joins: place of two or four at once among the pieces -> places of the one, the other, ...
     """
 
-    def __init__(self, batch: Any, parts: Sequence[Any]) -> None:
-        start = max(0, min(_pair(batch, parts) - 1, len(parts) - _PARTS))
+    def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
+        found = _pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
+        start = max(0, min(found - 1, len(parts) - _PARTS))
         self.pieces = [parts[start]]
         self.joins: dict[int, tuple[int, ...]] = {}
         for index in range(start + 1, min(start + _PARTS, len(parts))):

@@ -10,8 +10,9 @@ Two at once, and not all: a trial holds no more than a step would. Several times
 its positives looks like a mean where two micro-batches have as many. And four where a micro-batch is one sample.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
-the batch looks different, when something new is logged, when a batch has ignored targets for the first time, and now
-and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
+the batch looks different, when something new is logged, when a batch has ignored targets for the first time or integers
+beyond those of earlier ones, which may be ignored as well, and now and then (steps 8, 64, 512, ...; 2 and 4 too where a
+batch has but two micro-batches).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -69,6 +70,7 @@ class LossTrials:
         self._looks: set[Any] = set()
         self._keys: set[str] = set()
         self._new_keys, self._fresh = False, False
+        self._extremes, self._beyond = Extremes(), cast("int | None", None)
         self.reading = Reading(stays=context.options.whole_batch_loss is True)
         self.once = OncePerBatch()
         self._slots: dict[Name, tuple[Table, Any, str, int | None]] = {}
@@ -103,7 +105,8 @@ class LossTrials:
 
     def _due(self, batch: Any, parts: Sequence[Any]) -> str:
         """Why the step has to be tried on this batch; "" if it need not be."""
-        look = look_of(batch)
+        look, stays = look_of(batch), self.reading.tried and self.reading.whole
+        self._beyond = None if stays else self._extremes.grow(batch)
         if look not in self._looks:
             self._looks.add(look)
             return "look"
@@ -116,13 +119,14 @@ class LossTrials:
         counts = list(self.reading.open())
         if not counts:
             return ""
-        differs = torch.tensor(int(_weighs_otherwise(counts, self.reading.way, batch, parts)), device=self._device)
+        other = self._beyond is not None or _weighs_otherwise(counts, self.reading.way, batch, parts)
+        differs = torch.tensor(int(other), device=self._device)
         if self._mesh.layout.data > 1:
             differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
         return "counts" if int(differs) else ""
 
     def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
-        joins = Joins(batch, parts)
+        joins = Joins(batch, parts, self._beyond)
         if self._steps >= self._next:
             self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True

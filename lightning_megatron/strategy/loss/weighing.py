@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 
@@ -62,13 +63,43 @@ def candidates(*batches: Any) -> list[Counted]:
 
 
 def _countable(batch: Any) -> list[Counted]:
-    size, found = batch_size_of(batch), []
-    for place, tensor in enumerate(tensors_of(batch)):
-        if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim or tensor.shape[0] != size:
-            continue
+    found = []
+    for place, tensor in _integers(batch):
         shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
         found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
     return found
+
+
+def _integers(batch: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors of integers with one row per sample, and their places among those of the batch."""
+    size = batch_size_of(batch)
+    for place, tensor in enumerate(tensors_of(batch)):
+        if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim and tensor.shape[0] == size:
+            yield place, tensor
+
+
+class Extremes:
+    """The least and the largest value so far of each tensor of integers in a batch. What a loss leaves out lies outside
+    of what it counts: -1, 255 in a map of segments, the length of a text as the place of an answer that was cut off.
+    Of random values the n-th batch has new extremes with probability 1/n.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Tensor] = {}
+
+    def grow(self, batch: Any) -> int | None:
+        """A sample with values beyond those of earlier batches; ``None`` if there is none."""
+        found = None
+        for place, tensor in _integers(batch):
+            if not tensor.numel():
+                continue
+            ends = torch.stack([tensor.min().long(), -tensor.max().long()])
+            seen = self._seen.setdefault(place, ends)
+            if bool((ends < seen).any()):
+                outside = (tensor < seen[0]) | (tensor > -seen[1])
+                found = int(outside.flatten(1).any(1).nonzero()[0]) if tensor.ndim > 1 else int(outside.nonzero()[0])
+                self._seen[place] = torch.minimum(ends, seen)
+        return found
 
 
 @dataclass(frozen=True)
@@ -158,6 +189,8 @@ def find(
     """
     losses = [part.loss for part in parts]
     if not all(math.isfinite(loss) for loss in (*losses, whole.loss)):
+        if math.isfinite(whole.loss) and not any(_accounts(count, losses) for count in counts.values()):
+            return Finding(numbers=(whole.loss, _mean(losses, sizes)))  # what a part lacks, the whole has
         every: dict[Any, float] = {way: 0.0 for way in (None, *counts, "sum")}
         empty = any(not all(count) for count in counts.values())
         return Finding(every, tells=False, numbers=(whole.loss, _mean(losses, sizes)), opaque=True, empty=empty)
@@ -175,6 +208,11 @@ def find(
         if _tell(values := [part.logs.get(key, math.nan) for part in parts], value)
     }
     return Finding(fits, "", logs, tells, (whole.loss, means[None]))
+
+
+def _accounts(counts: Sequence[float], losses: Sequence[float]) -> bool:
+    """Whether every part whose loss is no finite number has no targets."""
+    return all(math.isfinite(loss) or not count for count, loss in zip(counts, losses, strict=True))
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -34,7 +34,7 @@ from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.tries import look_of
-from lightning_megatron.strategy.loss.weighing import candidates
+from lightning_megatron.strategy.loss.weighing import Extremes, candidates
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -61,6 +61,7 @@ class _Known:
         pending: whether the last trial could not tell, or a batch gave what was not foreseen.
         open: ways to weigh that were not told apart.
         looks: what batches that were tried look like.
+        extremes: of their integers.
         slots: values that the step writes.
         once: likewise, to be used.
     """
@@ -73,6 +74,7 @@ class _Known:
     pending: bool = True
     open: set[Any] = field(default_factory=set)
     looks: set[Any] = field(default_factory=set)
+    extremes: Extremes = field(default_factory=Extremes)
     slots: dict[Name, tuple[Table, Any, str, int | None]] = field(default_factory=dict)
     once: OncePerBatch = field(default_factory=OncePerBatch)
 
@@ -103,12 +105,14 @@ class EvaluatedParts:
         if known.whole:
             return None
         look, unlike = look_of(batch), self._unlike(known, parts)
+        beyond = known.extremes.grow(batch)
+        unlike |= beyond is not None
         due = known.pending or look not in known.looks or known.count >= known.next or unlike
         if self._agree(due):
             known.looks.add(look)
             if known.count >= known.next:
                 known.next = known.count * _AGAIN
-            self._try(known, call, batch, parts, name)
+            self._try(known, call, batch, parts, name, beyond)
         if self._agree(bool(known.whole) or known.pending or self._unlike(known, parts)):
             return None
         weights = _weights(batch, parts)
@@ -137,9 +141,17 @@ class EvaluatedParts:
         shares = {tuple(round(x / (sum(w) or 1.0), 9) for x in w) for w in ([way(p) for p in parts] for way in ways)}
         return len(shares) > 1
 
-    def _try(self, known: _Known, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], name: str) -> None:
+    def _try(
+        self,
+        known: _Known,
+        call: Callable[[Any], Any],
+        batch: Any,
+        parts: Sequence[Any],
+        name: str,
+        beyond: int | None = None,
+    ) -> None:
         context, stages = self._context, self._context.stages
-        joins = Joins(batch, parts)
+        joins = Joins(batch, parts, beyond)
         traces = Traces(context.module, beside=True)
         run = Tried(call, context.recording, traces, joins, stages, counts_as=2)
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
@@ -156,7 +168,7 @@ class EvaluatedParts:
         stages.settle()
         if isinstance(outcome.output, StartOver) and repeats is not None:
             repeats.note(name)
-            self._try(known, call, batch, parts, name)
+            self._try(known, call, batch, parts, name, beyond)
             return
         why, undecided, known.open = outcome.output
         told = [(writes, unsure)]
