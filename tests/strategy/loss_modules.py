@@ -382,9 +382,38 @@ class Warming(Rows):
         return output * (1 - 0.5 / layer.calls)
 
 
+class Logs(Task):
+    """Logs functions of means, over targets and over samples."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        error = (logits.mean(-1) - x / VOCABULARY).square().mean()
+        self.log("perplexity", loss.exp())
+        self.log("loss of samples", loss, batch_size=len(x))
+        self.log_dict({"root": error.sqrt(), "signal": -10 * error.log10(), "spread": x.double().amax()})
+        self.log("right", (logits.argmax(-1) == y).sum() / (y != -100).sum().double())
+        return loss
+
+
+class LogsOthers(Rows):
+    """Logs a ratio that nothing counts, and a number that is the same at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        wide = (x > 8).sum()
+        self.log("ratio", (x.double().mean() + wide) / (1 + wide))
+        self.log("many", wide.double() if self.calls > 1 else 0.0)
+        return super().loss(x, y)
+
+
 WEIGHED: dict[str, Callable[[], Task]] = {
     "rows": Rows, "padded": Task, "late": Late, "shifted": Shifted, "sum": Sum, "over_batch_size": OverBatchSize,
-    "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming,
+    "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming, "logs": Logs,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,

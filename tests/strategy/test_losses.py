@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.logs.combining import Logged, Mean, fitting, likeliest
 from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
@@ -26,7 +28,19 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
-from tests.strategy.loss_modules import BATCH, REFUSED, WEIGHED, WHOLE, Dropping, Flat, Late, Noisy, Task, tokens
+from tests.strategy.loss_modules import (
+    BATCH,
+    REFUSED,
+    WEIGHED,
+    WHOLE,
+    Dropping,
+    Flat,
+    Late,
+    LogsOthers,
+    Noisy,
+    Task,
+    tokens,
+)
 from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
 
 BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
@@ -176,8 +190,21 @@ def test_statistics_over_micro_batches_are_said_once(mesh: ParallelMesh) -> None
     assert len(said) == 1 and "`layers.0` (BatchNorm1d)" in said[0]
 
 
+def test_numbers_that_are_not_made_of_those_of_micro_batches_are_said_by_name_and_line(mesh: ParallelMesh) -> None:  # noqa: F811
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(said_of_losses, "rank_zero_warn", said.append)
+        found, *_ = _steps(
+            LogsOthers(), mesh, [tokens(8, seed=1), tokens(8, seed=2), tokens(8, seed=3)], micro_batch_size=2
+        )
+    assert len(said) == 2, said
+    assert re.search(r"given as `ratio` \(\S+\.py:\d+\) for a batch is not made of", said[0]), said
+    assert "step 2 logged `many` as the mean of its micro-batches" in said[1], said
+    assert found[2][1]["many"] == float((tokens(8, seed=3)[0] > 8).sum())
+
+
 def _part(loss: float, **logs: float) -> TrialRun:
-    return TrialRun(loss, torch.float64, logs)
+    return TrialRun(loss, torch.float64, {key: Logged(value, wide=True) for key, value in logs.items()})
 
 
 def test_batches_of_unlike_numbers_of_tensors_are_weighed_by_what_all_have() -> None:
@@ -190,7 +217,12 @@ def test_pairs_of_micro_batches_with_as_many_positives_do_not_make_a_mean() -> N
     alike = find([_part(2.0), _part(1.0)], _part(1.5, right=3.0), [2, 2], {})
     differs = find([_part(2.0, right=1.0), _part(1.0, right=2.0)], _part(1.25, right=3.0), [2, 2], {})
     found = alike.joined([differs])
-    assert alike.fits and not found.fits and found.logs == {"right": "sum"} and found.numbers == (1.25, 1.5)
+    assert (
+        alike.fits
+        and not found.fits
+        and Reading().after(found).within == {"right": "sum"}
+        and found.numbers == (1.25, 1.5)
+    )
 
 
 def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
@@ -202,7 +234,13 @@ def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
         assert list(find([_part(2.0), _part(1.0)], _part(whole), [2, 2], counts).fits) == fits
     equal = find([_part(2.0), _part(2.0)], _part(2.0), [2, 2], counts)
     assert not equal.tells and list(equal.fits) == [None, way]
-    assert not find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], counts).tells
+    assert not find([_part(float("nan")), _part(2.0)], _part(float("nan")), [2, 2], counts).tells
+    assert not find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], {way: [0.0, 15.0]}).tells
+
+
+def test_what_a_part_lacks_and_the_whole_has_is_counted_in_no_known_way() -> None:
+    parts = [_part(float("nan")), _part(2.0)]
+    assert not find(parts, _part(2.0), [2, 2], {Counted(0, False, -100): [5.0, 15.0]}).fits
 
 
 def test_a_way_that_fits_as_in_float32_does_not_where_all_is_computed_in_float64() -> None:
@@ -210,7 +248,7 @@ def test_a_way_that_fits_as_in_float32_does_not_where_all_is_computed_in_float64
         found = find([_part(2.0), _part(1.0)], _part(1.5 + off), [2, 2], {})
         found.settle("", exact=exact)
         assert list(found.fits) == fits
-    opaque = find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], {})
+    opaque = find([_part(float("nan")), _part(2.0)], _part(float("nan")), [2, 2], {})
     opaque.settle("", exact=True)
     assert opaque.fits
 
@@ -218,7 +256,40 @@ def test_a_way_that_fits_as_in_float32_does_not_where_all_is_computed_in_float64
 def test_logged_values_combine_as_they_do_over_the_batch() -> None:
     parts = [_part(2.0, mean=1.0, sum=3.0, most=4.0, other=1.0), _part(1.0, mean=3.0, sum=5.0, most=2.0, other=2.0)]
     found = find(parts, _part(1.5, mean=2.0, sum=8.0, most=4.0, other=9.0), [2, 2], {})
-    assert found.logs == {"mean": "weights", "sum": "sum", "most": "max", "other": ""}
+    assert Reading().after(found).within == {"mean": Mean("weights"), "sum": "sum", "most": "max", "other": None}
+
+
+def test_a_value_that_some_parts_do_not_log_is_that_of_those_which_do_or_of_none() -> None:
+    losses, way = [_part(2.0), _part(1.0)], Counted(0, False, 0)
+    one, other = _part(2.0, seldom=3.0), _part(1.0, seldom=5.0)
+    for parts, whole, how in (
+        ([one, losses[1]], 4.0, None),
+        ([one, other], 4.5, Mean(way)),
+        ([_part(2.0, seldom=math.nan), other], 5.0, Mean(way)),
+    ):
+        counts = {way: [1.0, 3.0] if not math.isnan(parts[0].logs["seldom"].value) else [0.0, 3.0]}
+        found = find(parts, _part(1.5, seldom=whole), [2, 2], counts)
+        assert Reading().after(found).within == {"seldom": how}
+    assert Reading().after(find([one, other], _part(1.5), [2, 2], {})).within == {"seldom": None}
+    assert Reading().after(find([one, losses[1]], _part(1.5, seldom=3.0), [2, 2], {})).within == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("exp", math.exp),
+        ("root", math.sqrt),
+        ("square", lambda x: x * x),
+        ("inverse", lambda x: 1 / x),
+        ("-decibels", lambda x: -10 * math.log10(x)),
+        ("log2", math.log2),
+    ],
+)
+def test_a_function_of_a_mean_over_targets_is_put_together(name: str, of: Callable[[float], float]) -> None:
+    way, weights = Counted(0, False, -100), {"sizes": [2.0, 2.0], Counted(0, False, -100): [5.0, 15.0]}
+    ways = fitting([of(2.0), of(1.0)], of(1.25), weights, 1e-9)
+    assert likeliest(ways) == Mean(way, name)
+    assert float(Mean(way, name)(torch.tensor([of(2.0), of(4.0)]), torch.tensor([1.0, 3.0]))) == pytest.approx(of(3.5))
 
 
 def test_what_one_replica_rules_out_is_ruled_out() -> None:
@@ -317,6 +388,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
 
 
 EVERYDAY = [
+    ("logs", (2, 1), {}),
     ("padded", (2, 2), {}),
     ("alike", (2, 1), {}),
     ("fifth", (2, 1), {"micro_batch_size": 1}),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
+from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.traces import LastStageWrites
@@ -32,13 +33,16 @@ class Recorded:
         self._call, self._recorder, self._writes = call, recorder, writes
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
-        self._sizes = [float(batch_size_of(part)) for part in parts] if cut.logs else cut.weights
-        self._once = cut.once
-        self._once.begin(cut.weights, [float(batch_size_of(part)) for part in parts])
+        self._once, sizes = cut.once, [float(batch_size_of(part)) for part in parts]
+        self._once.begin(cut.weights, sizes)
+        ways = {how.weigh for how in cut.logs.values() if isinstance(how, Mean) and callable(how.weigh)}
+        self._counts = [
+            {"sizes": size, **{way: way(part) for way in ways}} for size, part in zip(sizes, parts, strict=True)
+        ]
 
     def __call__(self, part: Any, index: int) -> Any:
         turn = self._chunks - self._left[index]
-        self._recorder.begin_micro_batch(self._weights[index], self._sizes[index])
+        self._recorder.begin_micro_batch(self._weights[index], self._counts[index])
         self._left[index] -= 1
         with self._writes.undone() if self._left[index] else nullcontext():
             self._once.put_back(turn)
@@ -104,7 +108,7 @@ class RecordedAround:
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
         self._once.put_back(0)
-        self._recorder.begin_micro_batch(self._weight, self._weight)
+        self._recorder.begin_micro_batch(self._weight)
         return self._whole(batch, last=True)
 
     def _whole(self, batch: Any, *, last: bool) -> Any:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Number
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.strategy.logs.combining import Logged, Mean, line_of_user
 from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls
 
 _EMPTY = inspect.Parameter.empty
@@ -36,6 +37,7 @@ LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_DEFAULTS = {
     name: parameter.default for name, parameter in LOG_SIGNATURE.parameters.items() if parameter.default is not _EMPTY
 }
+_DIFFERS = 1e-4  # relative: more than the rounding in which tensor ranks may differ
 _NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph", "batch_size")
 
 
@@ -81,9 +83,10 @@ def no_logs(device: torch.device) -> StepLogs:
 @dataclass
 class _Recorded:
     key: LogKey
+    line: str
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
+    counts: list[Mapping[Any, float]] = field(default_factory=list)
     sources: list[BatchValue | None] = field(default_factory=list)
     batch_size: int | None = None
     batch_sizes: list[int | None] = field(default_factory=list)
@@ -95,6 +98,11 @@ class _Recorded:
             return None
         value = first.compute()
         return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is not the value of a metric."""
+        return self.key.metric is None and not any(self.sources)
 
 
 def operation_of(reduce_fx: Any) -> str:
@@ -121,8 +129,8 @@ class LogRecorder:
         metric_calls: follows the module's metrics, in a step of several micro-batches.
         check: called with each value and what it is; raises if it cannot be right.
         take: called with the arguments of each call; says whether another stage records it.
-        within: by key, how the values of micro-batches combine, where that is known: see :func:`combine`, or
-            ``weights`` or ``sizes``, means by the weights or the sizes of the micro-batches.
+        within: by key, how the values of micro-batches combine, where trials have told: see
+            :mod:`~lightning_megatron.strategy.logs.combining`; ``None`` where they have shown no way.
         at_once: called with the logs of each call as it is made, where nothing is to be aggregated.
     """
 
@@ -131,7 +139,7 @@ class LogRecorder:
         module: pl.LightningModule,
         metric_calls: MetricCalls | None = None,
         check: Callable[[Any, str], None] | None = None,
-        within: Mapping[str, str] = MappingProxyType({}),
+        within: Mapping[str, Any] = MappingProxyType({}),
         take: TakesLog | None = None,
         at_once: TakesLogs | None = None,
     ) -> None:
@@ -141,12 +149,17 @@ class LogRecorder:
         self._records: dict[tuple[str, int], _Recorded] = {}
         self._own: dict[tuple[str, int], _Recorded] = {}
         self._counts: dict[str, int] = {}
-        self._weight = self._size = 1.0
+        self._weight, self._weigh = 1.0, cast("Mapping[Any, float]", {})
         self.metric_calls = metric_calls
 
-    def begin_micro_batch(self, weight: float, size: float = 1.0) -> None:
-        """Say that the calls which follow belong to a new micro-batch of this weight and size."""
-        self._weight, self._size = weight, size
+    def begin_micro_batch(self, weight: float, counts: Mapping[Any, float] = MappingProxyType({})) -> None:
+        """Say that the calls which follow belong to a new micro-batch.
+
+        Args:
+            weight: of its loss.
+            counts: its other weights, by what is counted.
+        """
+        self._weight, self._weigh = weight, {"weights": weight, **counts}
         self._counts = {}
         if self.metric_calls is not None:
             self.metric_calls.begin_micro_batch()
@@ -168,13 +181,13 @@ class LogRecorder:
         records = self._own if options.get("rank_zero_only") else self._records
         record = records.get((name, occurrence))
         if record is None:
-            record = records[(name, occurrence)] = _Recorded(self._key(name, value, options))
+            record = records[(name, occurrence)] = _Recorded(self._key(name, value, options), line_of_user())
         record.values.append(number)
         if self.metric_calls is not None:
             record.sources.append(self.metric_calls.behind(value))
         batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
-        record.sizes.append(self._size)
+        record.counts.append(self._weigh)
         record.batch_sizes.append(batch_size)
         if batch_size is not None:
             record.batch_size = (record.batch_size or 0) + int(batch_size)
@@ -218,10 +231,27 @@ class LogRecorder:
         """
         found: list[dict[str, dict[int, tuple[float, int | None]]]] = [{} for _ in range(parts)]
         for (name, count), record in self._records.items():
-            if record.key.metric is None and not any(record.sources):
+            if record.is_number:
                 for part, value, size in zip(found, record.values, record.batch_sizes, strict=False):
                     part.setdefault(name, {})[count] = float(value), size
         return found
+
+    def logged(self) -> dict[str, Logged]:
+        """What the one part of a batch that ran has logged as numbers."""
+        records = {name: record for (name, _), record in self._records.items() if record.key.metric is None}
+        return {
+            name: Logged(float(self._value(record, "cpu")), record.key.dtype is torch.float64, record.line)
+            for name, record in records.items()
+        }
+
+    def differs_untold(self) -> bool:
+        """Whether some number differs between micro-batches of which no trial has told how it comes together."""
+        untold = [r for r in self._records.values() if r.is_number and r.key.name not in self._within]
+        for values in (record.values for record in untold if len(record.values) > 1):
+            each = [float(value) for value in values]
+            if max(each) - min(each) > _DIFFERS * max(map(abs, each)):
+                return True
+        return False
 
     def collect(
         self,
@@ -251,21 +281,22 @@ class LogRecorder:
                 row[0], row[1] = float(value), float(size if size is not None else 1.0)
                 row[2] = -1.0 if size is None else float(size)
                 continue
-            whole = record.whole()
-            found = record.values if whole is None else [self._as_tensor(whole)] * len(record.values)
-            values = torch.stack([value.to(device) for value in found]).to(torch.float64)
-            weights = torch.tensor(record.weights, dtype=torch.float64, device=device)
-            row[0] = self._combined(record, values, weights) if whole is None else values[0]
-            row[1] = weights.sum()
+            row[0], row[1] = self._value(record, device), sum(record.weights)
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
         return StepLogs(keys, rows)
 
-    def _combined(self, record: _Recorded, values: Tensor, weights: Tensor) -> Tensor:
+    def _value(self, record: _Recorded, device: torch.device | str) -> Tensor:
         """The value of the whole batch."""
-        how = self._within.get(record.key.name) or record.key.operation
-        if how == "sizes":
-            weights = torch.tensor(record.sizes, dtype=torch.float64, device=values.device)
-        return combine("mean" if how in ("sizes", "weights") else how, values, weights)
+        whole = record.whole()
+        if whole is not None:
+            return self._as_tensor(whole)
+        values = torch.stack([value.to(device) for value in record.values]).to(torch.float64)
+        how, weights = self._within.get(record.key.name), record.weights
+        if not isinstance(how, Mean) or values.numel() == 1:
+            how = how if isinstance(how, str) else record.key.operation
+            return combine(how, values, torch.tensor(weights, dtype=torch.float64, device=device))
+        weights = [counts[how.weigh] for counts in record.counts]
+        return how(values, torch.tensor(weights, dtype=torch.float64, device=device))
 
 
 def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
@@ -321,7 +352,7 @@ class Recording:
 
     @contextmanager
     def step(
-        self, micro_batches: int = 1, within: Mapping[str, str] = MappingProxyType({}), *, alone: bool = False
+        self, micro_batches: int = 1, within: Mapping[str, Any] = MappingProxyType({}), *, alone: bool = False
     ) -> Iterator[LogRecorder]:
         """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`.
 

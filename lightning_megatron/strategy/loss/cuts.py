@@ -42,7 +42,7 @@ class Cut:
 
     weights: list[float]
     total: float = 1.0
-    logs: Mapping[str, str] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
     once: OncePerBatch = field(default_factory=OncePerBatch)
     sums: bool = False
     layers: list[Any] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Cuts:
             if whole == "auto":
                 self._skips.say(len(parts), self._layout.pipeline)
             return [batch], Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
-        logs: Mapping[str, str] = {}
+        logs: Mapping[str, Any] = {}
         once, sums = OncePerBatch(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
         layers: list[Any] = []
@@ -154,7 +154,7 @@ class Cuts:
                 layers, parts = parts if self.trials.around and len(parts) > 1 else [], [batch]
                 once = self.trials.once
             else:
-                logs, once, sums = read.logs, self.trials.once, read.way == "sum"
+                logs, once, sums = read.within, self.trials.once, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None
         elif len(parts) > 1:
             self.trials.say_statistics()

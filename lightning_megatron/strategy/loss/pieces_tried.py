@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording, StepLogs
+from lightning_megatron.strategy.logs.combining import Logged
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
@@ -147,12 +148,9 @@ class Tried:
         """
         return self._turns[name] if name[0] in Parts(layers) else None
 
-    def logs(self, device: torch.device) -> Iterator[dict[str, float]]:
+    def logs(self) -> list[dict[str, Logged]]:
         """What was logged as numbers, run by run."""
-        for recorder in self.recorders:
-            logs = recorder.collect(device) if recorder is not None else StepLogs([], torch.zeros(0, 3))
-            plain = [(key.name, row) for key, row in zip(logs.keys, logs.rows, strict=True) if key.metric is None]
-            yield {name: float(row[0]) for name, row in plain}
+        return [recorder.logged() if recorder is not None else {} for recorder in self.recorders]
 
 
 def _pair(batch: Any, parts: Sequence[Any]) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
 
@@ -68,13 +69,29 @@ def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stage
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: micro-batches are {how}.")
-    new = [key for key, how in now.logs.items() if not how and before.logs.get(key)]
-    new += [key for key, how in now.logs.items() if not how and key not in before.logs]
+    new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
     if new:
-        rank_zero_info(
-            f"what `self.log` is given as {', '.join(f'`{key}`' for key in new)} for a batch is not made of what "
-            "its micro-batches give; the mean of theirs is logged. Log a torchmetrics object, or pass "
-            "`whole_batch_loss=True`."
+        rank_zero_warn(
+            f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its micro-batches "
+            "give; the mean of theirs is logged. Log a torchmetrics object, or pass `whole_batch_loss=True`."
+        )
+
+
+def warn_of_logged(before: Reading, now: Reading, step: int) -> None:
+    """Say which numbers were logged as means although they are none: a trial could not tell, as all were equal.
+
+    Args:
+        before: what was known in those steps.
+        now: what is known.
+        step: in which micro-batches first differed.
+    """
+    means = (Mean("weights"), Mean("sizes"))
+    names = [key for key, how in now.within.items() if key not in before.logs and how is not None and how not in means]
+    if names:
+        rank_zero_warn(
+            f"step {step} logged {', '.join(f'`{name}`' for name in names)} as the mean of its micro-batches, which is "
+            "not the value of the batch: in all of them it had been the same before. From now on it is put together "
+            "as the batch would give it."
         )
 
 
@@ -113,6 +130,10 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
             "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
             f"other), set `micro_batch_size={size}` or more, so that it stays whole, or put the batch dimension first."
         )
+
+
+def _with_lines(keys: Iterable[str], found: Finding) -> str:
+    return ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in keys)
 
 
 def _is_refusal(error: Exception) -> bool:

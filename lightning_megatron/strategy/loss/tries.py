@@ -10,9 +10,9 @@ Two at once, and not all: a trial holds no more than a step would. Several times
 its positives looks like a mean where two micro-batches have as many. And four where a micro-batch is one sample.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
-the batch looks different, when something new is logged, when a batch has ignored targets for the first time or integers
-beyond those of earlier ones, which may be ignored as well, and now and then (steps 8, 64, 512, ...; 2 and 4 too where a
-batch has but two micro-batches).
+the batch looks different, when something new is logged or a logged number first differs between micro-batches, when a
+batch has ignored targets for the first time or integers beyond those of earlier ones, which may be ignored as well, and
+now and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
-from lightning_megatron.strategy.loss.said import say_around, say_reading, say_statistics, warn_of_earlier_steps
+from lightning_megatron.strategy.loss.said import (
+    say_around,
+    say_reading,
+    say_statistics,
+    warn_of_earlier_steps,
+    warn_of_logged,
+)
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding, Reading, TrialRun, candidates, find
@@ -46,6 +52,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
+_ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
 
 
 class LossTrials:
@@ -69,7 +76,8 @@ class LossTrials:
         self._steps, self._next = 0, 1
         self._looks: set[Any] = set()
         self._keys: set[str] = set()
-        self._new_keys, self._fresh = False, False
+        self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
+        self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
         self._extremes, self._beyond = Extremes(), cast("int | None", None)
         self.reading = Reading(stays=context.options.whole_batch_loss is True)
         self.once = OncePerBatch()
@@ -96,8 +104,16 @@ class LossTrials:
         """Say that the loss is one of the whole batch, in layers and behind them."""
         self.reading, self.around, self._in_layers = replace(self.reading, stays=True), False, True
 
-    def note_logged(self, names: Sequence[str]) -> None:
-        """Say what a step has logged, on every stage alike."""
+    def note_logged(self, names: Sequence[str], *, differ: bool) -> None:
+        """Say what a step has logged, on every rank alike.
+
+        Args:
+            names: keys.
+            differ: whether micro-batches differ in a number of which no trial has told how it comes together.
+        """
+        self._differ = differ or (self._rounds and self._steps in _ROUNDED)
+        self._differ &= self._asked < _UNSETTLED and any(name not in self.reading.logs for name in names)
+        self._asked += self._differ
         if not self._keys.issuperset(names):
             self._new_keys = not self._fresh
             self._keys.update(names)
@@ -105,8 +121,9 @@ class LossTrials:
 
     def _due(self, batch: Any, parts: Sequence[Any]) -> str:
         """Why the step has to be tried on this batch; "" if it need not be."""
-        look, stays = look_of(batch), self.reading.tried and self.reading.whole
-        self._beyond = None if stays else self._extremes.grow(batch)
+        look, reading = look_of(batch), self.reading
+        known = reading.tried and (reading.whole or not any(reading.open()))
+        self._beyond = None if known else self._extremes.grow(batch)
         if look not in self._looks:
             self._looks.add(look)
             return "look"
@@ -114,7 +131,7 @@ class LossTrials:
             return "time"
         if self.reading.whole and not self.reading.opaque:
             return ""
-        if self._new_keys or ((self._unsure or not self.reading.settled) and self._steps <= _UNSETTLED):
+        if self._new_keys or self._differ or ((self._unsure or not self.reading.settled) and self._steps <= _UNSETTLED):
             return "keys"
         counts = list(self.reading.open())
         if not counts:
@@ -159,6 +176,9 @@ class LossTrials:
             self.around = not self._apart
         if not (could and self.around) and not (before.opaque and self.reading.opaque):
             self._say(before, found, len(parts), "" if doubted and found.writes else why)
+        if self._differ and not self.reading.whole:
+            warn_of_logged(before, self.reading, self._steps - 1)
+        self._differ = False
 
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
@@ -195,7 +215,7 @@ class LossTrials:
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
             TrialRun(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
-            for output, logs in zip(outputs, tried.logs(self._device), strict=True)
+            for output, logs in zip(outputs, tried.logs(), strict=True)
         ]
         findings = []
         for both, pair in joins.joins.items():

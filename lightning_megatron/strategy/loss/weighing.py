@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.strategy.logs.combining import Logged, fitting, likeliest
 
 IGNORED = (-100, 0)  # torch's `ignore_index`, and what most tokenizers pad with
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
+_LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
 _MOST = 24  # candidates
 
@@ -114,7 +116,7 @@ class TrialRun:
 
     loss: float
     dtype: torch.dtype
-    logs: Mapping[str, float]
+    logs: Mapping[str, Logged]
 
 
 @dataclass
@@ -125,7 +127,10 @@ class Finding:
         fits: the ways of weighing after which the loss is that of the whole, each with its distance; ``None`` stands
             for the number of samples, ``"sum"`` for no weighing.
         writes: name of a value on the module that only the whole batch can write, or "".
-        logs: logged key -> how the parts' values combine: ``weights``, ``sizes``, ``sum``, ``max``, ``min``, or "".
+        logs: logged key -> how the parts' values may combine
+            (:mod:`~lightning_megatron.strategy.logs.combining`), each way with its relative distance.
+        wide: logged keys whose values are float64.
+        lines: logged key -> line of the user's code.
         tells: whether the losses of the parts differ, so that the trial could tell.
         numbers: loss of the whole, and the mean of the parts' losses.
         opaque: whether a loss is no finite number, which tells nothing about others.
@@ -135,7 +140,9 @@ class Finding:
 
     fits: dict[Any, float] = field(default_factory=dict)
     writes: str = ""
-    logs: dict[str, str] = field(default_factory=dict)
+    logs: dict[str, dict[Any, float]] = field(default_factory=dict)
+    wide: set[str] = field(default_factory=set)
+    lines: dict[str, str] = field(default_factory=dict)
     tells: bool = True
     numbers: tuple[float, float] = (0.0, 0.0)
     opaque: bool = False
@@ -150,6 +157,9 @@ class Finding:
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
         """
         self.writes = writes
+        for key in self.wide if exact else ():
+            if key in self.logs:
+                self.logs[key] = {how: off for how, off in self.logs[key].items() if off <= _EXACT}
         scale = max(abs(number) for number in self.numbers)
         if exact and math.isfinite(scale):
             self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
@@ -158,11 +168,9 @@ class Finding:
         """What all findings say."""
         every = [self, *others]
         fits = {way: max(one.fits[way] for one in every) for way in self.fits if all(way in one.fits for one in every)}
-        hows: dict[str, set[str]] = {}
+        logs: dict[str, dict[Any, float]] = {}
         for one in every:
-            for key, how in one.logs.items():
-                hows.setdefault(key, set()).add(how)
-        logs = {key: min(said) if len(said) == 1 else "" for key, said in hows.items()}
+            logs = _both(logs, one.logs)
         writes = next((one.writes for one in every if one.writes), "")
         failed = next((one for one in every if not one.fits), self)
         return replace(
@@ -170,6 +178,8 @@ class Finding:
             fits=fits,
             writes=writes,
             logs=logs,
+            wide=set.intersection(*(one.wide for one in every)),
+            lines={key: line for one in every for key, line in one.lines.items()},
             tells=any(one.tells for one in every),
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
@@ -202,12 +212,18 @@ def find(
     fits = {way: abs(value - whole.loss) for way, value in predicted.items() if abs(value - whole.loss) <= tolerance}
     tells = max(losses) - min(losses) > 10 * tolerance
     best = min(fits, key=lambda way: (fits[way] > 0.1 * tolerance, fits[way]), default=None)
-    logs = {
-        key: _how(values, value, ways.get(best, sizes), sizes, whole.dtype)
-        for key, value in whole.logs.items()
-        if _tell(values := [part.logs.get(key, math.nan) for part in parts], value)
-    }
-    return Finding(fits, "", logs, tells, (whole.loss, means[None]))
+    weights: dict[Any, Sequence[float]] = {"weights": ways.get(best, sizes), "sizes": sizes, **counts}
+    logs: dict[str, dict[Any, float]] = {key: {} for part in parts for key in part.logs if key not in whole.logs}
+    for key, logged in whole.logs.items():
+        held = [place for place, part in enumerate(parts) if key in part.logs]  # others do not come to the line
+        values = [parts[place].logs[key].value for place in held]
+        of_held = {way: [each[place] for place in held] for way, each in weights.items()}
+        if not held or _tell(values, logged.value):
+            within = max(_TOLERANCE.get(whole.dtype, _NARROW), _LOGGED)
+            logs[key] = fitting(values, logged.value, of_held, within) if held else {}
+    wide = {key for key, logged in whole.logs.items() if logged.wide}
+    lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
+    return Finding(fits, "", logs, wide, lines, tells, (whole.loss, means[None]))
 
 
 def _accounts(counts: Sequence[float], losses: Sequence[float]) -> bool:
@@ -221,23 +237,18 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 def _tell(values: Sequence[float], whole: float) -> bool:
     """Whether these values can tell how they combine."""
-    finite = all(math.isfinite(value) for value in (*values, whole))
-    return finite and (max(values) > min(values) or whole != values[0])
+    if not all(math.isfinite(value) for value in values):
+        return math.isfinite(whole)
+    return math.isfinite(whole) and (max(values) > min(values) or whole != values[0])
 
 
-def _how(
-    values: Sequence[float], whole: float, weights: Sequence[float], sizes: Sequence[float], dtype: torch.dtype
-) -> str:
-    """How values of the parts give that of the whole; "" if in none of the known ways."""
-    tolerance = max(_TOLERANCE.get(dtype, _NARROW), 3e-5) * max(abs(value) for value in (*values, whole))
-    combined = {
-        "weights": _mean(values, weights),
-        "sizes": _mean(values, sizes),
-        "sum": sum(values),
-        "max": max(values),
-        "min": min(values),
-    }
-    return next((how for how, value in combined.items() if abs(value - whole) <= tolerance), "")
+def _both(one: Mapping[str, dict[Any, float]], other: Mapping[str, dict[Any, float]]) -> dict[str, dict[Any, float]]:
+    """What both say, each way with the larger distance; what one of them says of a key that the other lacks."""
+    joined = dict(one)
+    for key, ways in other.items():
+        known = one.get(key, ways)
+        joined[key] = {how: max(known[how], off) for how, off in ways.items() if how in known}
+    return joined
 
 
 @dataclass(frozen=True)
@@ -256,7 +267,7 @@ class Reading:
 
     fits: Mapping[Any, float] = field(default_factory=dict)
     writes: str = ""
-    logs: Mapping[str, str] = field(default_factory=dict)
+    logs: Mapping[str, dict[Any, float]] = field(default_factory=dict)
     settled: bool = False
     stays: bool = False
     opaque: bool = False
@@ -268,9 +279,14 @@ class Reading:
             fits = found.fits
         else:
             fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
-        logs = {**self.logs, **{k: h if self.logs.get(k, h) == h else "" for k, h in found.logs.items()}}
+        logs = _both(self.logs, found.logs)
         opaque = found.opaque and not (self.fits and self.settled)
         return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays, opaque, tried=True)
+
+    @property
+    def within(self) -> dict[str, Any]:
+        """Logged key -> how values of micro-batches combine; ``None`` where no way was found."""
+        return {key: likeliest(ways) for key, ways in self.logs.items()}
 
     @property
     def whole(self) -> bool:

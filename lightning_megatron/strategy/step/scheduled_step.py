@@ -52,6 +52,7 @@ class ScheduledStep:
         self._appended = AppendedLists(self._module)
         here = self._mesh.rank == self._mesh.loss_rank  # the ranks that compute losses of one batch
         self._compares = self._losses.compares and here
+        self._exact = self._mesh.layout.tensor * self._mesh.layout.context == 1  # numbers: no other rank computes them
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
         self._batches = BatchWrites()
@@ -78,7 +79,8 @@ class ScheduledStep:
             self.cuts.backwards.rest(failed=True)
             raise
         self.cuts.backwards.rest()
-        self.cuts.trials.note_logged([key.name for key in self._outcome.logs.keys])
+        logged = [key.name for key in self._outcome.logs.keys]
+        self.cuts.trials.note_logged(logged, differ=self._outcome.differ)
         if self._outcome.loss is None:
             sink.finish()  # no backward of Lightning's follows
         else:
@@ -215,7 +217,8 @@ class ScheduledStep:
             self._losses.compare(loss, step.name, self._device)
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         written = self._batches.finish(batch, sizes, weights, step.name)
-        outcome = Outcome(logs, loss, output, stop=stops(self._module), batch=written)
+        differ = len(parts) > 1 and self._exact and recorder.differs_untold()
+        outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, batch=written)
         self._mean.start(outcome, trains=step.name == "training_step")
         self._mean.finish(outcome)
         return outcome

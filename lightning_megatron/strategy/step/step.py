@@ -34,6 +34,8 @@ class Outcome:
         output: what the step returned, merged for the whole batch; a training step's loss aside.
         state: changes to the module's plain attributes.
         stop: whether the step has asked the Trainer to stop, on any replica.
+        differ: whether, on any replica, micro-batches differ in a logged number of which no trial has told how it comes
+            together.
         batch: what the step has left in its batch; ``None`` if nothing.
     """
 
@@ -42,6 +44,7 @@ class Outcome:
     output: Any = None
     state: list[Any] = field(default_factory=list)
     stop: bool = False
+    differ: bool = False
     batch: BatchChanges | None = None
 
     def training_output(self) -> Any:
@@ -125,7 +128,7 @@ class ReplicaMean:
             return
         loss = outcome.loss if outcome.loss is not None else torch.zeros((), dtype=torch.float64)
         loss, rows = loss.reshape(1).to(self._device, torch.float64), outcome.logs.rows.reshape(-1)
-        mine = torch.cat([loss, rows.new_full((1,), float(outcome.stop)), rows])
+        mine = torch.cat([loss, rows.new_tensor([outcome.stop, outcome.differ]), rows])
         rows = torch.empty(self._replicas, mine.numel(), dtype=mine.dtype, device=self._device)
         work = dist.all_gather(list(rows.unbind()), mine, group=self._group, async_op=True)
         self._pending = (work, rows)
@@ -139,8 +142,8 @@ class ReplicaMean:
             work.wait()
         if outcome.loss is not None:
             outcome.loss = everyone[:, 0].mean().to(outcome.loss.dtype)
-        outcome.stop = bool(everyone[:, 1].any())
-        gathered = everyone[:, 2:].view(self._replicas, -1, 3)
+        outcome.stop, outcome.differ = (bool(everyone[:, column].any()) for column in (1, 2))
+        gathered = everyone[:, 3:].view(self._replicas, -1, 3)
         for index, key in enumerate(outcome.logs.keys):
             values, weights = gathered[:, index, 0], gathered[:, index, 1]
             outcome.logs.rows[index, 0] = combine(key.operation, values, weights)

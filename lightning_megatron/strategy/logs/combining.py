@@ -1,0 +1,135 @@
+"""How the values of a logged number in the parts of a batch give that of the whole.
+
+Which of these it is, a trial finds out (:mod:`lightning_megatron.strategy.loss.tries`)::
+
+    Mean(w)             Σ w x / Σ w             losses, accuracies
+    sum, max, min
+    Mean(w, curve)      f(Σ w f⁻¹(x) / Σ w)     f = exp: a perplexity; root: of a mean square; decibels: a PSNR
+
+The weights ``w`` are those of the loss, the samples, or what is counted, such as targets that are no padding.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Curve = Callable[[Tensor], Tensor]
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.max, "min": torch.min}
+
+
+def _power(base: float) -> tuple[Curve, Curve]:
+    """Exponentials of a base and their logarithm."""
+    scale = math.log(base)
+    return (lambda x: (x * scale).exp()), (lambda x: x.log() / scale)
+
+
+CURVES: dict[str, tuple[Curve, Curve]] = {
+    "exp": (torch.log, torch.exp),
+    "root": (torch.square, torch.sqrt),
+    "square": (torch.sqrt, torch.square),
+    "inverse": (torch.reciprocal, torch.reciprocal),
+    "log": _power(math.e),
+    "-log": _power(1 / math.e),
+    "log2": _power(2.0),
+    "-log2": _power(0.5),
+    "log10": _power(10.0),
+    "-log10": _power(0.1),
+    "decibels": _power(10.0**0.1),
+    "-decibels": _power(10.0**-0.1),
+}
+"""Name of ``f`` -> ``f⁻¹`` and ``f``."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean of parts.
+
+    Attributes:
+        weigh: ``weights``, those of the loss; ``sizes``, samples; or what counts the targets of a part.
+        curve: key of :data:`CURVES`; "" for a plain mean.
+    """
+
+    weigh: Any
+    curve: str = ""
+
+    def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The value of the whole.
+
+        Args:
+            values: of the parts, [n] in float64.
+            weights: of the parts, [n].
+        """
+        there, back = CURVES.get(self.curve, (torch.clone, torch.clone))
+        weighed = torch.where(weights != 0, there(values) * weights, 0.0)  # what counts nothing may have no value
+        return back(weighed.sum() / weights.sum())
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A number that one part of a batch has logged.
+
+    Attributes:
+        value: the number.
+        wide: whether it is float64.
+        line: of the user's code.
+    """
+
+    value: float
+    wide: bool = False
+    line: str = ""
+
+
+def fitting(
+    values: Sequence[float], whole: float, weights: Mapping[Any, Sequence[float]], tolerance: float
+) -> dict[Any, float]:
+    """In which ways values of the parts give that of the whole, each with its relative distance; the usual ones first.
+
+    Args:
+        values: of the parts.
+        whole: of all of them at once.
+        weights: key as of :class:`Mean` -> weight of each part.
+        tolerance: relative.
+    """
+    parts = torch.tensor(values, dtype=torch.float64)
+    scale = max(abs(value) for value in (*values, whole) if math.isfinite(value))
+    ways = {how: float(combine(parts)) for how, combine in OPERATIONS.items()}
+    found: dict[Any, float] = {}
+    for how, value in [*_means(parts, weights, [""]), *ways.items(), *_means(parts, weights, CURVES)]:
+        off = abs(value - whole)
+        if off <= tolerance * scale:  # no number never is
+            found[how] = off / scale if scale else 0.0
+    return found
+
+
+def _means(
+    parts: Tensor, weights: Mapping[Any, Sequence[float]], curves: Iterable[str]
+) -> Iterator[tuple[Mean, float]]:
+    tensors = {way: torch.tensor(each, dtype=torch.float64) for way, each in weights.items() if sum(each)}
+    for curve in curves:
+        for way, weighed in tensors.items():
+            how = Mean(way, curve)
+            yield how, float(how(parts, weighed))
+
+
+def likeliest(ways: Mapping[Any, float]) -> Any:
+    """The first of the ways that are about as near as any; ``None`` if there are none."""
+    least = min(ways.values(), default=0.0)
+    return next((how for how, off in ways.items() if off <= 2 * least + (1e-6 if least > 1e-9 else 1e-12)), None)
+
+
+def line_of_user() -> str:
+    """The line of the user's code that runs, as ``file:line``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools")
