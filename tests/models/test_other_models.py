@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_trainers
-from tests.models.other_models import KINDS, train
+from tests.models.other_models import KINDS, SPLIT, train
 from tests.parity.scenario import Layout, differences
 
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2}
@@ -37,3 +37,14 @@ def test_a_model_trains_as_in_one_process(layout: str, kind: str) -> None:
         if outcome.rank == 0:
             found = list(differences("", outcome.value, plain.value, KINDS[kind].tolerance))
             assert not found, f"{layout}: " + "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "sparse attention" else pytest.mark.wide) for kind in SPLIT]
+)
+def test_a_model_split_over_tensor_ranks_trains_as_in_one_process(kind: str) -> None:
+    (plain,) = run_trainers(train, None, {}, kind, devices=1)
+    for outcome in run_trainers(train, (1, 1), {"tensor_parallel_size": 2}, kind, devices=2):
+        if outcome.rank == 0:
+            found = list(differences("", outcome.value, plain.value, SPLIT[kind].tolerance))
+            assert not found, "\n".join(found[:10])

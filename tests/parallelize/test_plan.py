@@ -16,7 +16,9 @@ from lightning_megatron.parallelize.pairs.decide import draw_up
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut
 from lightning_megatron.parallelize.plan.patterns import generalize, matches
 from lightning_megatron.parallelize.reading.heads import HeadSizes
+from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.tools.commands.cli import app
+from tests.models.other_models import SPLIT
 from tests.parallelize.models import LLAMA, VOCABULARY, NanoGPT, hugging_face
 from tests.parity.zoo.hazards import PerLayerMasks
 from tests.parity.zoo.language import RelativeBias
@@ -130,6 +132,17 @@ def test_query_heads_per_key_value_head_are_local_though_the_trial_can_do_withou
     assert region.sizes.key_value == 1
     groups = {name: value for (_, name), value in region.attributes.items() if name == "num_key_value_groups"}
     assert groups == {"num_key_value_groups": region.sizes.heads // 2}
+
+
+@pytest.mark.parametrize(("kind", "least"), [("images and texts", 16), ("series", 8)])
+def test_models_that_take_images_beside_texts_or_series_run_on_guessed_inputs(kind, least):
+    trace, untraced = run_examples(SPLIT[kind].build())
+    assert trace is not None and not untraced and len(trace.sources) > least
+
+
+def test_layers_whose_code_a_short_input_replaces_are_split_with_whole_outputs():
+    region = next(r for r in draw_up(SPLIT["sparse attention"].build(), 2, "auto").regions if r.sizes is not None)
+    assert region.gathered and "replaces 'bert.encoder.layer.0.attention.self' as it runs" in region.note
 
 
 class Fork(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.mesh.messages.collectives import check_divisible
-from lightning_megatron.mesh.parts.names import Parts, parent
+from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.parallelize.pairs.cut import candidates, proposals
 from lightning_megatron.parallelize.pairs.pair import regions_from_styles, regions_from_trace
 from lightning_megatron.parallelize.pairs.vocabulary import split_vocabulary, vocabulary_heads
@@ -241,6 +241,8 @@ def _settle(
     """
     if region.scope not in trace.calls or region.row not in trace.calls:
         return None, "it did not run on the tiny input"
+    if replaced := [name for name in trace.replaced if lies_in(name, region.scope)]:
+        return None, f"the model replaces {min(replaced)!r} as it runs"
     try:
         bench = Bench(region, trace)
     except Exception as error:  # the user's code may take another path when it runs again

@@ -12,7 +12,16 @@ from lightning_megatron.mesh.parts.boxes import Range, block_range, key_value_he
 from lightning_megatron.parallelize.reading.inputs import BATCH
 from lightning_megatron.parallelize.reading.trace import Call
 
-HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
+HEADS = (
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "num_attn_heads",
+    "num_query_heads",
+    "heads",
+)
 KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_head_kv", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "d_head")
 GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "n_groups")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ BATCH, LENGTH = 2, 11
 """Batch size and sequence length of the tiny input; neither is a usual number of heads."""
 
 _MOST_OWN_SIZES = 8
+
+_SIGNALS = ("pixel_values", "input_features", "input_values", "past_values")
 
 SHORT_LENGTHS = (7, 5, 3)
 """For modules that cannot take a sequence of `LENGTH`, such as some with tables of relative positions."""
@@ -58,11 +61,25 @@ def run_examples(module: nn.Module, example: Any = None) -> tuple[Trace | None, 
         return _merge(module, [_given(example)]), ""
     models = hugging_face_models(module)
     if models:
-        guesses: list[list[Example]] = [[Example(name, (), _hugging_face_inputs(m))] for name, m in models.items()]
-        traces = [_first_that_runs(module, guess) for guess in guesses]
+        traces = [_of_model(module, name, model) for name, model in models.items()]
         found = [t for t, _ in traces if t is not None]
         return (_join(found), "") if found else (None, traces[0][1])
     return _first_that_runs(module, _guesses(module))
+
+
+def _of_model(module: nn.Module, name: str, model: Any) -> tuple[Trace | None, str]:
+    """Of a Hugging Face model: the trace of the whole or, where no guess runs, of the models that it is made of."""
+    found = _first_that_runs(module, (Example(name, (), inputs) for inputs in _hugging_face_inputs(model)))
+    if found[0] is not None:
+        return found
+    inner = [_of_model(module, f"{name}.{part}" if name else part, m) for part, m in _models_inside(model).items()]
+    traces = [trace for trace, _ in inner if trace is not None]
+    return (_join(traces), "") if traces else found
+
+
+def _models_inside(model: nn.Module) -> dict[str, Any]:
+    found = {name: hugging_face_models(child) for name, child in model.named_children()}
+    return {f"{at}.{name}".rstrip("."): inner for at, models in found.items() for name, inner in models.items()}
 
 
 def _given(example: Any) -> Example:
@@ -122,6 +139,7 @@ def _prefixed(found: Trace, prefix: str) -> Trace:
         {full(p) for p in found.loose},
         {full(n) for n in found.on_inputs},
         [full(n) for n in found.roots],
+        {full(n) for n in found.replaced},
     )
 
 
@@ -136,6 +154,7 @@ def _join(traces: list[Trace]) -> Trace:
         joined.loose |= found.loose
         joined.on_inputs |= found.on_inputs
         joined.roots += found.roots
+        joined.replaced |= found.replaced
     return joined
 
 
@@ -152,23 +171,39 @@ def token_ids(module: nn.Module, vocabulary: int, length: int = LENGTH) -> Tenso
     return (ids % max(1, vocabulary)).view(BATCH, length)
 
 
-def _hugging_face_inputs(model: Any) -> dict[str, Any]:
+def _hugging_face_inputs(model: Any) -> Iterator[dict[str, Any]]:
+    """Token ids, images or sounds; ids with the others that its forward may take, where it needs both."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     ids = token_ids(model, getattr(config, "vocab_size", 8))
-    if model.main_input_name != "input_ids":
-        return _signals(model, ids)
+    taken = inspect.signature(model.forward).parameters
+    if model.main_input_name != "input_ids" or "input_ids" not in taken:
+        yield _signals(model, ids)
+        return
+    options: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     if getattr(model.config, "is_encoder_decoder", False):
-        return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
-    return {"input_ids": ids, "use_cache": False} if hasattr(config, "use_cache") else {"input_ids": ids}
+        options = {"decoder_input_ids": ids, "use_cache": False}
+    yield {"input_ids": ids, **options}
+    others = {name: _signal(model, name) for name in _SIGNALS if name in taken}
+    if others:
+        yield {"input_ids": ids, **others, **options}
+
+
+def _signal(model: Any, name: str) -> Tensor | None:
+    """A random image, sound or series of the size in the configuration; ``None`` where it says none."""
+    shape = _signal_shape(name, model.config)
+    if shape is None:
+        return None
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(*_device_and_dtype(model))
 
 
 def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
     """Random images or sounds of the size in the configuration, with token ids for a decoder if there is one."""
-    name, device_and_dtype = model.main_input_name, _device_and_dtype(model)
-    shape = _signal_shape(name, model.config)
-    if shape is None:
+    taken, name = inspect.signature(model.forward).parameters, model.main_input_name
+    if name not in taken:  # inherited from the base class
+        name = next((each for each in _SIGNALS if each in taken), name)
+    values = _signal(model, name)
+    if values is None:
         return dict(model.dummy_inputs)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(*device_and_dtype)
     decoder = {"decoder_input_ids": ids, "use_cache": False} if model.config.is_encoder_decoder else {}
     return {name: values, **decoder}
 
@@ -179,6 +214,8 @@ def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 64)
         return (BATCH, getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
+    if name == "past_values":
+        return BATCH, getattr(config, "context_length", 32), getattr(config, "num_input_channels", 1)
     frames = 2 * getattr(config, "max_source_positions", 50)
     bins = getattr(config, "num_mel_bins", 80)
     if name == "input_values":

@@ -60,6 +60,7 @@ class Trace:
         on_inputs: layers whose input was computed from an input of the traced module that requires a gradient (see
             `trace`), with no other layer in between.
         roots: names of the modules that were run.
+        replaced: names under which the forward has put other modules than it found.
     """
 
     calls: dict[str, Call] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Trace:
     loose: set[str] = field(default_factory=set)
     on_inputs: set[str] = field(default_factory=set)
     roots: list[str] = field(default_factory=lambda: [""])
+    replaced: set[str] = field(default_factory=set)
 
     def readers(self, name: str) -> set[str]:
         """Layers whose input was computed from the output of ``name``."""
@@ -117,18 +119,22 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
     result, nodes = Trace(), Nodes()
 
     tagged = _tagged_names(module)
+    found: _Names = {}
+    alive: list[nn.Module] = []  # so that no other module gets an identity of theirs
 
     def watch(copied: nn.Module) -> None:
-        names = {id(m): (name, module.get_submodule(name)) for name, m in copied.named_modules()}
+        found.update({id(m): (name, module.get_submodule(name)) for name, m in copied.named_modules()})
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         for m in copied.modules():
-            m.register_forward_pre_hook(_before(result, names, nodes, tagged), with_kwargs=True)
-            m.register_forward_hook(_after(result, names, nodes, tagged), with_kwargs=True)
+            alive.append(m)
+            m.register_forward_pre_hook(_before(result, found, nodes, tagged), with_kwargs=True)
+            m.register_forward_hook(_after(result, found, nodes, tagged), with_kwargs=True)
 
     with torch.enable_grad():
         copied, output = Replay(module, args, kwargs).run(watch)
         results = [x.grad_fn for x in tensors_left(copied, output) if x.grad_fn is not None]
+    result.replaced = {name for name, m in copied.named_modules() if id(m) not in found}
     named = {id(parameter): name for name, parameter in copied.named_parameters()}
     for name, call in result.calls.items():
         if name in tagged and call.tensors:
