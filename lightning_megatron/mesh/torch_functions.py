@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -25,6 +26,19 @@ def getters(*names: str) -> list[Any]:
 def setters(*names: str) -> list[Any]:
     """The same where these attributes are written."""
     return [getattr(Tensor, name).__set__ for name in names]
+
+
+METADATA = {
+    *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
+    *getters("_backward_hooks"),
+    *setters("_backward_hooks"),
+    *getters("is_nested", "is_mkldnn", "_version", "output_nr", "itemsize", "nbytes", "is_cpu"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+    *(Tensor.__len__, Tensor.__hash__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What torch is asked of a tensor without a look at its numbers."""
 
 
 def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:

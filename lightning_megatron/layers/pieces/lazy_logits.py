@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.layers.pieces.head_rows import HeadRows, Pieces, casting_of
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
-from lightning_megatron.layers.whole.base import METADATA, ShownFirst
+from lightning_megatron.layers.whole.gathered_views import ShownFirst
 from lightning_megatron.mesh.autograd import version_of
-from lightning_megatron.mesh.torch_functions import is_in_place, name_of
+from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
 
 
 class LazyLogits(ShownFirst, WholeTensor):

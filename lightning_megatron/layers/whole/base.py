@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_megatron.layers.whole.gathered_views import GatheredCopy, ShownFirst, note_write, view_of, writes_of
 from lightning_megatron.layers.whole.split_dim import SplitDim
-from lightning_megatron.mesh.torch_functions import getters, is_in_place, name_of, setters
+from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
 
 Rule = Callable[..., Any]
 """``rule(func, *args, **kwargs)``: the result, or raises `NeedsWhole`."""
@@ -43,10 +44,6 @@ _log = logging.getLogger(__name__)
 
 class NeedsWhole(Exception):
     """No rule computes this from the parts."""
-
-
-class ShownFirst:
-    """Mixin: a tensor that stands for a whole one, and answers for all arguments before a `WholeTensor` does."""
 
 
 class WholeTensor(torch.Tensor):
@@ -107,6 +104,11 @@ class WholeTensor(torch.Tensor):
         return self.spread.take_held(whole, dim, block)
 
     @property
+    def writes(self) -> int:
+        """How often the memory of the part was written to, on any rank."""
+        return writes_of(self._local)
+
+    @property
     def is_by_rows(self) -> bool:
         """Whether each vector along the last dim is here as a whole, or not at all."""
         return self.along < self.ndim - 1
@@ -116,8 +118,14 @@ class WholeTensor(torch.Tensor):
         alike = self.shape == other.shape and self.along == other.along and self.spread == other.spread
         return alike and self._local.shape == other._local.shape
 
+    def take_from(self, whole: Tensor) -> None:
+        """Hold this rank's part of a changed copy: [.., length, ..]."""
+        self.held().copy_(self.part_of(whole))
+        self.changed()
+
     def changed(self) -> None:
         """Follow a change of the local part in place: in autograd's graph, and in the count of versions."""
+        note_write(self._local)
         if self._local.requires_grad and torch.is_grad_enabled():
             _supersede(self)
             _Reshow.apply(self, self._local)
@@ -212,8 +220,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
     found = func(*args, **kwargs)
     if shown and shown[0].spread.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
         raise RuntimeError(f"`{name_of(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
-    memory = {whole.untyped_storage()._cdata for whole in wholes.values()}
-    return tree_map(lambda value: read_only(value, memory), found)
+    copies = {wholes[id(tensor)].untyped_storage()._cdata: GatheredCopy(tensor, wholes[id(tensor)]) for tensor in shown}
+    return tree_map(lambda value: view_of(value, copies), found)
 
 
 def one_at_a_time(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -236,14 +244,14 @@ def _in_place(func: Any, target: WholeTensor, *args: Any, **kwargs: Any) -> Whol
             f"`{name_of(func)}` changes the shape {tuple(target.shape)} of a split tensor to {tuple(whole.shape)} in "
             f"place; use `{name_of(func).rstrip('_')}` and its result."
         )
-    target.held().copy_(target.part_of(whole))
-    target.changed()
+    target.take_from(whole)
     return target
 
 
 def _write(target: WholeTensor, whole: Tensor) -> None:
     with torch.no_grad():
         target.held().copy_(target.part_of(whole))
+    note_write(target._local)
 
 
 def _whole_values(shown: WholeTensor) -> Tensor:
@@ -261,44 +269,6 @@ def _note(func: Any, shown: list[WholeTensor]) -> None:
             "`%s` reads a tensor of shape %s that is split over %d ranks: it is gathered each time, %.1f MB.",
             *(name, tuple(tensor.shape), tensor.spread.group.size(), tensor.numel() * tensor.element_size() / 1e6),
         )
-
-
-class _ReadOnly(torch.Tensor):
-    """A view of a gathered copy. Writing into it would not reach the split tensor, so that is refused."""
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
-            return NotImplemented
-        written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        if is_in_place(func, kwargs) and name_of(func) not in _HARMLESS and any(isinstance(v, cls) for v in written):
-            raise RuntimeError(
-                f"`{name_of(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
-                "gathered copy: the tensor would not change. Index it in the assignment itself "
-                "(`logits[..., 3] = 0.0`), or `clone()` the view."
-            )
-        if any(issubclass(kind, WholeTensor) for kind in types):
-            return NotImplemented  # its rules know what to do with this one
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = {value.untyped_storage()._cdata for value in args if isinstance(value, cls)}
-            return tree_map(lambda value: read_only(value, memory), func(*args, **kwargs))
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
-
-
-def read_only(value: Any, memory: Iterable[int]) -> Any:
-    """A tensor in one of these memories as one that cannot be written; anything else as an ordinary one."""
-    if not isinstance(value, Tensor) or isinstance(value, WholeTensor):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        if value.layout != torch.strided or value.untyped_storage()._cdata not in memory:
-            return value.as_subclass(Tensor) if type(value) is _ReadOnly else value
-        return value.as_subclass(_ReadOnly)
 
 
 class _Show(torch.autograd.Function):
@@ -381,14 +351,4 @@ def _enter(shown: WholeTensor) -> None:
     shown._entered = node
 
 
-T = Tensor
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_HARMLESS = {"requires_grad_", "detach_"}
-METADATA = {
-    *getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
-    *getters("_backward_hooks"),
-    *setters("_backward_hooks"),
-    *getters("is_nested", "is_mkldnn", "_version", "output_nr", "itemsize", "nbytes", "is_cpu"),
-    *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.is_floating_point, T.is_complex, T.element_size, T.__len__),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, T.get_device, T.__hash__, T.stride, T.is_contiguous),
-}

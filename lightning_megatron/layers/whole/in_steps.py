@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import RULES, SplitDim, WholeTensor
 from lightning_megatron.layers.whole.around_calls import Entering, Leaving, Read, around_calls, readers_of
-from lightning_megatron.layers.whole.base import one_at_a_time, read_only
+from lightning_megatron.layers.whole.base import one_at_a_time
+from lightning_megatron.layers.whole.gathered_views import view_of
 from lightning_megatron.layers.whole.parameter_parts import CutToPart, Gathered, GatheredForEach, ParameterParts
 from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
@@ -306,7 +307,7 @@ class StepView:
             return WholeWeight.show(local, SplitDim(self._group, entry.parts.shape[entry.dim]), entry.dim)
         gathered: Any = Gathered if entry.parts.same_loss is None else GatheredForEach
         whole = cast(Tensor, gathered.apply(local, entry.parts, partial(self._gather, entry, entry.parts, gradient)))
-        return cast(Tensor, read_only(whole, {whole.untyped_storage()._cdata}))
+        return cast(Tensor, view_of(whole, {whole.untyped_storage()._cdata: None}))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.layers.whole import WholeTensor
-from lightning_megatron.layers.whole.base import ShownFirst
+from lightning_megatron.layers.whole.gathered_views import ShownFirst
 from lightning_megatron.layers.whole.seen_kinds import NATIVE
 
 

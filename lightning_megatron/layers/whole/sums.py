@@ -1,4 +1,4 @@
-"""Rules for reductions over the dim that is cut, and for products that contract it.
+"""Rules along the dim that is cut: reductions, losses, values at chosen indices, and products that contract it.
 
 Every rank reduces what it holds, and one all-reduce puts the results together: they are whole, on every rank. 16-bit
 parts are added up in float32 and rounded once.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 
@@ -107,10 +108,75 @@ def _product(func: Any, left: Any, right: Any, bias: Any = None) -> Any:
     return left.from_held(func(left.held(), left.spread.shared(right), *options))
 
 
+_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def _options(input: Any, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Options of a loss over classes, where its classes are what is cut."""
+    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
+        raise NeedsWhole
+    classes = 0 if not isinstance(input, WholeTensor) or input.ndim == 1 else 1
+    if not isinstance(input, WholeTensor) or isinstance(target, WholeTensor) or input.along != classes:
+        raise NeedsWhole
+    if target.is_floating_point():
+        raise NeedsWhole
+    return options
+
+
+def _cross_entropy(func: Any, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    options = _options(input, target, args, kwargs)
+    local, split = input.local().movedim(input.along, -1), input.spread
+    place = {"group": split.group, "vocabulary": split.length, "span": split.span(local.shape[-1])}
+    return vocab_parallel_cross_entropy(local, target, **options, **place)
+
+
+def _nll_loss(func: Any, input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Loss of log-probabilities: those of the targets are looked up where they are."""
+    options = _options(input, target, args, kwargs)
+    weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
+    reduction = options.get("reduction", "mean")
+    kept = target != ignore_index
+    classes = target.where(kept, 0)
+    picked = values_at(input, classes.unsqueeze(input.along)).squeeze(input.along)
+    factor = kept.to(picked.dtype) if weight is None else weight.to(picked.dtype)[classes].where(kept, 0)
+    loss: Tensor = -picked.where(kept, 0) * factor
+    if reduction == "none":
+        return loss
+    total: Tensor = loss.sum()
+    return total / factor.sum() if reduction == "mean" else total
+
+
+def values_at(model: WholeTensor, index: Tensor) -> Tensor:
+    """``gather`` along the cut dim; the same on every rank. index: [.., n, ..] -> [.., n, ..].
+
+    Raises:
+        IndexError: an index outside of the dim.
+    """
+    dim, length = model.along, model.spread.length
+    if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
+        raise IndexError(f"index {int(index.max())} is out of bounds for dimension {dim} with size {length}")
+    start, held = model.spread.span(model.local().shape[dim])
+    here = (index >= start) & (index < start + held)
+    found = model.local().gather(dim, (index - start).where(here, 0))
+    return model.spread.summed(found.where(here, 0))
+
+
+def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(model, WholeTensor) or isinstance(index, WholeTensor) or kwargs or not isinstance(dim, int):
+        raise NeedsWhole
+    if dim % model.ndim != model.along or not model.is_floating_point():
+        raise NeedsWhole
+    return values_at(model, index)
+
+
 T = Tensor
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((T.sum, torch.sum, T.mean, torch.mean), _reduction),
     **dict.fromkeys((T.logsumexp, torch.logsumexp), _logsumexp),
     **dict.fromkeys((T.softmax, torch.softmax, F.softmax, T.log_softmax, torch.log_softmax, F.log_softmax), _softmax),
     **dict.fromkeys((F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), _product),
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    **dict.fromkeys((torch.gather, T.gather), _gather),
 }

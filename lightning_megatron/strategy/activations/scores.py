@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.layers.whole import WholeTensor
-from lightning_megatron.layers.whole.base import METADATA
-from lightning_megatron.mesh.torch_functions import getters, name_of
+from lightning_megatron.mesh.torch_functions import METADATA, getters, name_of
 from lightning_megatron.strategy.activations.token_rows import LayerScope, RowShards
 
 T = Tensor

@@ -1,0 +1,155 @@
+"""Views of gathered copies of split tensors.
+
+A view along the cut dim (``logits[..., 3]``) is one of a copy that was gathered. What is written into it
+(``scores[:, 3] -= 1.0``) reaches the split tensor: each rank takes its part of the copy afterwards. What is written
+into the split tensor reaches the view: the copy is gathered again before the view is used. Writes are counted by
+memory, so that those by another view of it are seen. Where gradients are taken, both are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
+
+_HARMLESS = {"requires_grad_", "detach_"}
+_WRITES = WeakKeyDictionary[torch.UntypedStorage, int]()
+
+
+def note_write(local: Tensor) -> None:
+    """Count a write into a split tensor, on all its ranks: those that hold nothing of what is written, too."""
+    memory = local.untyped_storage()
+    _WRITES[memory] = _WRITES.get(memory, 0) + 1
+
+
+def writes_of(local: Tensor) -> int:
+    """How many were counted, by any view of the part's memory."""
+    return _WRITES.get(local.untyped_storage(), 0)
+
+
+class ShownFirst:
+    """Mixin: a tensor that stands for a whole one, and answers for all arguments before a split one does."""
+
+
+class Split(Protocol):
+    """What a view needs to know of a split tensor."""
+
+    @property
+    def writes(self) -> int:
+        """How often its memory was written to."""
+
+    def full(self) -> Tensor:
+        """The whole tensor."""
+
+    def take_from(self, whole: Tensor) -> None:
+        """Hold this rank's part of ``whole``."""
+
+
+class GatheredCopy:
+    """A gathered copy.
+
+    Args:
+        split: of which tensor.
+        whole: the copy.
+    """
+
+    def __init__(self, split: Split, whole: Tensor) -> None:
+        self._split, self._whole, self._writes = split, whole, split.writes
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether gradients are taken of it."""
+        return self._whole.requires_grad and torch.is_grad_enabled()
+
+    def renew(self, func: Callable[..., Any]) -> None:
+        """Let a copy be what the split tensor is, before ``func`` uses it."""
+        if self._writes == self._split.writes:
+            return
+        if self.in_graph:
+            raise RuntimeError(
+                f"`{name_of(func)}` uses a view of a tensor that is split over ranks and was written to since the view "
+                "was taken; take the view again behind the write."
+            )
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._whole.copy_(self._split.full())
+        self._writes = self._split.writes
+
+    def write(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Let ``func`` write into a view of the copy, and the split tensor follow."""
+        with torch._C.DisableTorchFunctionSubclass():
+            func(*args, **kwargs)
+        self._split.take_from(self._whole)
+        self._writes = self._split.writes
+
+
+class GatheredView(torch.Tensor):
+    """A view of a gathered copy."""
+
+    _copy: GatheredCopy | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if len(types) > 1 and any(issubclass(kind, ShownFirst) for kind in types):
+            return NotImplemented
+        if func not in METADATA:
+            for view in _views((args, kwargs)):
+                if view._copy is not None:
+                    view._copy.renew(func)
+        written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        in_place = is_in_place(func, kwargs) and name_of(func) not in _HARMLESS
+        if (in_place and any(isinstance(v, cls) for v in written)) or any(_views(kwargs.get("out"))):
+            return _written(func, args, kwargs)
+        if any(hasattr(kind, "take_from") for kind in types):
+            return NotImplemented  # a split tensor's rules know what to do with this one
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {value.untyped_storage()._cdata: value._copy for value in args if isinstance(value, cls)}
+            return tree_map(lambda value: view_of(value, memory), func(*args, **kwargs))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+def _views(values: Any) -> Iterator[GatheredView]:
+    return (value for value in tree_leaves(values) if isinstance(value, GatheredView))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    target = args[0] if args and kwargs.get("out") is None else None
+    copy = target._copy if isinstance(target, GatheredView) else None
+    if copy is None or copy.in_graph:
+        raise RuntimeError(
+            f"`{name_of(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
+            "gathered copy: the tensor would not change. Index it in the assignment itself "
+            "(`logits[..., 3] = 0.0`), or `clone()` the view."
+        )
+    rest, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args[1:], kwargs))
+    copy.write(func, (target, *rest), kwargs)
+    return target
+
+
+def view_of(value: Any, copies: Mapping[int, GatheredCopy | None]) -> Any:
+    """A tensor in the memory of a copy as a view of it; anything else as an ordinary one.
+
+    Args:
+        value: what a function gave.
+        copies: by where their memory is; ``None`` where writing into a view is refused.
+    """
+    if not isinstance(value, Tensor) or hasattr(type(value), "take_from"):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        place = value.untyped_storage()._cdata if value.layout == torch.strided else 0
+        if place not in copies:
+            return value.as_subclass(Tensor) if type(value) is GatheredView else value
+        view = value.as_subclass(GatheredView)
+        view._copy = copies[place]
+        return view
