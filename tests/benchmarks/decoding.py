@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from tests.generation.side_by_side import NEW, timed
+from tests.generation.side_by_side import NEW, filled, timed
 from tests.harness import run_job
 
 
@@ -20,7 +20,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.decoding", description=__doc__)
     parser.add_argument("--stages", default="2,4", help="comma-separated")
     parser.add_argument("--unit", type=float, default=0.05, help="seconds that a stage sleeps")
+    parser.add_argument("--prefill", action="store_true", help="the time to the first tokens, prompts one at a time")
     arguments = parser.parse_args()
+    if arguments.prefill:
+        _prefill(list(map(int, arguments.stages.split(","))), arguments.unit)
+        return
     print("stages  batches  one group   together      ideal   against one group, of stages   per turn: above, computed")
     for stages in map(int, arguments.stages.split(",")):
         batches = 4 * stages
@@ -33,6 +37,16 @@ def main() -> None:
             f" {gain / stages:10.0%}   {(together - ideal) / turns * 1e3:12.1f} ms {computed / turns * 1e3:6.1f} ms",
             flush=True,
         )
+
+
+def _prefill(counts: list[int], unit: float) -> None:
+    """Whole batches of four prompts, as many as stages, and one prompt at a time; a prompt takes ``unit`` per stage."""
+    print("stages  whole batches  one prompt at a time      ideal")
+    for stages in counts:
+        outcomes = run_job(filled, stages, stages, unit, deadline=380.0)
+        whole, apart = (max(times) for times in zip(*(outcome.value for outcome in outcomes), strict=True))
+        ideal = (4 * stages + stages - 1) * unit, 4 * (2 * stages - 1) * unit
+        print(f"{stages:6d} {whole:12.2f} s {apart:19.2f} s {ideal[1]:8.2f}, {ideal[0]:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

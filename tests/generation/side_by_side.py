@@ -21,38 +21,45 @@ ROWS, NEW = 2, 8
 
 
 class _Slow(nn.Module):
-    """A layer's feed-forward part, which takes its time."""
+    """A layer's feed-forward part, which takes its time.
 
-    def __init__(self, part: nn.Module, seconds: float) -> None:
+    Args:
+        part: the part.
+        seconds: of a call.
+        by_tokens: whether a call of more than one token takes so long for each row and token.
+    """
+
+    def __init__(self, part: nn.Module, seconds: float, by_tokens: bool) -> None:
         super().__init__()
-        self.part, self.seconds = part, seconds
+        self.part, self.seconds, self.by_tokens = part, seconds, by_tokens
 
     def forward(self, x: Tensor) -> Any:
-        time.sleep(self.seconds)
+        rows, tokens = x.shape[:2]
+        time.sleep(self.seconds * (rows * tokens if self.by_tokens and tokens > 1 else 1))
         return self.part(x)
 
 
 class Decoder(pl.LightningModule):
     """One layer per stage, which sleeps."""
 
-    def __init__(self, stages: int, seconds: float) -> None:
+    def __init__(self, stages: int, seconds: float, by_tokens: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
         config = LlamaConfig(vocab_size=32, num_hidden_layers=stages, pad_token_id=0, eos_token_id=None, **sizes)
         self.model = LlamaForCausalLM(config).eval()
         for layer in self.model.model.layers:
-            layer.mlp = _Slow(layer.mlp, seconds)
+            layer.mlp = _Slow(layer.mlp, seconds, by_tokens)
 
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
         return self.model(batch).logits
 
 
-def decoder(info: RankInfo, stages: int, seconds: float) -> Any:
+def decoder(info: RankInfo, stages: int, seconds: float, by_tokens: bool = False) -> Any:
     """A strategy whose module has been set up, with a layer on each stage."""
     strategy = MegatronStrategy(pipeline_parallel_size=stages, pipeline_split=[1] * stages)
     trainer = make_trainer(info, strategy)
-    trainer.predict(Decoder(stages, seconds), DataLoader(torch.ones(2, 3, dtype=torch.long), batch_size=2))  # type: ignore[arg-type]
+    trainer.predict(Decoder(stages, seconds, by_tokens), DataLoader(torch.ones(2, 3, dtype=torch.long), batch_size=2))  # type: ignore[arg-type]
     return strategy
 
 
@@ -80,6 +87,19 @@ def timed(info: RankInfo, stages: int, seconds: float, batches: int) -> Timed:
         strategy.generate(prompts, batch_size=ROWS, groups=groups, max_new_tokens=NEW, do_sample=False)
         found.append((time.perf_counter() - begun, time.process_time() - computed))
     return Timed(found[1][0], *found[2])
+
+
+def filled(info: RankInfo, stages: int, seconds: float) -> tuple[float, float]:
+    """Seconds to the first token of as many batches of four prompts as there are stages, where a row of a prompt's
+    tokens takes ``seconds``: whole batches, and one prompt at a time."""
+    strategy, longest = decoder(info, stages, seconds / 8, by_tokens=True), 9
+    prompts = [[1 + (row + at) % 7 for at in range(longest)] for row in range(4 * stages)]
+    found = []
+    for size in (None, None, 1):  # the first one connects
+        begun = time.perf_counter()
+        strategy.generate(prompts, batch_size=4, prefill_batch_size=size, max_new_tokens=1, do_sample=False)
+        found.append(time.perf_counter() - begun)
+    return found[1], found[2]
 
 
 def counted(info: RankInfo, stages: int, batches: int, groups: int) -> tuple[int, int] | None:

@@ -95,6 +95,35 @@ def test_tokens_depend_on_neither_pieces_of_prompts_nor_groups(
     assert [line["tokens"] for line in found] == expected(folder, TEXTS, 2, max_new_tokens=6, **options)
 
 
+@pytest.mark.parametrize(
+    ("mode", "family", "sizes", "more"),
+    [
+        ("sampled", "llama", (1, 2, 1), ()),
+        *(
+            pytest.param(*row, marks=wide)
+            for row in (
+                ("greedy", "llama", (1, 1, 1), ()),
+                ("beams", "llama", (1, 2, 1), ()),
+                ("sampled", "llama", (2, 2, 1), ("--prefill-chunk", "2")),
+                ("beams", "gemma3", (1, 2, 1), ()),
+                ("greedy", "mistral", (2, 1, 1), ()),
+                ("greedy", "gpt2", (1, 2, 2), ("--out", "out.jsonl")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_batches_of_prefill(
+    mode: str, family: str, sizes: tuple[int, int, int], more: tuple[str, ...], prompts: Path, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "model", family)
+    (flags, options), out = FLAGS[mode], tmp_path / "out.jsonl"
+    more = ("--batch", "4", "--prefill-batch", "2", *(str(out) if part == "out.jsonl" else part for part in more))
+    first, *_ = run(folder, prompts, sizes, *flags, *more, *(() if "--out" in more else ("--json",)))
+    found = lines_of(out.read_text() if "--out" in more else first.output)
+    assert [line["tokens"] for line in found] == expected(folder, TEXTS, 4, max_new_tokens=6, **options)
+
+
 @pytest.mark.parametrize(("sizes", "count"), [((1, 2, 2), 7), pytest.param((1, 1, 2), 1, marks=wide)])
 def test_replicas_share_the_prompts_and_write_one_file(
     folder: Path, prompts: Path, sizes: tuple[int, int, int], count: int, tmp_path: Path
@@ -281,6 +310,9 @@ def test_a_failure_in_one_group_ends_the_others(fails: str) -> None:
                 ([[1]], {"streamer": None}, "`streamer` cannot be given"),
                 ([[1]], {"groups": 0}, "`groups=0` must be 'auto' or the number of batches in flight"),
                 ([[1]], {"batch_size": 0}, "`batch_size=0` must be at least 1"),
+                ([[1]], {"prefill_batch_size": 0}, "`prefill_batch_size=0` must be at least 1"),
+                ([[1]], {"prefill_batch_size": 1, "use_cache": False}, "puts key-value caches that grow together"),
+                ([[1]], {"prefill_batch_size": 1, "cache_implementation": "static"}, "a dynamic cache"),
                 ([[1]], {"max_new_tokens": 0}, "`max_new_tokens=0` must be at least 1"),
                 ([[1]], {"cache_implementation": "quantized"}, "'quantized'` is not supported under a pipeline"),
             )

@@ -26,6 +26,7 @@ def continue_prompts(
     max_new_tokens: int = 64,
     batch_size: int = 8,
     groups: int | str = "auto",
+    prefill_batch_size: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> list[Any]:
@@ -44,6 +45,8 @@ def continue_prompts(
         batch_size: prompts at a time, of each replica.
         groups: how many batches a pipeline has under way at once, so that its stages do not wait for each other;
             by default as many as there are stages. Each keeps a cache of its own. Tokens do not depend on it.
+        prefill_batch_size: prompts at a time before the first token of a batch, fewer than in it, so that stages wait
+            less for the first of them; see :mod:`.prefill`.
         seed: of random numbers.
         options: of the model's ``generate``.
 
@@ -60,7 +63,7 @@ def continue_prompts(
     places = groups_of(groups, layout.pipeline)
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     options = {**options, "max_new_tokens": max_new_tokens}
-    requests = Requests(asked, ids, batch_size, seed, options, layout.pipeline, tokenizer)
+    requests = Requests(asked, ids, batch_size, seed, options, layout.pipeline, tokenizer, prefill_batch_size)
     found: dict[int, list[int]] = {}
     run.engine.model_gradients.finish_gather()
     streamed = run.assembled.streamed.windows.step() if run.assembled.streamed is not None else nullcontext()
@@ -75,7 +78,7 @@ def continue_prompts(
 
 
 def _continue(model: Any, requests: Requests, batch: int, device: torch.device, found: dict[int, list[int]]) -> None:
-    found |= requests.found(batch, model.generate(**requests.begin(batch, device)))
+    found |= requests.found(batch, model.generate(**requests.prefilled(model, batch, device)))
 
 
 def groups_of(given: int | str, stages: int) -> int:

@@ -52,6 +52,7 @@ class Job:
         as_json: print JSON rather than text.
         stream: where weights wait until their layer runs, ``"cpu"`` or ``"disk"``; ``None`` for memory.
         groups: batches that a pipeline has under way at once.
+        prefill: prompts at a time before the first token of a batch; ``None`` for all of it.
     """
 
     weights: str
@@ -70,6 +71,7 @@ class Job:
     as_json: bool = False
     stream: str | None = None
     groups: int = 1
+    prefill: int | None = None
 
     def build(self) -> Any:
         """The model without memory."""
@@ -99,7 +101,7 @@ class Job:
     def requests(self, model: Any) -> Requests:
         """The prompts, checked."""
         stages = self.sizes["pipeline_parallel_size"]
-        return Requests(model, self.ids, self.batch, self.seed, self.options, stages, self.tokenizer)
+        return Requests(model, self.ids, self.batch, self.seed, self.options, stages, self.tokenizer, self.prefill)
 
 
 class Completer(pl.LightningModule):
@@ -148,7 +150,7 @@ class Completer(pl.LightningModule):
         run_tasks(self, tasks, self.job.groups)
 
     def _continue(self, number: int) -> None:
-        tokens = self.model.generate(**self.requests.begin(number, self.device))
+        tokens = self.model.generate(**self.requests.prefilled(self.model, number, self.device))
         self.finished(self.requests.found(number, tokens))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.pipeline.repeated.caches import Caches
+from lightning_megatron.strategy.generation.prefill import check_prefill, prefilled
 
 _OURS = (
     *("inputs", "input_ids", "attention_mask", "max_length", "num_return_sequences", "return_dict_in_generate"),
@@ -35,6 +36,7 @@ class Requests:
         options: of the model's ``generate``, with ``max_new_tokens``.
         stages: of the pipeline.
         tokenizer: Hugging Face's, if the prompts come from one.
+        prefill: prompts at a time before the first token of a batch; ``None`` for all of it.
 
     Raises:
         ValueError: a prompt, an option, the tokenizer or the model's kind does not fit; the message says what.
@@ -49,8 +51,11 @@ class Requests:
         options: Mapping[str, Any],
         stages: int,
         tokenizer: Any = None,
+        prefill: int | None = None,
     ) -> None:
         self._prompts, self._size, self._seed, self._options = prompts, size, seed, dict(options)
+        self._prefill = prefill
+        check_prefill(prefill, model, options)
         _check_options(self._options, size)
         _check_kind(model, self._options, stages)
         _check_prompts(prompts, model.config, int(options["max_new_tokens"]), tokenizer)
@@ -67,6 +72,11 @@ class Requests:
     def rows(self, batch: int) -> range:
         """Numbers of the prompts in a batch."""
         return range(batch * self._size, min((batch + 1) * self._size, len(self._prompts)))
+
+    def prefilled(self, model: Any, batch: int, device: torch.device) -> dict[str, Any]:
+        """The arguments of :meth:`begin`; prompts are run first, if fewer at a time are asked for."""
+        given = self.begin(batch, device)
+        return given if self._prefill is None else prefilled(model, self._prefill, given)
 
     def begin(self, batch: int, device: torch.device) -> dict[str, Any]:
         """Seed the global generators for a batch, and make the arguments of ``generate``.

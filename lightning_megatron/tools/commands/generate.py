@@ -35,6 +35,9 @@ def generate(
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Run prompts in pieces of so many tokens, between the tokens of others.")
     ] = None,
+    prefill_batch: Annotated[
+        int | None, typer.Option(min=1, help="Run prompts so many at a time, fewer than tokens are decoded in.")
+    ] = None,
     sample: Annotated[
         bool | None, typer.Option("--sample/--greedy", help="By default as the model's generation config says.")
     ] = None,
@@ -77,7 +80,7 @@ def generate(
         ids = [words(text)["input_ids"] for text in texts]
         kind, about = _dtype(dtype, config), (asked, as_json)
         given = source, config, kind, generation, words, texts, ids, batch, seed, options, sizes, out, *about, stream
-        job = Job(*given, groups_of(groups or "auto", pipeline))
+        job = Job(*given, groups_of(groups or "auto", pipeline), prefill_batch)
         model = job.build()
         job.requests(model)
         job.check_weights(model)
