@@ -16,7 +16,7 @@ from tests.harness import one_process, run_trainers
 wide = pytest.mark.wide
 FAMILIES = (
     *("llama", "gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2", "gpt_neox"),
-    "starcoder2",
+    *("starcoder2", "bloom", "falcon", "mixtral"),
 )
 Sizes = tuple[int, int, int]
 
@@ -73,7 +73,7 @@ def test_streaming_of_a_family(family: str, sizes: Sizes, tmp_path: Path) -> Non
     ("others", "sizes"),
     [
         *(({"mlp_chunks": 2}, sizes) for sizes in ((1, 1, 1), (2, 1, 1), (1, 1, 2))),
-        *(({"activation_offload": "all"}, sizes) for sizes in ((1, 1, 1), (1, 1, 2))),
+        *(({"activation_offload": "all"}, sizes) for sizes in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1))),
     ],
     ids=str,
 )

@@ -195,15 +195,15 @@ class StreamedWindows:
         if self._latest is not None:
             self._next[self._latest.number] = window
         self._latest = window
+        wanted = self._following(window)
+        for number in set(self._reading) - {other.number for other in wanted} - {window.number}:
+            self._drop(number)  # before another one takes memory
         under_way = self._reading.pop(window.number, None)
         if under_way is None:
             self._count(window.size)
             values = self.read(window.names)
         else:
             values = under_way.result()
-        wanted = self._following(window)
-        for number in set(self._reading) - {other.number for other in wanted}:
-            self._drop(number)
         for other in wanted:
             if other.number not in self._reading:
                 self._count(other.size)

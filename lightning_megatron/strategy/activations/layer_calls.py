@@ -91,7 +91,9 @@ class HostCall(Wrapper):
         """Storages of the tensors that the layer uses and does not make."""
         module: nn.Module = self.module
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor) in _PLAIN]
-        return {memory_of(x) for x in (*own, *(x for x in inputs if not x.requires_grad and x is not inputs[0]))}
+        with torch._C.DisableTorchFunction():  # no use of the weights, which would bring them here before their layer
+            weights = {memory_of(x) for x in own}
+        return weights | {memory_of(x) for x in inputs if not x.requires_grad and x is not inputs[0]}
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
