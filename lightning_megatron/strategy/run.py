@@ -306,10 +306,11 @@ class Run:
         with self._everyone:
             self.saving.save(checkpoint, path, storage_options)
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The whole module's state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
+    def whole_state(self, keeps: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+        """The whole module's state, or tensors of some names, on the CPU of global rank 0, an empty dict elsewhere;
+        collective over all ranks."""
         with self._everyone:
-            return self.saving.weights.whole()
+            return self.saving.weights.whole(keeps)
 
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""

@@ -42,6 +42,7 @@ from lightning_megatron.strategy.options import options as given
 from lightning_megatron.strategy.options.documented import documents_options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.run import Run, report_of
+from lightning_megatron.strategy.saving.adapter_folder import save_adapter
 from lightning_megatron.strategy.saving.before_run import is_whole, save_before_run
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO, megatron_checkpoint_io
 from lightning_megatron.strategy.start import start_run
@@ -75,6 +76,7 @@ class MegatronStrategy(ParallelStrategy):
     records_timeline = property(lambda self: self.options.engine().record_timeline)
     generate, memory_report, measured_timeline = continue_prompts, memory_report, questions.measured_timeline
     gradient_norm, explain, rehearse = questions.gradient_norm, questions.explain, questions.rehearse
+    save_adapter = save_adapter
     restore_checkpoint_after_setup = True  # this rank must know which tensors it holds; see `restoring`
 
     def __init__(

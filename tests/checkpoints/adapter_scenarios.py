@@ -62,6 +62,10 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **LOW_RANK)
     if kind in ("prefix", "few prefix", "one"):
         return peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    if kind == "projected prefix":
+        return peft.PrefixTuningConfig(
+            num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
+        )
     if kind == "adalora":
         ranks = {"init_r": 4, "target_r": 2, "total_step": 6, "tinit": 0, "tfinal": 1, "init_lora_weights": False}
         return peft.AdaLoraConfig(target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **ranks)  # type: ignore[arg-type]
@@ -140,3 +144,20 @@ def held_by_training(info: RankInfo, kind: str, sizes: dict[str, Any]) -> tuple[
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     held = [sum(one.numel() * one.element_size() for one in found if one.numel() > 1) for found in (state, gradients)]
     return held[0], held[1]
+
+
+def saved_alone(info: RankInfo, kind: str, folder: str, sizes: dict[str, Any], adapter: str | None) -> tuple[str, Any]:
+    """What asking for an adapter that is not there raises; and, after two steps, the whole state. Saves the adapter in
+    a hook."""
+    strategy = MegatronStrategy(**sizes)
+    module = Adapted(kind)
+    module.on_train_end = lambda: strategy.save_adapter(folder, adapter)  # type: ignore[method-assign]
+    trainer = make_trainer(info, strategy, max_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module)
+    try:
+        strategy.save_adapter(folder, "absent")
+    except ValueError as error:
+        return str(error), strategy.full_state_dict()
+    return "nothing", None

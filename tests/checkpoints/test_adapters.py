@@ -12,16 +12,16 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_megatron.checkpoints.files.sources import load_whole
-from tests.checkpoints.adapter_scenarios import OTHERS, Adapted, base_of, held_by_training, train_adapter
+from tests.checkpoints.adapter_scenarios import OTHERS, Adapted, base_of, held_by_training, saved_alone, train_adapter
 from tests.checkpoints.test_files import command
 from tests.harness import run_trainers
 
 PREFIX = "model.prompt_encoder.default.embedding.weight"
 TOKENS = torch.arange(8)[None]
-_STORED = [kind for kind in OTHERS if kind != "p-tuning"]  # of which peft stores what it computes
 _TWO_REPLICAS = {"data_parallel_size": 2}
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
 
@@ -57,7 +57,10 @@ def _alone(kind: str, folder: Path) -> Tensor:
     [
         "llama",
         "prompt",
-        *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "ia3", "gpt2", "prefix", *_STORED)),
+        *(
+            pytest.param(k, marks=pytest.mark.wide)
+            for k in ("dora", "ia3", "gpt2", "prefix", "projected prefix", *OTHERS)
+        ),
     ],
 )
 def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
@@ -216,16 +219,118 @@ def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: P
     torch.testing.assert_close(_logits(model), _logits(plain), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
+def test_several_adapters_are_merged(weights: tuple[float, float], folder: Path, tmp_path: Path) -> None:
+    path = _trained("two", folder, pipeline_parallel_size=1)
+    module = Adapted("two")
+    module.load_state_dict(load_whole(path)["state_dict"])
+    for layer in module.model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            for name, weight in zip(("default", "other"), weights, strict=True):
+                if name in layer.scaling:
+                    layer.scaling[name] *= weight
+    plain = module.model.merge_and_unload(adapter_names=["default", "other"])
+    named = [f"{name}={weight}" for name, weight in zip(("default", "other"), weights, strict=True)]
+    command("export", path, tmp_path / "m", "--merge-adapters", "--adapter", named[0], "--adapter", named[1])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64)
+    torch.testing.assert_close(_logits(model), _logits(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("default=x", "other"), "is no number"),
+        (("default", "default"), "is given twice"),
+        (("default", "absent"), "holds these adapters"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_together_are_refused(
+    names: tuple[str, str], words: str, folder: Path, tmp_path: Path
+) -> None:
+    path = _trained("two", folder, pipeline_parallel_size=1)
+    given = [part for name in names for part in ("--adapter", name)]
+    message = command("export", path, tmp_path / "m", "--merge-adapters", *given, fails=True)
+    assert words in " ".join(message.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "sizes"),
+    [
+        ("llama", None, {"tensor_parallel_size": 2}),
+        *(
+            pytest.param(kind, adapter, sizes, marks=pytest.mark.wide)
+            for kind, adapter in (
+                ("llama", None),
+                ("two", "other"),
+                ("p-tuning", None),
+                ("prefix", None),
+                ("ia3", None),
+            )
+            for sizes in (LAYOUT, {"data_parallel_size": 2}, {"data_parallel_size": 2, "weight_sharding": True})
+        ),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_saved_alone_from_a_hook(
+    kind: str, adapter: str | None, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    devices = math.prod(size for name, size in sizes.items() if name.endswith("_parallel_size"))
+    first, *others = run_trainers(saved_alone, kind, str(tmp_path / "adapter"), sizes, adapter, devices=devices)
+    assert all("holds these adapters" in outcome.value[0] for outcome in (first, *others))
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    module = Adapted(kind)
+    module.load_state_dict(first.value[1])
+    if adapter is not None:
+        module.model.set_adapter(adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
+    torch.testing.assert_close(_logits(model), _logits(module.model), rtol=0, atol=1e-6)
+
+
 def test_what_is_no_product_of_two_matrices_is_not_left_out(folder: Path, tmp_path: Path) -> None:
     path = _trained("bias", folder, pipeline_parallel_size=1)
     assert "lora_B.default.bias" in command("export", path, tmp_path / "a", "--merge-adapters", fails=True)
 
 
-@pytest.mark.wide
-def test_what_peft_computes_when_it_stores_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = _trained("p-tuning", folder, **LAYOUT)
-    message = command("export", path, tmp_path / "a", "--format", "adapter", fails=True)
-    assert "P_TUNING, of which peft stores what it computes" in " ".join(message.split())
+@pytest.mark.parametrize("kind", ["p-tuning", pytest.param("projected prefix", marks=pytest.mark.wide)])
+def test_an_encoder_of_prompts_is_written_as_what_it_makes(kind: str, folder: Path, tmp_path: Path) -> None:
+    path = _trained(kind, folder, pipeline_parallel_size=1)
+    command("export", path, tmp_path / "ours", "--format", "adapter")
+    module = Adapted(kind)
+    module.load_state_dict(load_whole(path)["state_dict"])
+    module.model.save_pretrained(tmp_path / "peft")
+    _check_alike(tmp_path)
+
+
+def _check_alike(path: Path) -> None:
+    """What is in the folders ``ours`` and ``peft`` is the same adapter."""
+    ours, theirs = (load_file(path / name / "adapter_model.safetensors") for name in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value.to(ours[name].dtype), rtol=0, atol=1e-9)
+
+
+def test_adalora_is_written_as_peft_writes_it_without_the_ranks_that_it_has_given_up(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = _trained("adalora", folder, data_parallel_size=2)
+    command("export", path, tmp_path / "ours", "--format", "adapter")
+    config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert any(not all(kept) for kept in config["rank_pattern"].values())
+    module = Adapted("adalora")
+    module.load_state_dict(load_whole(path)["state_dict"])
+    ranks = {name.replace("lora_E", "lora_E.default"): kept for name, kept in config["rank_pattern"].items()}
+    module.model.peft_config["default"].rank_pattern = ranks
+    module.model.save_pretrained(tmp_path / "peft")
+    _check_alike(tmp_path)
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["rank_pattern"] == config["rank_pattern"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.PeftModel.from_pretrained(base_of("adalora"), str(tmp_path / "ours"))
 
 
 def test_adapters_that_cannot_be_written_so_are_refused(folder: Path, tmp_path: Path) -> None:

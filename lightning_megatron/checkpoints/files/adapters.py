@@ -6,14 +6,31 @@ or peft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoints.files.sources import Source
+
+class Tensors(Protocol):
+    """What adapters are read from: a checkpoint, or a module's tensors."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What a checkpoint says of itself."""
+
+    @property
+    def kinds(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each tensor, by name."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors -> the name they are stored under."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in full, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,7 @@ class Adapter:
     updates: Mapping[str, Mapping[str, Any]] | None
 
 
-def adapters_of(source: Source, start: str = "") -> Iterator[Adapter]:
+def adapters_of(source: Tensors, start: str = "") -> Iterator[Adapter]:
     """Adapters of models whose names, or the names of what they hold, begin with ``start``."""
     for model, adapters in source.about.get("adapters", {}).items():
         if model.startswith(start) or start.startswith(model):
@@ -58,7 +75,7 @@ def adapters_of(source: Source, start: str = "") -> Iterator[Adapter]:
                 yield Adapter(name, model, note["config"], note["tensors"], note["updates"])
 
 
-def choose_adapter(source: Source, name: str | None = None, start: str = "") -> Adapter:
+def choose_adapter(source: Tensors, name: str | None = None, start: str = "") -> Adapter:
     """The adapter called ``name``, or the only one.
 
     Raises:
@@ -72,23 +89,75 @@ def choose_adapter(source: Source, name: str | None = None, start: str = "") -> 
     return chosen[0]
 
 
-def adapter_entries(source: Source, adapter: Adapter, dtype: torch.dtype | None = None) -> dict[str, TensorToWrite]:
-    """The tensors of an adapter by their names in ``adapter_model.safetensors``.
+def choose_weighted(source: Tensors, names: Sequence[str], start: str = "") -> list[tuple[Adapter, float]]:
+    """The adapters called ``names``, or the only one, each with what its update is multiplied by.
+
+    Args:
+        source: an opened checkpoint, or the like.
+        names: ``name`` or ``name=factor``; an adapter of the whole name comes first.
+        start: see :func:`adapters_of`.
 
     Raises:
-        ValueError: peft computes what it stores of this kind of adapter.
+        ValueError: there is none of that name, one is named twice, or a factor is no number.
     """
-    if adapter.tensors is None:
-        raise ValueError(
-            f"adapter {adapter.name!r} is of the kind {adapter.config.get('peft_type')}, of which peft stores what it "
-            "computes from the weights; load the checkpoint into the module and call its `save_pretrained`."
-        )
-    names = {name: source.aliases.get(stored, stored) for name, stored in adapter.tensors.items()}
+    known = {adapter.name for adapter in adapters_of(source, start)}
+    asked: list[tuple[str | None, float]] = [_named(given, known) for given in names]
+    found = [(choose_adapter(source, name, start), weight) for name, weight in asked or [(None, 1.0)]]
+    given = [adapter.name for adapter, _ in found]
+    twice = [name for name in given if given.count(name) > 1]
+    if twice:
+        raise ValueError(f"`--adapter {twice[0]}` is given twice.")
+    return found
+
+
+def _named(given: str, known: Collection[str]) -> tuple[str, float]:
+    """An adapter's name, and the factor behind it."""
+    name, sign, factor = given.rpartition("=")
+    if given in known or not sign:
+        return given, 1.0
+    try:
+        return name, float(factor)
+    except ValueError:
+        raise ValueError(f"`--adapter {given}`: {factor!r} is no number.") from None
+
+
+def adapter_entries(source: Tensors, adapter: Adapter, dtype: torch.dtype | None = None) -> dict[str, TensorToWrite]:
+    """The tensors of an adapter by their names in ``adapter_model.safetensors``."""
+    names = {name: source.aliases.get(stored, stored) for name, stored in (adapter.tensors or {}).items()}
     # buffers that are in no state are in no file of peft's either
-    return {name: stored_entry(source, stored, dtype) for name, stored in names.items() if stored in source.kinds}
+    found = {name: stored_entry(source, stored, dtype) for name, stored in names.items() if stored in source.kinds}
+    for name, kept in _kept_ranks(adapter).items():
+        for half, dim in (("lora_E", 0), ("lora_A", 0), ("lora_B", 1)):
+            found[f"{name}.{half}"] = _some_of(found[f"{name}.{half}"], kept, dim)
+    return found
 
 
-def stored_entry(source: Source, name: str, dtype: torch.dtype | None) -> TensorToWrite:
+def stored_config(adapter: Adapter) -> Mapping[str, Any]:
+    """The content of ``adapter_config.json``."""
+    ranks = adapter.config.get("rank_pattern")
+    if adapter.config.get("peft_type") != "ADALORA" or not ranks:
+        return adapter.config
+    return {**adapter.config, "rank_pattern": {_without(name, adapter.name): kept for name, kept in ranks.items()}}
+
+
+def _kept_ranks(adapter: Adapter) -> dict[str, list[bool]]:
+    """By name of a layer in a file of peft's, which of its ranks AdaLoRA has kept (Zhang et al., arXiv 2303.10512)."""
+    ranks = stored_config(adapter).get("rank_pattern") if adapter.config.get("peft_type") == "ADALORA" else None
+    return {f"base_model.model.{name.rpartition('.')[0]}": kept for name, kept in (ranks or {}).items()}
+
+
+def _without(name: str, adapter: str) -> str:
+    return name.removesuffix(f".{adapter}")
+
+
+def _some_of(entry: TensorToWrite, kept: Sequence[bool], dim: int) -> TensorToWrite:
+    """Some slices of a tensor."""
+    at = torch.tensor([place for place, stays in enumerate(kept) if stays], dtype=torch.long)
+    shape = (*entry.shape[:dim], len(at), *entry.shape[dim + 1 :])
+    return TensorToWrite(shape, entry.dtype, lambda: entry.read().index_select(dim, at))
+
+
+def stored_entry(source: Tensors, name: str, dtype: torch.dtype | None) -> TensorToWrite:
     """A tensor as the checkpoint has it, or in another type if it has floating-point numbers."""
     shape, kind = source.kinds[name]
     wanted = dtype if dtype is not None and kind.is_floating_point else kind

@@ -7,7 +7,7 @@ written into this space tensor by tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from lightning_megatron.checkpoints.files.adapters import (
+    Tensors,
     TensorToWrite,
     adapter_entries,
     adapters_of,
     choose_adapter,
+    choose_weighted,
+    stored_config,
     stored_entry,
 )
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
 from lightning_megatron.checkpoints.files.library_names import as_in_files
 from lightning_megatron.checkpoints.files.merging import merged_entries
+from lightning_megatron.checkpoints.files.prompt_encoders import made_by_encoder
 from lightning_megatron.checkpoints.files.sources import Source, safetensors_type
 from lightning_megatron.checkpoints.files.storage import bytes_of
 from lightning_megatron.checkpoints.state.stored import optimizer_names
@@ -161,7 +165,7 @@ def export_safetensors(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5 * 1024**3,
     merge: bool = False,
-    adapter: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> list[str]:
     """Write Hugging Face safetensors and their ``config.json``, and ``generation_config.json`` where there is one.
 
@@ -174,7 +178,8 @@ def export_safetensors(
         config: content of ``config.json``; by default the one stored with the checkpoint.
         shard_bytes: largest size of one file, unless a single tensor is larger.
         merge: add an adapter's update to the weights that it adapts.
-        adapter: name of the adapter to merge; by default the only one.
+        adapters: names of those to merge, one after the other, maybe with a factor (``"name=0.5"``); by default the
+            only one.
 
     Returns:
         The names of the tensors written, which are those of ``save_pretrained``.
@@ -193,7 +198,7 @@ def export_safetensors(
         prefix = next(iter(found))
     config = found.get(prefix) if config is None else config
     if merge:
-        entries, unties = merged_entries(source, choose_adapter(source, adapter, prefix), prefix, dtype)
+        entries, unties = merged_entries(source, choose_weighted(source, adapters, prefix), prefix, dtype)
         config = _untied(config) if unties and config is not None else config
     else:
         entries = _entries(source, prefix, dtype)
@@ -222,7 +227,7 @@ def export_safetensors(
 
 
 def export_adapter(
-    source: Source, folder: Path, *, adapter: str | None = None, dtype: torch.dtype | None = None
+    source: Tensors, folder: Path, *, adapter: str | None = None, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Write an adapter alone, as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -239,10 +244,11 @@ def export_adapter(
         ValueError: there is no such adapter, or peft computes what it stores of this kind.
     """
     chosen = choose_adapter(source, adapter)
-    entries = adapter_entries(source, chosen, dtype)
+    computed = chosen.tensors is None
+    entries = made_by_encoder(source, chosen, dtype) if computed else adapter_entries(source, chosen, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     _write_safetensors(folder / "adapter_model.safetensors", entries)
-    (folder / "adapter_config.json").write_text(json.dumps(chosen.config, indent=2))
+    (folder / "adapter_config.json").write_text(json.dumps(stored_config(chosen), indent=2))
     return sorted(entries)
 
 

@@ -6,7 +6,7 @@ is two tensors from then on. One weight and its update are in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoints.files.adapters import Adapter, TensorToWrite, stored_entry
+from lightning_megatron.checkpoints.files.prompt_encoders import has_encoder
 from lightning_megatron.checkpoints.files.sources import Source
 from lightning_megatron.checkpoints.state.stored import optimizer_names
 
@@ -29,23 +30,27 @@ class _Origin:
 
     Attributes:
         stored: the name that the checkpoint has it under.
-        module: start of the names of the adapted module whose update is added to it; empty for none.
+        modules: adapters whose updates are added to it, by their places, and start of the names of the adapted module.
     """
 
     stored: str
-    module: str = ""
+    modules: tuple[tuple[int, str], ...] = ()
+
+
+Weighted = tuple[Adapter, float]
+"""An adapter, and what its update is multiplied by."""
 
 
 def merged_entries(
-    source: Source, adapter: Adapter, prefix: str, dtype: torch.dtype | None
+    source: Source, adapters: Sequence[Weighted], prefix: str, dtype: torch.dtype | None
 ) -> tuple[dict[str, TensorToWrite], bool]:
-    """The tensors of the adapted model with the adapter added to them.
+    """The tensors of the adapted model with adapters added to them, one after the other.
 
     Low-rank updates follow Hu et al., arXiv 2106.09685, eq. 3, and Liu et al., arXiv 2402.09353, eq. 5.
 
     Args:
         source: an opened checkpoint.
-        adapter: one of its adapters.
+        adapters: some of its adapters.
         prefix: start of the names of the model inside the adapted one; it is taken off.
         dtype: of floating-point tensors in the file; as stored by default.
 
@@ -56,13 +61,14 @@ def merged_entries(
         ValueError: the adapter is more than products of two matrices, or more than two tied tensors become different.
     """
     names = _names(source, prefix)
-    _check(source, adapter)
-    origins, bases = _origins(source, adapter, names, prefix)
+    for adapter, weight in adapters:
+        _check(source, adapter, weight)
+    origins, bases = _origins(source, [adapter for adapter, _ in adapters], names, prefix)
     apart = [group for group in _tied(bases) if len({origins[plain] for plain in group}) > 1]
     if len(apart) > 1 or any(len(group) > 2 for group in apart):
         raise ValueError(
-            f"the model has one tensor under the names {', '.join(apart[0])}, and adapter {adapter.name!r} changes "
-            "some; the model's class alone has no place for what they become. Write the adapter alone with "
+            f"the model has one tensor under the names {', '.join(apart[0])}, and adapter {adapters[0][0].name!r} "
+            "changes some; the model's class alone has no place for what they become. Write the adapter alone with "
             "`--format adapter`."
         )
     entries: dict[str, TensorToWrite] = {}
@@ -70,7 +76,7 @@ def merged_entries(
     for plain, origin in origins.items():
         if origin not in written:
             written.add(origin)
-            entries[plain] = _entry(source, adapter, origin, dtype)
+            entries[plain] = _entry(source, adapters, origin, dtype)
     return entries, bool(apart)
 
 
@@ -81,7 +87,7 @@ def _names(source: Source, prefix: str) -> dict[str, str]:
     return {name: stored for name, stored in names.items() if name.startswith(prefix)}
 
 
-def _check(source: Source, adapter: Adapter) -> None:
+def _check(source: Source, adapter: Adapter, weight: float) -> None:
     known = (*(half.format(each, adapter.name) for half in _HALVES for each in "AB"), _MAGNITUDE.format(adapter.name))
     more = [n for n in (adapter.tensors or {}).values() if not n.endswith(known) and _SAVED not in n]
     kind = str(adapter.config.get("peft_type"))
@@ -90,9 +96,12 @@ def _check(source: Source, adapter: Adapter) -> None:
     elif more:
         kind += f" with `{more[0]}`"
     elif adapter.updates is not None:
-        return
+        columns = [module for module, how in adapter.updates.items() if how["magnitude"]]
+        if weight == 1.0 or not columns:
+            return
+        kind += f" with the weight {weight:g}, while `{columns[0]}` normalizes columns"
     alone = "write it alone with `--format adapter`"
-    if adapter.tensors is None:
+    if adapter.tensors is None and not has_encoder(adapter):
         alone = "load the checkpoint into the module, write it alone with its `save_pretrained`"
     if why := _unmergeable(source, adapter, more):
         raise ValueError(
@@ -115,23 +124,48 @@ def _unmergeable(source: Source, adapter: Adapter, more: list[str]) -> str | Non
 
 
 def _origins(
-    source: Source, adapter: Adapter, names: Mapping[str, str], prefix: str
+    source: Source, adapters: Sequence[Adapter], names: Mapping[str, str], prefix: str
 ) -> tuple[dict[str, _Origin], dict[str, str]]:
     """By the names that the model alone has: where its tensors come from, and which they were before any adapter."""
     changed = {name.rpartition(".lora_")[0] for name in names}
     adapted = tuple({f"{inside}." for name in names if (inside := name.rpartition(_BASE)[0]) in changed - {""}})
-    saved = {name.replace(f"{_SAVED}{adapter.name}.", ".original_module."): name for name in names if _SAVED in name}
+    saved = _saved(adapters, names)
     origins, bases = {}, {}
     for name, stored in names.items():
         inside, _, own = name.rpartition(_BASE)
         base = f"{inside}." in adapted
         if _SAVED in name or (not base and name.startswith(adapted)):
             continue
-        module = _updated(source, adapter, f"{inside}.") if base and own == "weight" else ""
+        modules = _updates(source, adapters, f"{inside}.") if base and own == "weight" else ()
         plain = (f"{inside}.{own}" if base else name).removeprefix(prefix).replace(".original_module.", ".")
-        origins[plain] = _Origin(names[saved[name]]) if name in saved else _Origin(stored, module)
+        origins[plain] = _Origin(names[saved[name]]) if name in saved else _Origin(stored, modules)
         bases[plain] = stored
     return origins, bases
+
+
+def _saved(adapters: Sequence[Adapter], names: Mapping[str, str]) -> dict[str, str]:
+    """Name of a tensor of a module that adapters have copies of -> name of the copy.
+
+    Raises:
+        ValueError: two of them have one.
+    """
+    found: dict[str, str] = {}
+    for adapter in adapters:
+        mark = f"{_SAVED}{adapter.name}."
+        own = {name.replace(mark, ".original_module."): name for name in names if mark in name}
+        twice = sorted(found.keys() & own.keys())
+        if twice:
+            raise ValueError(
+                f"several of the adapters have a copy of `{twice[0].replace('.original_module.', '.')}` of their own "
+                "(`modules_to_save`), and the model has place for one; name one of them with `--adapter`."
+            )
+        found |= own
+    return found
+
+
+def _updates(source: Source, adapters: Sequence[Adapter], module: str) -> tuple[tuple[int, str], ...]:
+    found = ((place, _updated(source, adapter, module)) for place, adapter in enumerate(adapters))
+    return tuple((place, name) for place, name in found if name)
 
 
 def _updated(source: Source, adapter: Adapter, module: str) -> str:
@@ -153,12 +187,14 @@ def _tied(bases: Mapping[str, str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _entry(source: Source, adapter: Adapter, origin: _Origin, dtype: torch.dtype | None) -> TensorToWrite:
+def _entry(source: Source, adapters: Sequence[Weighted], origin: _Origin, dtype: torch.dtype | None) -> TensorToWrite:
     entry = stored_entry(source, origin.stored, dtype)
-    how = (adapter.updates or {}).get(origin.module)
-    if how is None:
-        return entry
-    return TensorToWrite(entry.shape, entry.dtype, _Merge(source, origin.stored, origin.module, adapter.name, how))
+    read: Callable[[], Tensor] | None = None
+    for place, module in origin.modules:
+        adapter, weight = adapters[place]
+        how = (adapter.updates or {})[module]
+        read = _Merge(source, origin.stored, module, adapter.name, how, weight, read)
+    return entry if read is None else TensorToWrite(entry.shape, entry.dtype, read)
 
 
 @dataclass(frozen=True)
@@ -170,6 +206,8 @@ class _Merge:
     module: str
     adapter: str
     how: Mapping[str, Any]
+    factor: float = 1.0
+    before: Callable[[], Tensor] | None = None
 
     def __call__(self) -> Tensor:
         linear, embedding = _HALVES
@@ -177,9 +215,10 @@ class _Merge:
         embeds = any(f"{self.module}{rows}" in names for names in (self.source.kinds, self.source.aliases))
         half = embedding if embeds else linear
         down, up = (self._read(self.module + half.format(each, self.adapter)) for each in "AB")
-        update = self.how["scale"] * (up @ down)
+        update = self.factor * self.how["scale"] * (up @ down)
         inputs_first = embeds or self.how["transposed"]
-        merged = self._read(self.weight) + (update.T if inputs_first else update)
+        weight = self._read(self.weight) if self.before is None else self.before()
+        merged = weight + (update.T if inputs_first else update)
         if self.how["magnitude"]:
             inputs = 0 if inputs_first else 1
             magnitude = self._read(self.module + _MAGNITUDE.format(self.adapter)).reshape(-1).unsqueeze(inputs)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,16 +66,28 @@ def _tensors(model: Any, start: str, adapter: str, names: Sequence[str]) -> dict
         kind = str(getattr(config.peft_type, "value", ""))  # others compute what they store by layers of their own
         plain = kind in _EMBEDDED and not getattr(config, "prefix_projection", False) and name in names
         return {"prompt_embeddings": start + name} if plain else None
-    if str(getattr(config.peft_type, "value", "")) == "ADALORA" and config.rank_pattern:
-        return None  # without the ranks that it has given up
     from peft import get_peft_model_state_dict
 
     marks = {name: torch.empty(0, device="meta") for name in names}
     marked = {id(mark): name for name, mark in marks.items()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _all_ranks(config):
         warnings.simplefilter("ignore")
         chosen = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
     return {key: start + marked[id(mark)] for key, mark in chosen.items() if id(mark) in marked}
+
+
+@contextmanager
+def _all_ranks(config: Any) -> Iterator[None]:
+    """Around code that would leave out the ranks that AdaLoRA has given up, which needs their numbers."""
+    ranks = getattr(config, "rank_pattern", None)
+    adaptive = str(getattr(config.peft_type, "value", "")) == "ADALORA"
+    if adaptive:
+        config.rank_pattern = None
+    try:
+        yield
+    finally:
+        if adaptive:
+            config.rank_pattern = ranks
 
 
 def _updates(model: Any, start: str, adapter: str, config: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ optimizer has float32 ones. Lightning asks for and gives whole states; between t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,11 +88,20 @@ class ModelState:
         if masters:
             gradients.load_masters(state)
 
-    def whole(self) -> dict[str, Tensor]:
-        """The whole state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks."""
+    @property
+    def names(self) -> Collection[str]:
+        """Of the tensors of the whole module."""
+        return self._engine.model_gradients.presence.entries
+
+    def whole(self, keeps: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+        """The whole state on the CPU of global rank 0, an empty dict elsewhere; collective over all ranks.
+
+        Args:
+            keeps: which names; by default all.
+        """
         self._engine.model_gradients.finish_gather()
         self._engine.share_copies()
-        state = self.module.state_dict()
+        state = {n: value for n, value in self.module.state_dict().items() if keeps is None or keeps(n)}
         state |= {n: v for n, v in self._engine.model_gradients.whole_masters().items() if n in state}
         return lightning_state.gather_state_dict(self._tensors.logical_state(state), self._mesh)
 

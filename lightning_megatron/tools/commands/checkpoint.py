@@ -115,7 +115,10 @@ def export_(
     merge: Annotated[
         bool, typer.Option("--merge-adapters", help="Add an adapter to the weights (safetensors).")
     ] = False,
-    adapter: Annotated[str | None, typer.Option(help="Name of the adapter, if there are several.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of the adapter, if there are several; to merge several, repeat it: A, or A=0.5."),
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer is copied beside the weights.")] = None,
     trust: _Trust = False,
 ) -> None:
@@ -128,8 +131,10 @@ def export_(
         raise typer.BadParameter(f"`--merge-adapters` is for `--format safetensors`, not {form}.")
     if tokenizer is not None and form == "lightning":
         raise typer.BadParameter("`--tokenizer` is for folders, and `--format lightning` writes one file.")
+    if form == "adapter" and len(adapter or ()) > 1:
+        raise typer.BadParameter("`--format adapter` writes one adapter; give `--adapter` once.")
     if form == "lightning":
-        _refuse_for_lightning(prefix=prefix, dtype=dtype, config=config, adapter=adapter)
+        _refuse_for_lightning(prefix=prefix, dtype=dtype, config=config, adapter=adapter or None)
     if shard_gb <= 0:
         raise typer.BadParameter(f"`--shard-gb {shard_gb}` must be above 0.")
     vocabulary = [] if tokenizer is None else _tokenizer_files(tokenizer)
@@ -146,9 +151,9 @@ def export_(
             typer.echo(f"wrote {to}")
             return
         if form == "adapter":
-            names = export_adapter(source, to, adapter=adapter, dtype=chosen)
+            names = export_adapter(source, to, adapter=next(iter(adapter or ()), None), dtype=chosen)
         else:
-            options: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "merge": merge, "adapter": adapter}
+            options: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "merge": merge, "adapters": adapter or ()}
             names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, **options)
         for file in vocabulary:
             shutil.copy(file, to / file.name)
