@@ -80,6 +80,13 @@ def config_of(kind: str) -> peft.PeftConfig:
     return peft.LoraConfig(target_modules=["q_proj", "o_proj", "embed_tokens"], **saved, **LOW_RANK)  # type: ignore[arg-type]
 
 
+def logits_of(model: torch.nn.Module) -> Tensor:
+    """Of a few tokens."""
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=torch.arange(8)[None]).logits
+    return logits
+
+
 class Adapted(LightningModule):
     """A frozen model with an adapter."""
 
@@ -117,6 +124,46 @@ class Allocating(Adapted):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.model.base_model.update_and_allocate(self.trainer.global_step)
+
+
+class Small(Adapted):
+    """Leaves the frozen weights out of checkpoints.
+
+    Args:
+        kind: of the adapter.
+        how: ``"hook"`` or ``"state"``: by which method.
+    """
+
+    def __init__(self, kind: str, how: str) -> None:
+        super().__init__(kind)
+        self.strict_loading, self.how = False, how
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return self._trained(state) if self.how == "state" else state
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.how == "hook":
+            checkpoint["state_dict"] = self._trained(checkpoint["state_dict"])
+
+    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in state.items() if name in trained}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train_small(info: RankInfo, how: str, path: str, sizes: dict[str, Any], steps: int, saves: bool) -> dict[str, Any]:
+    """What is trained, after ``steps`` that go on from ``path`` if there is a checkpoint; one is saved if asked for."""
+    strategy, module = MegatronStrategy(**sizes), Small("llama", how)
+    trainer = make_trainer(info, strategy, max_steps=steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, ckpt_path=None if saves else path or None)
+        if saves:
+            trainer.save_checkpoint(path)
+    return {name: value for name, value in strategy.full_state_dict().items() if "lora" in name or "saved" in name}
 
 
 def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, Any]) -> None:

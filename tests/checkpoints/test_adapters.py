@@ -16,12 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_megatron.checkpoints.files.sources import load_whole
-from tests.checkpoints.adapter_scenarios import OTHERS, Adapted, base_of, held_by_training, saved_alone, train_adapter
+from tests.checkpoints.adapter_scenarios import OTHERS, Adapted, base_of, held_by_training, logits_of, train_adapter
 from tests.checkpoints.test_files import command
 from tests.harness import run_trainers
 
 PREFIX = "model.prompt_encoder.default.embedding.weight"
-TOKENS = torch.arange(8)[None]
 _TWO_REPLICAS = {"data_parallel_size": 2}
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
 
@@ -39,17 +38,11 @@ def _trained(kind: str, folder: Path, **sizes: Any) -> Path:
     return path
 
 
-def _logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model.eval()(input_ids=TOKENS).logits
-    return logits
-
-
 def _alone(kind: str, folder: Path) -> Tensor:
     """Logits of the module that one process has trained."""
     module = Adapted(kind)
     module.load_state_dict(torch.load(_trained(kind, folder), weights_only=True)["state_dict"])
-    return _logits(module.model)
+    return logits_of(module.model)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
-    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)  # Hugging Face's norms are in float32
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)  # Hugging Face's norms are in float32
     assert set(json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())) >= {"peft_type", "task_type"}
     message = command("export", path, tmp_path / "plain", "--prefix", "model.base_model.", fails=True)
     assert "--merge-adapters" in message
@@ -125,7 +118,7 @@ def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_pa
     path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "merged", "--merge-adapters", "--shard-gb", "0.00002")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "merged") is not None
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
 
@@ -135,7 +128,7 @@ def test_an_embedding_with_dora_is_merged(size: int, folder: Path, tmp_path: Pat
     path, wanted = _trained("embedding dora", folder, tensor_parallel_size=size), _alone("embedding dora", folder)
     command("export", path, tmp_path / "merged", "--merge-adapters")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
 
 
 PREFIX_LAYOUTS: list[Any] = [
@@ -175,7 +168,7 @@ def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, fol
     path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "merged", "--merge-adapters")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    torch.testing.assert_close(_logits(model), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
     assert not torch.equal(model.model.embed_tokens.weight, model.lm_head.weight)
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
@@ -216,7 +209,7 @@ def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: P
         tmp_path / "merged", dtype=torch.float64, output_loading_info=True
     )
     assert not found["missing_keys"] and not found["unexpected_keys"]
-    torch.testing.assert_close(_logits(model), _logits(plain), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
@@ -233,7 +226,7 @@ def test_several_adapters_are_merged(weights: tuple[float, float], folder: Path,
     named = [f"{name}={weight}" for name, weight in zip(("default", "other"), weights, strict=True)]
     command("export", path, tmp_path / "m", "--merge-adapters", "--adapter", named[0], "--adapter", named[1])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64)
-    torch.testing.assert_close(_logits(model), _logits(plain), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -251,44 +244,6 @@ def test_adapters_that_cannot_be_merged_together_are_refused(
     given = [part for name in names for part in ("--adapter", name)]
     message = command("export", path, tmp_path / "m", "--merge-adapters", *given, fails=True)
     assert words in " ".join(message.split())
-
-
-@pytest.mark.parametrize(
-    ("kind", "adapter", "sizes"),
-    [
-        ("llama", None, {"tensor_parallel_size": 2}),
-        *(
-            pytest.param(kind, adapter, sizes, marks=pytest.mark.wide)
-            for kind, adapter in (
-                ("llama", None),
-                ("two", "other"),
-                ("p-tuning", None),
-                ("prefix", None),
-                ("ia3", None),
-            )
-            for sizes in (LAYOUT, {"data_parallel_size": 2}, {"data_parallel_size": 2, "weight_sharding": True})
-        ),
-    ],
-    ids=str,
-)
-def test_an_adapter_is_saved_alone_from_a_hook(
-    kind: str, adapter: str | None, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    devices = math.prod(size for name, size in sizes.items() if name.endswith("_parallel_size"))
-    first, *others = run_trainers(saved_alone, kind, str(tmp_path / "adapter"), sizes, adapter, devices=devices)
-    assert all("holds these adapters" in outcome.value[0] for outcome in (first, *others))
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-    }
-    module = Adapted(kind)
-    module.load_state_dict(first.value[1])
-    if adapter is not None:
-        module.model.set_adapter(adapter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
-    torch.testing.assert_close(_logits(model), _logits(module.model), rtol=0, atol=1e-6)
 
 
 def test_what_is_no_product_of_two_matrices_is_not_left_out(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -48,7 +49,7 @@ def test_every_command_and_every_line_of_code_runs(tmp_path: Path, monkeypatch: 
     lines = ("ABCABCABC", "XYZXYZXYZXYZ", "OnceOnce", "HHHH") * 6
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
 
-    (_, script), (_, commands), (_, used) = BLOCKS
+    (_, script), (_, commands), (_, used), _ = BLOCKS
     (tmp_path / "finetune.py").write_text(script)
     printed = [run_command(line, tmp_path) for line in commands.splitlines()]
     names: dict[str, Any] = {}
@@ -66,6 +67,18 @@ def test_every_command_and_every_line_of_code_runs(tmp_path: Path, monkeypatch: 
     assert (before - merged).abs().max() > 0.01, "it has learnt something"
     assert text.replace("<end>", "") in printed[-1]
     assert "loss" in printed[0]
+
+
+def test_a_checkpoint_leaves_out_what_is_not_trained() -> None:
+    names: dict[str, Any] = {"L": lightning}
+    exec(BLOCKS[3][1], names)
+    module = names["Small"]()
+    module.linear = torch.nn.Linear(2, 2)
+    module.linear.bias.requires_grad = False
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    assert checkpoint["state_dict"].keys() == {"linear.weight"}
+    assert not module.strict_loading
 
 
 def test_an_export_in_several_files_is_opened_with_its_tokenizer_and_generation_config(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def _check(source: Source, adapter: Adapter, weight: float) -> None:
     elif more:
         kind += f" with `{more[0]}`"
     elif adapter.updates is not None:
+        _check_base(source, adapter)
         columns = [module for module, how in adapter.updates.items() if how["magnitude"]]
         if weight == 1.0 or not columns:
             return
@@ -112,6 +113,18 @@ def _check(source: Source, adapter: Adapter, weight: float) -> None:
         f"adapter {adapter.name!r} ({kind}) cannot be merged into the weights here; {alone}, and merge it with peft's "
         "`merge_and_unload`."
     )
+
+
+def _check_base(source: Source, adapter: Adapter) -> None:
+    names = {*source.kinds, *source.aliases}
+    missing = [f"{module}base_layer.weight" for module in adapter.updates or {}]
+    missing = [name for name in missing if name not in names]
+    if missing:
+        raise ValueError(
+            f"the checkpoint has no `{missing[0]}`, which adapter {adapter.name!r} is added to: it was saved without "
+            "the frozen weights. Write the adapter alone with `--format adapter`, and merge it with peft's "
+            "`merge_and_unload`."
+        )
 
 
 def _unmergeable(source: Source, adapter: Adapter, more: list[str]) -> str | None:

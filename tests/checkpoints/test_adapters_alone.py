@@ -1,0 +1,98 @@
+"""Adapters by themselves: saved by the strategy, and checkpoints that leave the frozen weights out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from lightning_megatron.checkpoints.files.sources import load_whole
+from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, saved_alone, train_small
+from tests.checkpoints.test_files import command
+from tests.harness import one_process, run_trainers
+
+LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}
+SHARDED = {"data_parallel_size": 2, "weight_sharding": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "sizes"),
+    [
+        ("llama", None, {"tensor_parallel_size": 2}),
+        *(
+            pytest.param(kind, adapter, sizes, marks=pytest.mark.wide)
+            for kind, adapter in (
+                ("llama", None),
+                ("two", "other"),
+                ("p-tuning", None),
+                ("prefix", None),
+                ("ia3", None),
+            )
+            for sizes in (LAYOUT, {"data_parallel_size": 2}, SHARDED)
+        ),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_saved_alone_from_a_hook(
+    kind: str, adapter: str | None, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    devices = math.prod(size for name, size in sizes.items() if name.endswith("_parallel_size"))
+    first, *others = run_trainers(saved_alone, kind, str(tmp_path / "adapter"), sizes, adapter, devices=devices)
+    assert all("holds these adapters" in outcome.value[0] for outcome in (first, *others))
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    module = Adapted(kind)
+    module.load_state_dict(first.value[1])
+    if adapter is not None:
+        module.model.set_adapter(adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
+    torch.testing.assert_close(logits_of(model), logits_of(module.model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes", "then"),
+    [
+        ("hook", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
+        *(
+            pytest.param(how, sizes, then, marks=pytest.mark.wide)
+            for how in ("hook", "state")
+            for sizes, then in (
+                (LAYOUT, LAYOUT),
+                (LAYOUT, {"data_parallel_size": 2}),
+                (
+                    SHARDED,
+                    SHARDED,
+                ),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_from_a_checkpoint_without_the_frozen_weights(
+    how: str, sizes: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "small.ckpt"
+    first, second = (math.prod(n for k, n in each.items() if k.endswith("_parallel_size")) for each in (sizes, then))
+    run_trainers(train_small, how, str(path), sizes, 2, True, devices=first)
+    found = run_trainers(train_small, how, str(path), then, 4, False, devices=second)[0].value
+    wanted = one_process(train_small, how, "", {}, 4, False)
+    assert found.keys() & wanted.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-9)
+    stored = load_whole(path)["state_dict"]
+    assert not any("base_layer" in name for name in stored)
+    command("export", path, tmp_path / "adapter", "--format", "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.PeftModel.from_pretrained(base_of("llama"), str(tmp_path / "adapter"))
+    message = command("export", path, tmp_path / "merged", "--merge-adapters", fails=True)
+    assert "it was saved without the frozen weights" in " ".join(message.split())
