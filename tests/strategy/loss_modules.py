@@ -391,7 +391,9 @@ class Logs(Task):
         error = (logits.mean(-1) - x / VOCABULARY).square().mean()
         self.log("perplexity", loss.exp())
         self.log("loss of samples", loss, batch_size=len(x))
-        self.log_dict({"root": error.sqrt(), "signal": -10 * error.log10(), "spread": x.double().amax()})
+        self.log_dict(
+            {"root": error.sqrt(), "signal": -10 * error.log10(), "spread": x.double().amax(), "norm": logits.norm()}
+        )
         self.log("right", (logits.argmax(-1) == y).sum() / (y != -100).sum().double())
         return loss
 

@@ -211,7 +211,7 @@ def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
 def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
     """Shape of images [batch, channels, height, width], of sound samples, or of features over time in either order."""
     if name == "pixel_values":
-        config = getattr(config, "vision_config", config)
+        config = getattr(config, "vision_config", getattr(config, "encoder", config))
         size = getattr(config, "image_size", 64)
         return (BATCH, getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
     if name == "past_values":

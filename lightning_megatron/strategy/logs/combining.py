@@ -4,6 +4,7 @@ Which of these it is, a trial finds out (:mod:`lightning_megatron.strategy.loss.
 
     Mean(w)             Σ w x / Σ w             losses, accuracies
     sum, max, min
+    norm, log sum       √Σ x², log Σ exp x
     Mean(w, curve)      f(Σ w f⁻¹(x) / Σ w)     f = exp: a perplexity; root: of a mean square; decibels: a PSNR
 
 The weights ``w`` are those of the loss, the samples, or what is counted, such as targets that are no padding.
@@ -21,7 +22,13 @@ import torch
 from torch import Tensor
 
 Curve = Callable[[Tensor], Tensor]
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.max, "min": torch.min}
+OPERATIONS: dict[str, Curve] = {
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+    "norm": torch.linalg.vector_norm,
+    "log sum": lambda values: torch.logsumexp(values, 0),
+}
 
 
 def _power(base: float) -> tuple[Curve, Curve]:

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.combining import Logged, Mean, line_of_user
+from lightning_megatron.strategy.logs.combining import OPERATIONS, Logged, Mean, line_of_user
 from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls
 
 _EMPTY = inspect.Parameter.empty
@@ -312,7 +312,7 @@ def combine(operation: str, values: Tensor, weights: Tensor) -> Tensor:
     """One value for those of several micro-batches or replicas.
 
     Args:
-        operation: ``mean`` (weighted), ``sum``, ``min`` or ``max``.
+        operation: ``mean`` (weighted), or a key of :data:`~lightning_megatron.strategy.logs.combining.OPERATIONS`.
         values: ``[n]``.
         weights: ``[n]``.
     """
@@ -320,9 +320,7 @@ def combine(operation: str, values: Tensor, weights: Tensor) -> Tensor:
         if values.numel() == 1:
             return values[0]
         return (values * weights).sum() / weights.sum()
-    if operation == "sum":
-        return values.sum()
-    return values.min() if operation == "min" else values.max()
+    return OPERATIONS[operation](values)
 
 
 class Recording:
