@@ -203,6 +203,29 @@ def test_numbers_that_are_not_made_of_those_of_micro_batches_are_said_by_name_an
     assert found[2][1]["many"] == float((tokens(8, seed=3)[0] > 8).sum())
 
 
+class Masked(Task):
+    """A mean over the tokens of a mask of floats."""
+
+    def loss(self, x: Tensor, y: Tensor, kept: Tensor) -> Tensor:  # type: ignore[override]
+        each = self.each(x, y, reduction="none").view_as(y)
+        loss = (each * kept).sum() / kept.sum()
+        self.log_dict({"perplexity": loss.exp(), "tokens": kept.sum()})
+        return loss
+
+
+def test_a_mean_over_a_mask_of_floats_runs_in_micro_batches_though_all_was_in_the_first_batches_mask(
+    mesh: ParallelMesh,  # noqa: F811
+) -> None:
+    batches = []
+    for seed in range(3):
+        x, y = tokens(8, padded_from=8 if seed == 0 else 0, seed=seed)
+        batches.append((x, y.clamp(min=1), (y != -100).double()))
+    expected, _, _ = _steps(Masked(), mesh, batches)
+    got, reading, cuts = _steps(Masked(), mesh, batches, micro_batch_size=2)
+    assert reading.way == Counted(2, False, None) and cuts == 4
+    assert not list(differences("", got, expected, 1e-12))
+
+
 def _part(loss: float, **logs: float) -> TrialRun:
     return TrialRun(loss, torch.float64, {key: Logged(value, wide=True) for key, value in logs.items()})
 

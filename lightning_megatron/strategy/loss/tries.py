@@ -256,11 +256,7 @@ def _narrowest(loss: Tensor, device: torch.device) -> torch.dtype:
 
 def _weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
     """Whether counting would give the micro-batches of this batch other weights than those in use."""
-    tensors = tensors_of(batch)
-    places = dict.fromkeys((way.place, way.ignored) for way in ways)
-    if isinstance(used, Counted):
-        places[used.place, used.ignored] = None
-    if not any(bool((tensors[place] == ignored).any()) for place, ignored in places):
+    if not any(way.tells(batch) for way in {*ways, *([used] if isinstance(used, Counted) else [])}):
         return False
     weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
     weights = _shares([weigh(part) for part in parts])

@@ -28,35 +28,43 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the loss
 _EXACT = 1e-10
 _LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
+_WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
 _MOST = 24  # candidates
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Weighs by the entries of one tensor of the batch that are not ignored.
+    """Weighs by the entries of one tensor of the batch that are not ignored, or by their sum.
 
     Attributes:
         place: its place among the tensors of the batch, depth first.
         shifted: whether the first entry of each sample is no target, as for the next token.
-        ignored: what entries that are no targets are.
+        ignored: what entries that are no targets are; ``None``: entries are weights, such as a mask of ones and zeros.
     """
 
     place: int
     shifted: bool
-    ignored: int
+    ignored: int | None
 
     def __call__(self, part: Any) -> float:
         """How many there are in a part of a batch."""
         tensor = tensors_of(part)[self.place]
-        return float(((tensor[:, 1:] if self.shifted else tensor) != self.ignored).sum())
+        tensor = tensor[:, 1:] if self.shifted else tensor
+        return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
+
+    def tells(self, batch: Any) -> bool:
+        """Whether some entry of a batch is ignored, or has another weight than one."""
+        tensor = tensors_of(batch)[self.place]
+        return bool((tensor != 1 if self.ignored is None else tensor == self.ignored).any())
 
     def __str__(self) -> str:
         which = "entries after the first of each sample" if self.shifted else "entries"
-        return f"{which} of tensor {self.place} of the batch that are not {self.ignored}"
+        what = "weighed by them" if self.ignored is None else f"that are not {self.ignored}"
+        return f"{which} of tensor {self.place} of the batch {what}"
 
 
 def candidates(*batches: Any) -> list[Counted]:
-    """What all of some batches could be weighed by: tensors of integers, one row per sample.
+    """What all of some batches could be weighed by: tensors of integers, and of weights, one row per sample.
 
     A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
     """
@@ -69,15 +77,21 @@ def _countable(batch: Any) -> list[Counted]:
     for place, tensor in _integers(batch):
         shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
         found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
+    for place, tensor in _by_sample(batch):
+        if tensor.is_floating_point() and tensor.ndim <= _WEIGHTS and bool((tensor >= 0).all()):
+            found += [Counted(place, shifted, None) for shifted in ((False, True) if tensor.ndim > 1 else (False,))]
     return found
 
 
 def _integers(batch: Any) -> Iterator[tuple[int, Tensor]]:
-    """Tensors of integers with one row per sample, and their places among those of the batch."""
+    """Those of integers among the tensors of :func:`_by_sample`."""
+    return ((place, x) for place, x in _by_sample(batch) if not (x.is_floating_point() or x.is_complex()))
+
+
+def _by_sample(batch: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors with one row per sample, and their places among those of the batch."""
     size = batch_size_of(batch)
-    for place, tensor in enumerate(tensors_of(batch)):
-        if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim and tensor.shape[0] == size:
-            yield place, tensor
+    return ((place, x) for place, x in enumerate(tensors_of(batch)) if x.ndim and x.shape[0] == size)
 
 
 class Extremes:
