@@ -237,7 +237,7 @@ def test_batches_of_unlike_numbers_of_tensors_are_weighed_by_what_all_have() -> 
 
 
 def test_pairs_of_micro_batches_with_as_many_positives_do_not_make_a_mean() -> None:
-    alike = find([_part(2.0), _part(1.0)], _part(1.5, right=3.0), [2, 2], {})
+    alike = find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {})
     differs = find([_part(2.0, right=1.0), _part(1.0, right=2.0)], _part(1.25, right=3.0), [2, 2], {})
     found = alike.joined([differs])
     assert (
@@ -280,6 +280,15 @@ def test_logged_values_combine_as_they_do_over_the_batch() -> None:
     parts = [_part(2.0, mean=1.0, sum=3.0, most=4.0, other=1.0), _part(1.0, mean=3.0, sum=5.0, most=2.0, other=2.0)]
     found = find(parts, _part(1.5, mean=2.0, sum=8.0, most=4.0, other=9.0), [2, 2], {})
     assert Reading().after(found).within == {"mean": Mean("weights"), "sum": "sum", "most": "max", "other": None}
+
+
+@pytest.mark.parametrize(("dtype", "exact", "how"), [(torch.float32, False, ""), (torch.float64, True, "exp")])
+def test_a_function_of_a_mean_that_rounding_hides_is_read_as_a_mean(dtype: torch.dtype, exact: bool, how: str) -> None:
+    values = [math.exp(2.001), math.exp(2.0)]
+    parts = [TrialRun(2.0 + n, dtype, {"ppl": Logged(value, wide=exact)}) for n, value in enumerate(values)]
+    found = find(parts, TrialRun(2.5, dtype, {"ppl": Logged(math.exp(2.0005), wide=exact)}), [2, 2], {})
+    found.settle("", exact=exact)
+    assert Reading().after(found).within == {"ppl": Mean("weights", how)}
 
 
 def test_a_value_that_some_parts_do_not_log_is_that_of_those_which_do_or_of_none() -> None:

@@ -128,7 +128,7 @@ def _means(
 def likeliest(ways: Mapping[Any, float]) -> Any:
     """The first of the ways that are about as near as any; ``None`` if there are none."""
     least = min(ways.values(), default=0.0)
-    return next((how for how, off in ways.items() if off <= 2 * least + (1e-6 if least > 1e-9 else 1e-12)), None)
+    return next((how for how, off in ways.items() if off <= 2 * least + 1e-12), None)
 
 
 def line_of_user() -> str:

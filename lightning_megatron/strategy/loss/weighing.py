@@ -26,6 +26,7 @@ from lightning_megatron.strategy.logs.combining import Logged, fitting, likelies
 IGNORED = (-100, 0)  # torch's `ignore_index`, and what most tokenizers pad with
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6}
 _LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
@@ -145,6 +146,7 @@ class Finding:
             (:mod:`~lightning_megatron.strategy.logs.combining`), each way with its relative distance.
         wide: logged keys whose values are float64.
         lines: logged key -> line of the user's code.
+        rounding: relative, of logged numbers that are not float64.
         tells: whether the losses of the parts differ, so that the trial could tell.
         numbers: loss of the whole, and the mean of the parts' losses.
         opaque: whether a loss is no finite number, which tells nothing about others.
@@ -157,6 +159,7 @@ class Finding:
     logs: dict[str, dict[Any, float]] = field(default_factory=dict)
     wide: set[str] = field(default_factory=set)
     lines: dict[str, str] = field(default_factory=dict)
+    rounding: float = _ROUNDING[torch.float32]
     tells: bool = True
     numbers: tuple[float, float] = (0.0, 0.0)
     opaque: bool = False
@@ -171,9 +174,10 @@ class Finding:
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
         """
         self.writes = writes
-        for key in self.wide if exact else ():
-            if key in self.logs:
-                self.logs[key] = {how: off for how, off in self.logs[key].items() if off <= _EXACT}
+        for key, ways in self.logs.items():
+            strict = exact and key in self.wide
+            floor = _ROUNDING[torch.float64] if strict else self.rounding  # below which the usual way is the likeliest
+            self.logs[key] = {how: max(off, floor) for how, off in ways.items() if off <= _EXACT or not strict}
         scale = max(abs(number) for number in self.numbers)
         if exact and math.isfinite(scale):
             self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
@@ -193,6 +197,7 @@ class Finding:
             writes=writes,
             logs=logs,
             wide=set.intersection(*(one.wide for one in every)),
+            rounding=max(one.rounding for one in every),
             lines={key: line for one in every for key, line in one.lines.items()},
             tells=any(one.tells for one in every),
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
@@ -237,7 +242,8 @@ def find(
             logs[key] = fitting(values, logged.value, of_held, within) if held else {}
     wide = {key for key, logged in whole.logs.items() if logged.wide}
     lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
-    return Finding(fits, "", logs, wide, lines, tells, (whole.loss, means[None]))
+    rounding = _ROUNDING[torch.float32] if whole.dtype in _TOLERANCE else _NARROW
+    return Finding(fits, "", logs, wide, lines, rounding, tells, (whole.loss, means[None]))
 
 
 def _accounts(counts: Sequence[float], losses: Sequence[float]) -> bool:
