@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_NAME = "_lightning_megatron"
+ATTRIBUTE = "_lightning_megatron"
+"""Where they are on an object."""
 
 
 class _Attached:
@@ -43,25 +44,25 @@ class Marks:
 
     def get(self, kind: type[T]) -> T | None:
         """The value of class ``kind``, or ``None``."""
-        attached = self._owner.__dict__.get(_NAME)
+        attached = self._owner.__dict__.get(ATTRIBUTE)
         return None if attached is None else attached.by_class.get(kind)
 
     def put(self, value: T) -> T:
         """Attach ``value``, replacing an earlier one of its class, and return it."""
-        self._owner.__dict__.setdefault(_NAME, _Attached()).by_class[type(value)] = value
+        self._owner.__dict__.setdefault(ATTRIBUTE, _Attached()).by_class[type(value)] = value
         return value
 
     def take(self, kind: type[T]) -> T | None:
         """Detach and return the value of class ``kind``, or ``None``; with the last value the attribute goes too."""
-        attached = self._owner.__dict__.get(_NAME)
+        attached = self._owner.__dict__.get(ATTRIBUTE)
         if attached is None:
             return None
         value: T | None = attached.by_class.pop(kind, None)
         if not attached.by_class:
-            del self._owner.__dict__[_NAME]
+            del self._owner.__dict__[ATTRIBUTE]
         return value
 
 
 def is_marked(owner: Any) -> bool:
     """Whether an earlier run has attached something."""
-    return _NAME in owner.__dict__
+    return ATTRIBUTE in owner.__dict__

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
-from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Kept, KeptHooks, Snapshot, is_equal, unchanged
+from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Kept, Snapshot, is_equal, unchanged
 
 
 def test_entries_are_put_back_with_what_is_inside_of_them() -> None:
@@ -24,7 +24,7 @@ def test_entries_are_put_back_with_what_is_inside_of_them() -> None:
     table |= {"entries": [], "number": 2, "new": 3, "forward": 4}
     del table["gone"]
     assert is_equal(kept.earlier("tensor"), torch.ones(2)) and kept.earlier("new") is MISSING
-    kept.put_back(lambda key: key != "forward")
+    kept.put_back({"forward"})
     assert table.pop("forward") == 4 and table.keys() == {"tensor", "entries", "line", "names", "gone", "number"}
     assert table["tensor"] is tensor and tensor.tolist() == [1, 1] and table["entries"] is entries == [1]
     assert list(line) == [1] and names == {"a"} and table["number"] == 1
@@ -137,22 +137,6 @@ def test_a_change_is_taken_back_unless_something_else_was_written_since() -> Non
     container.put("extra", MISSING)
     container.put("extra", MISSING)
     assert container.read("extra") is MISSING
-
-
-def test_hooks_that_were_added_go_and_those_that_were_taken_off_come_back() -> None:
-    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    seen: list[str] = []
-    first = net[0].register_forward_hook(lambda *_: seen.append("first"))
-    net[0].register_forward_hook(lambda *_: seen.append("second"))
-    every, added = KeptHooks(net), KeptHooks(net, lost=False)
-    net[1].register_forward_hook(lambda *_, **__: seen.append("new"), with_kwargs=True)
-    first.remove()
-    added.put_back()
-    net(torch.ones(1))
-    assert seen == ["second"] and not net[1]._forward_hooks_with_kwargs
-    every.put_back()
-    net(torch.ones(1))
-    assert seen == ["second", "first", "second"]
 
 
 def test_hooks_that_an_abstract_run_registers_go_with_the_note_that_they_are_there() -> None:

@@ -8,9 +8,11 @@ they have given::
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,18 +78,25 @@ def replayed(value: Any) -> Any:
 
 def state_of(value: Any) -> State | None:
     """The state of a generator or iterator; ``None`` for anything else."""
-    if isinstance(value, Replayed):
-        return State(value._at)
-    if isinstance(value, random.Random):
-        return State(value.getstate()) if type(value) is random.Random else None
-    if isinstance(value, torch.Generator):
-        return State(value.get_state())
-    kind = type(value)
+    kind: type = type(value)
+    read = _reader(kind)
+    return None if read is None else State(read(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reader(kind: type) -> Callable[[Any], Any] | None:
+    """What reads the state of values of a class, of which most have none."""
+    if issubclass(kind, Replayed):
+        return operator.attrgetter("_at")
+    if issubclass(kind, random.Random):
+        return kind.getstate if kind is random.Random else None
+    if issubclass(kind, torch.Generator):
+        return operator.methodcaller("get_state")
     if kind.__module__.startswith("numpy.random"):
         if kind.__name__ == "Generator":
-            return State(value.bit_generator.state)
+            return operator.attrgetter("bit_generator.state")
         if kind.__name__ == "RandomState":
-            return State(value.get_state(legacy=False))
+            return operator.methodcaller("get_state", legacy=False)
     return None
 
 

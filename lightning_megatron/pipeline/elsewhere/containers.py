@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.mesh.marks import ATTRIBUTE
 from lightning_megatron.mesh.pickling import AroundHook
 
 Address = tuple[tuple[Any, ...], ...]
@@ -33,8 +34,8 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities"),
     *("pytorch_lightning", "lightning_megatron", "numpy", "transformers", "peft", "tokenizers", "builtins"),
 }
-_OWN = frozenset({"forward", "_call_impl", "named_parameters", "named_buffers", "state_dict"})  # put there by the cut
-MODULE = frozenset(nn.Module().__dict__) | _OWN
+_BY_THE_CUT = frozenset({"forward", "_call_impl", "named_parameters", "named_buffers", "state_dict", ATTRIBUTE})
+MODULE = frozenset(nn.Module().__dict__) | _BY_THE_CUT
 """Attributes of modules that are torch's or this package's."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -186,8 +187,8 @@ class NoSuchHook(LookupError):
 
 def hooks_of(module: nn.Module, table: str) -> list[Any]:
     """Hooks of the user and of other libraries; this package's own are not on every rank."""
-    hooks = [hook.given if isinstance(hook, AroundHook) else hook for hook in getattr(module, table).values()]
-    return [hook for hook in hooks if not is_ours(hook)]
+    hooks = map(users_hook, getattr(module, table).values())
+    return [hook for hook in hooks if hook is not None]
 
 
 def _hook_of(module: nn.Module, table: str, place: int) -> Any:
@@ -197,10 +198,11 @@ def _hook_of(module: nn.Module, table: str, place: int) -> Any:
     return hooks[place]
 
 
-def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this package's own."""
-    hook = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(hook, "__module__", "")).startswith("lightning_megatron.")
+def users_hook(hook: Any) -> Any:
+    """A registered hook as the user's code, or another library's, gave it; ``None`` for one of this package's own."""
+    given = hook.given if isinstance(hook, AroundHook) else hook
+    code = given.func if isinstance(given, functools.partial) else given
+    return None if str(getattr(code, "__module__", "")).startswith("lightning_megatron.") else given
 
 
 def is_library(value: Any) -> bool:

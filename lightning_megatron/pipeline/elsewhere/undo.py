@@ -6,10 +6,10 @@ to is noted before such a run, and compared or put back after it. This file is t
 
     Contents    one tensor, list or generator           all that is below is made of these
     Kept        a table, put back as a whole            of a trial or an abstract run nothing stays
-    KeptHooks   the hooks of modules                    likewise
     Snapshot    containers; tells single Changes        what belongs to one micro-batch goes, the rest stays
 
-(Trials of parts that fit into memory twice need none of it: ``parallelize/reading/replay.py`` runs a copy.)
+Hooks of modules: ``strategy/hooks/kept_hooks.py``. Trials of parts that fit into memory twice need none of it:
+``parallelize/reading/replay.py`` runs a copy.
 
 Of single writes: a step that adds up its layers' auxiliary losses resets them, before the layers or behind them. Stages
 that end before that line have run their layers on the next micro-batch long before. In one process nothing can hold on
@@ -20,7 +20,8 @@ run ends, and so is what was added to lists. Numbers stay: a layer may count.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Container as AnyContainer
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import put_back, version_of
 from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
-from lightning_megatron.mesh.pickling import AroundHook
-from lightning_megatron.pipeline.elsewhere.containers import HOOKS, MISSING, Container, is_library, is_ours
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
-_HOOKS = (
-    *HOOKS,
-    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
 LISTS = (list, deque, set)
 """What is written to entry by entry."""
 
@@ -47,6 +42,7 @@ SUM = 64
 """Elements of the largest tensor that is taken for something that layers add to."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_ONLY_PLAIN = frozenset(_PLAIN)
 Entries = dict[Any, Any] | list[Any]
 
 
@@ -169,20 +165,21 @@ class Kept:
         self.values: dict[Any, tuple[Any, Contents | None]] = {}
         for key in table if keys is None else keys:
             value = table.get(key, MISSING)
-            self.values[key] = value, Contents.of(value) if inside else None
+            self.values[key] = value, Contents.of(value) if inside and type(value) not in _ONLY_PLAIN else None
 
     def earlier(self, key: Any) -> Any:
         """A value as it was; :data:`~.containers.MISSING` where there was none."""
         value, inside = self.values.get(key, (MISSING, None))
         return value if inside is None else inside.copy
 
-    def put_back(self, goes: Callable[[Any], bool] | None = None) -> None:
+    def put_back(self, spared: AnyContainer[Any] | None = None) -> None:
         """Leave the entries as they were.
 
         Args:
-            goes: whether an entry is removed that was not kept; by default none is.
+            spared: keys that stay although they were not kept; by default all do.
         """
-        for key in [key for key in self.table if key not in self.values and goes(key)] if goes else ():
+        new = () if spared is None else [key for key in self.table if key not in self.values and key not in spared]
+        for key in new:
             del self.table[key]
         for key, (value, inside) in self.values.items():
             if value is MISSING:
@@ -191,45 +188,6 @@ class Kept:
                 self.table[key] = value
             if inside is not None:
                 inside.put_back()
-
-
-class KeptHooks:
-    """Hooks of modules as they were. Code that registers them in its first call notes on a module that it has, as
-    Hugging Face models do to collect hidden states: where that note is put back, the hooks have to go as well.
-
-    Args:
-        root: the module with all modules that may get hooks, or lose them.
-        lost: whether hooks that are taken off are put back, and not just those that are added.
-    """
-
-    def __init__(self, root: nn.Module, *, lost: bool = True) -> None:
-        self._root, self._next = root, RemovableHandle.next_id
-        tables = [getattr(module, name) for module in root.modules() for name in _HOOKS] if lost else ()
-        self._full = [(table, dict(table)) for table in tables if table]
-
-    def put_back(self) -> None:
-        """Leave them as they were; this package's own stay as they are."""
-        if RemovableHandle.next_id != self._next:
-            for module in self._root.modules():
-                added = [
-                    key for name in HOOKS for key, hook in getattr(module, name).items() if self._is_added(key, hook)
-                ]
-                for name in _HOOKS if added else ():
-                    for key in added:
-                        getattr(module, name).pop(key, None)
-        for table, hooks in self._full:
-            if any(key not in table and _is_users(hook) for key, hook in hooks.items()):
-                later = {key: hook for key, hook in table.items() if key not in hooks}
-                here = {key: hook for key, hook in hooks.items() if key in table or _is_users(hook)}
-                table.clear()
-                table.update(here | later)
-
-    def _is_added(self, key: int, hook: Any) -> bool:
-        return key >= self._next and _is_users(hook)
-
-
-def _is_users(hook: Any) -> bool:
-    return not is_ours(hook.given if isinstance(hook, AroundHook) else hook)
 
 
 @contextmanager
@@ -253,7 +211,7 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
         yield
     finally:
         for each, order in zip(kept, orders, strict=True):
-            each.put_back(lambda _: True)
+            each.put_back(())
             if list(each.table) != order:  # modules run and parameters are listed in it
                 entries = {key: each.table.pop(key) for key in order}
                 each.table.update(entries)

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.elsewhere.containers import is_ours
+from lightning_megatron.pipeline.elsewhere.containers import users_hook
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.entry import Entry
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
@@ -218,7 +218,7 @@ class FirstCall(PartCall):
 def has_user_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on ``module``, or on all modules, that are not this package's own."""
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(not is_ours(hook) for table in (*tables, *_GLOBAL_HOOKS) for hook in table.values())
+    return any(users_hook(hook) is not None for table in (*tables, *_GLOBAL_HOOKS) for hook in table.values())
 
 
 def _first_parameter(forward: Callable[..., Any]) -> str:

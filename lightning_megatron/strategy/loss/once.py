@@ -19,7 +19,8 @@ from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, KeptHooks, has_graph, is_equal, refill
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
+from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Table, appended_names, found_again, spelled
 from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
@@ -114,7 +115,7 @@ class OncePerBatch:
             sizes: of its micro-batches, in samples.
         """
         self._weights, self._sizes, self._runs, self.unforeseen = weights, sizes, 0, ""
-        self._hooks = KeptHooks(self._root, lost=False) if self._root is not None and self._slots else None
+        self._hooks = KeptHooks(HookTables(self._root), lost=False) if self._root is not None and self._slots else None
         for slot in self._slots:
             slot.values = found_again(self._root, slot.table) if self._root is not None else None
             value = slot.values.get(slot.key, MISSING) if slot.values is not None else MISSING

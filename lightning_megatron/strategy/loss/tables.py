@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.draws.given_again import replayed
-from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, resolve
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 
@@ -29,11 +29,12 @@ Name = tuple[str, Any]
 """Of a table, dots between its parts, and a key in it; ``None`` for what a list holds."""
 
 NUMBERS = (bool, int, float, complex, str)
+_LEAVES = frozenset((*NUMBERS, type(None), Tensor, list))
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
-_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_OWN = MODULE - {"training", "forward"}
 _WHILE_STEPS_RUN = ("forward", "put_off")  # what this package puts on layers
-_LIGHTNINGS = frozenset(pl.LightningModule().__dict__) | {"log"}
-NOT_USERS = _OWN | _LIGHTNINGS | set(_WHILE_STEPS_RUN)
+_LIGHTNINGS = _OWN | frozenset(pl.LightningModule().__dict__) | {"log"}
+NOT_USERS = _LIGHTNINGS | set(_WHILE_STEPS_RUN)
 """Names of attributes that are not of the user's own."""
 
 _APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
@@ -111,15 +112,17 @@ def tables_on(modules: Iterable[tuple[str, nn.Module]], *, inner: bool = True) -
     for name, child in modules:
         address: Address = (("module", name),)
         if isinstance(child, Metric):  # its states are lists, numbers and tensors, whatever they are called
-            keys = tuple(key for key in child.__dict__ if key not in _OWN)
+            keys = tuple([key for key in child.__dict__ if key not in _OWN])
         else:
             ignored = _LIGHTNINGS if isinstance(child, pl.LightningModule) else _OWN
-            keys = tuple(key for key in child.__dict__ if key not in ignored)
+            keys = tuple([key for key in child.__dict__ if key not in ignored])
         yield Table(name, child.__dict__, keys, address)
         if child._buffers:
             yield Table(name, child._buffers, tuple(child._buffers), address, buffers=True)
         for key in keys if inner else ():
-            yield from _inner(f"{name}.{key}" if name else str(key), child.__dict__[key], seen, _DEPTH)
+            value = child.__dict__[key]
+            if type(value) not in _LEAVES:
+                yield from _inner(f"{name}.{key}" if name else str(key), value, seen, _DEPTH)
 
 
 def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Table]:
@@ -204,11 +207,6 @@ def wrap_iterators(table: Table) -> None:
         now = replayed(value)
         if now is not value:
             table.values[key] = now
-
-
-def is_users(key: Any) -> bool:
-    """Whether an attribute that is new belongs to the user, rather than to torch or to this package."""
-    return key not in NOT_USERS
 
 
 def spelled(name: Name) -> str:

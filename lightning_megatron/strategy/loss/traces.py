@@ -19,13 +19,14 @@ from lightning_megatron.mesh.draws.given_again import state_of
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, KeptHooks, has_graph, is_equal
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal
+from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.loss.tables import (
+    NOT_USERS,
     NUMBERS,
     Name,
     Table,
     appended_names,
-    is_users,
     tables_beside,
     tables_on,
     wrap_iterators,
@@ -43,12 +44,20 @@ class Traces:
         only: names of those modules in it that count; all by default.
         beside: also what does not hang on the module: classes, globals, closures. Iterators that are found are replaced
             by such as can be taken back.
+        hooks: where the module keeps hooks, if that is known.
 
     Attributes:
         buffers: names of what is a buffer.
     """
 
-    def __init__(self, module: nn.Module, only: Collection[str] | None = None, *, beside: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        only: Collection[str] | None = None,
+        *,
+        beside: bool = False,
+        hooks: HookTables | None = None,
+    ) -> None:
         names = [name for name, _ in module.named_modules()] if only is None else only
         modules = [(name, module.get_submodule(name)) for name in names]
         metrics = Parts([name for name, child in modules if isinstance(child, Metric)])
@@ -58,8 +67,8 @@ class Traces:
             for table in tables:
                 wrap_iterators(table)
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
-        self._hooks = KeptHooks(module)
-        self._compared = [(table, kept) for table, kept in self._kept if table.name not in metrics]
+        self._hooks = KeptHooks(hooks or HookTables(module))
+        self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
@@ -67,8 +76,9 @@ class Traces:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""
         found: Changes = {}
         for table, kept in self._compared:
+            entries = table.entries
             for key in list(kept.table):
-                if key not in kept.values and (table.entries or not is_users(key)):
+                if key not in kept.values and (entries or key in NOT_USERS):
                     continue  # what a list has grown by is for the list's own table
                 value, now = kept.values.get(key, (MISSING,))[0], kept.table[key]
                 if not self._counts(key, value, now) or source_of((value, now)) is not None:
@@ -93,7 +103,7 @@ class Traces:
     def put_back(self) -> None:
         """Leave everything as it was."""
         for _, kept in self._kept:
-            kept.put_back(is_users)
+            kept.put_back(NOT_USERS)
         self._hooks.put_back()
 
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
@@ -135,13 +145,14 @@ class LastStageWrites:
     Args:
         module: the user's module.
         layers: names of the trunk's layers, which run on one virtual stage each.
+        hooks: where the module keeps hooks.
         also: which modules outside the layers are followed, besides their owners and metrics.
     """
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[str], also: Callable[[nn.Module], bool] = lambda _: False
+        self, module: nn.Module, layers: Sequence[str], hooks: HookTables, also: Callable[[nn.Module], bool]
     ) -> None:
-        self._module = module
+        self._module, self._hooks = module, hooks
         inside = Parts(layers)
         around = {above for layer in layers for above in outwards(parent(layer))}
         others = (name for name, child in module.named_modules() if isinstance(child, Metric) or also(child))
@@ -154,7 +165,7 @@ class LastStageWrites:
         Args:
             passes_on: whether what it writes of real values goes into buffers of which the last makes stand-ins.
         """
-        traces = Traces(self._module, self._names)
+        traces = Traces(self._module, self._names, hooks=self._hooks)
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.generation.repeats import Attempt, StartOver
+from lightning_megatron.strategy.hooks.kept_hooks import HookTables
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.joined import Joint, Unforeseen
@@ -56,7 +57,8 @@ class ScheduledStep:
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
         self._batches = BatchWrites()
-        self._writes = LastStageWrites(self._module, context.layers, lambda child: bool(child._buffers))
+        self._hooks = HookTables(self._module)
+        self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
@@ -147,7 +149,7 @@ class ScheduledStep:
             self._losses.take_batch(batch, name, self._device)
         rows = self.drawing.rows(cut.layers or parts, name)
         streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
-        with self._context.recording.step(len(parts), cut.logs) as recorder, streams:
+        with self._context.recording.step(len(parts), cut.logs) as recorder, streams, self._hooks.found_once():
             call = self._context.experts.ending(call) if repeats is None else call
             call = self._stages.looks(asks.hears(call) if asks is not None else call, name)
             if cut.layers:
@@ -186,8 +188,8 @@ class ScheduledStep:
             layers = self._context.layers
             once = Parts(self._stages.runs_once)
             names = {id(child): name for name, child in self._module.named_modules()}
-            bare = LastStageWrites(self._module, layers, lambda child: names[id(child)] not in once)
-            self._outside = LastStageWrites(self._module, layers, lambda _: True), bare
+            bare = LastStageWrites(self._module, layers, self._hooks, lambda child: names[id(child)] not in once)
+            self._outside = LastStageWrites(self._module, layers, self._hooks, lambda _: True), bare
         schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
         calls = RecordedAround(
             call, self._context.recording, recorder, cut, self._outside, reaches_end=last, batches=self._batches
