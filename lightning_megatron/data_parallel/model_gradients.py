@@ -248,11 +248,11 @@ class ModelGradients:
         """Spread weights again, once a step's last backward has run; returns what it has chosen for later steps."""
         return self.windows.end_step() if self.windows is not None else ""
 
-    def finish_gather(self) -> None:
-        """Wait for weights under way, and make whole what is spread over the replicas; collective over them."""
+    def finish_gather(self, *, spread: bool = True) -> None:
+        """Wait for weights under way, and make whole what is ``spread`` over the replicas; collective over them."""
         if self._late is not None:
             self._late.finish()
-        if self.windows is not None:
+        if self.windows is not None and spread:
             self.windows.show_all()
 
     def skip_updates(self) -> None:

@@ -48,6 +48,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
+from lightning_megatron.strategy.step.equal_replicas import EqualReplicas
 from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
 
@@ -122,6 +123,9 @@ class Run:
             self._on_parts = self._whole_hooks.local
         elif self._over_stages is not None:
             self._over_stages.install()
+        self._equal: EqualReplicas | None = None
+        if self._fits and mesh.layout.data > 1 and not self.engine.splits_itself:
+            self._equal = EqualReplicas(self.module, gradients, mesh.group("data_parallel"), processes.device)
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -196,6 +200,9 @@ class Run:
         """The user's ``training_step`` on every micro-batch, forward and backward; returns the mean loss."""
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_batch(batch, self._options.micro_batch_size)
+        if self._equal is not None:
+            with self._processes.naming_failures():
+                self._equal.check(self._trainer.current_epoch)
         call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
         call = self.engine.balanced(call)
         if self._whole_hooks is not None:
@@ -252,6 +259,8 @@ class Run:
             loss = precision.pre_backward(loss, self.module)
         autograd = functools.partial(self._autograd, optimizer, args, kwargs)
         with self._processes.naming_failures(), self._everyone:
+            if self._equal is not None:
+                self._equal.check_again()
             self._step.backward(loss, autograd, self._window)
             end_step(self.engine.model_gradients, self._processes)
             if self.engine.has_stages and self._reduces:

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
@@ -87,7 +87,10 @@ def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
     """
     if sync_grads:
         return gather_for_shards(tensor.unsqueeze(0), 0, group)
-    return _all_gather_ddp_if_available(tensor, group, sync_grads)
+    with torch.no_grad():  # Lightning's own goes through a function that torch has deprecated
+        gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return torch.stack(gathered)
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:

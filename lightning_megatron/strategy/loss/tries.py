@@ -165,7 +165,7 @@ class LossTrials:
         told = objects.gather((writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
         found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
-        doubted, self._unsure = self._unsure, any(unsure for *_, unsure, _ in told)
+        self._unsure = any(unsure for *_, unsure, _ in told)
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
@@ -175,7 +175,7 @@ class LossTrials:
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
         if not (could and self.around) and not (before.opaque and self.reading.opaque):
-            self._say(before, found, len(parts), "" if doubted and found.writes else why)
+            self._say(before, found, len(parts), "" if found.writes else why)
         if self._differ and not self.reading.whole:
             warn_of_logged(before, self.reading, self._steps - 1)
         self._differ = False

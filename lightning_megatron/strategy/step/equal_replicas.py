@@ -1,0 +1,94 @@
+"""Replicas hold the same weights before a step, unless code of the user's has written others into some of them.
+
+A hook or step that writes a number of its own batch into a weight (``self.scale.fill_(worst)``), or on the first rank
+only, gives each replica another model, whose gradients would go on being averaged with the others'. One process has one
+weight. So the sums of all weights are compared before the first steps and their backwards, in the first steps of the
+first epochs, and then in steps and epochs 8, 64, 512, ..., as code may write late. Where replicas share the optimizer's
+work, an update makes their weights alike again: each is then that of one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
+
+_APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
+
+
+class EqualReplicas:
+    """Compares the weights of the replicas of one stage.
+
+    Args:
+        module: this rank's part of the user's module.
+        gradients: of it; knows whose weights experts are.
+        group: this rank's replicas.
+        device: where messages are.
+    """
+
+    def __init__(
+        self, module: nn.Module, gradients: ModelGradients, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._module, self._gradients, self._group, self._device = module, gradients, group, device
+        self._steps, self._epoch, self._again = 0, -1, False
+
+    def check(self, epoch: int) -> None:
+        """Compare, if it is the turn of this step; collective over the replicas.
+
+        Args:
+            epoch: the present one.
+
+        Raises:
+            RuntimeError: a weight differs, on every replica of this stage.
+        """
+        turn = _is_turn(self._steps) or (epoch != self._epoch and _is_turn(epoch))
+        self._steps, self._epoch = self._steps + 1, epoch
+        if turn:
+            self._compare()
+        self._again = turn
+
+    def check_again(self) -> None:
+        """Compare before the first backward of a step whose turn it is, as the step may have written."""
+        if self._again:
+            self._again = False
+            self._compare()
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        self._gradients.finish_gather(spread=False)
+        named = [(name, p) for name, p in type(self._module).named_parameters(self._module) if self._is_common(name, p)]
+        if not named:
+            return
+        sums = torch.stack([_sums(parameter).to(self._device) for _, parameter in named])
+        bounds = torch.cat([sums, -sums[:, :1]], dim=1)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        highest, lowest = bounds[:, 0], -bounds[:, 2]
+        for index in (highest - lowest > _APART * bounds[:, 1]).nonzero().flatten().tolist():
+            name = named[index][0]
+            raise RuntimeError(
+                f"`{name}` differs between the replicas, of which each has written its own value into it: its elements "
+                f"add up to {float(lowest[index])!r} on one and {float(highest[index])!r} on another. In one process "
+                "there is one weight. Where a hook or step writes into weights, let every rank write the same: take "
+                "numbers of a batch as a mean over the replicas (`self.all_gather(x).mean(0)`), draw from a generator "
+                "with one seed on all ranks, and write on all ranks, not on the first one only."
+            )
+
+    def _is_common(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether every replica has all of a weight now: not an expert's, and not spread over the replicas."""
+        windows = self._gradients.windows
+        here = not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
+        return here and not self._gradients.holders_of(name).of_experts
+
+
+def _is_turn(count: int) -> bool:
+    return count < 4 or (count.bit_count() == 1 and count.bit_length() % 3 == 1)
+
+
+def _sums(parameter: Tensor) -> Tensor:
+    """The sum of the elements and of their magnitudes; 0 where that is no finite number."""
+    own = parameter.detach()
+    real = torch.view_as_real(own) if own.is_complex() else own
+    magnitude = torch.linalg.vector_norm(real, 1)  # without a copy of the weight
+    return torch.stack([real.sum(dtype=torch.float64), magnitude.double()]).nan_to_num(0.0, 0.0, 0.0)
