@@ -60,7 +60,8 @@ def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[s
         assert one.predicted is not None
         for kind in ("gradients", "optimizer", *(() if "tensor_parallel_size" in sizes else ("activations",))):
             wanted = getattr(one.predicted, kind)  # split layers as small as these keep more than the planner counts
-            assert getattr(peak, kind) == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
+            found = max(one.step.kinds[kind]) if kind == "gradients" else getattr(peak, kind)  # the peak may come before
+            assert found == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
     assert "rank" in values[0]["text"] and "in brackets what the planner expects" in values[0]["text"]
     assert values[0]["files"] == ["memory-step5.json", "memory-step5.svg"]
 
