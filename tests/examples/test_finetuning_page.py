@@ -49,7 +49,7 @@ def test_every_command_and_every_line_of_code_runs(tmp_path: Path, monkeypatch: 
     lines = ("ABCABCABC", "XYZXYZXYZXYZ", "OnceOnce", "HHHH") * 6
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
 
-    (_, script), (_, commands), (_, used), _ = BLOCKS
+    (_, script), _, (_, commands), (_, used), _ = BLOCKS
     (tmp_path / "finetune.py").write_text(script)
     printed = [run_command(line, tmp_path) for line in commands.splitlines()]
     names: dict[str, Any] = {}
@@ -69,9 +69,28 @@ def test_every_command_and_every_line_of_code_runs(tmp_path: Path, monkeypatch: 
     assert "loss" in printed[0]
 
 
+@pytest.mark.wide
+def test_a_model_that_is_built_without_memory_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "llama", dtype=torch.float32)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ABCABCABC"}) + "\n" for _ in range(8)))
+    (_, script), (_, built), *_ = BLOCKS
+    script = re.sub(
+        r"    def __init__.*?(?=    def training_step)",
+        lambda _: built.partition("\n")[2] + "\n",
+        script,
+        flags=re.DOTALL,
+    )
+    script = script.replace("import AutoModelForCausalLM, ", "import AutoConfig, AutoModelForCausalLM, ")
+    script = script.replace("import MegatronStrategy", "import MegatronStrategy, load_hf_weights")
+    (tmp_path / "finetune.py").write_text(script)
+    run_command("python finetune.py", tmp_path)
+    assert (tmp_path / "adapted.ckpt").exists()
+
+
 def test_a_checkpoint_leaves_out_what_is_not_trained() -> None:
     names: dict[str, Any] = {"L": lightning}
-    exec(BLOCKS[3][1], names)
+    exec(BLOCKS[4][1], names)
     module = names["Small"]()
     module.linear = torch.nn.Linear(2, 2)
     module.linear.bias.requires_grad = False

@@ -53,6 +53,23 @@ class _Built:
     in_order: bool
 
 
+@dataclass(frozen=True)
+class _Computed:
+    """What values of a module built on the meta device are computed from; of names whose values can be told.
+
+    Attributes:
+        sources: by name of a tensor, names of others.
+    """
+
+    sources: Mapping[str, Sequence[str]]
+
+
+def computed_from(module: nn.Module) -> Mapping[str, Sequence[str]]:
+    """By name of a tensor that a constructor gave values on the meta device, the others that they are computed from."""
+    noted = Marks.of(module).get(_Computed)
+    return {} if noted is None else noted.sources
+
+
 def note_places(module: nn.Module, constructions: list[Construction], *, in_order: bool) -> None:
     """Note by name where the values of a module's tensors come from, before it is divided; empties ``constructions``.
 
@@ -71,10 +88,23 @@ def note_places(module: nn.Module, constructions: list[Construction], *, in_orde
             unknown.add(unit_of(parent(name)))
         else:
             places[name] = first
+    if not in_order:
+        Marks.of(module).put(_Computed(_sources(places)))
     constructions.clear()
     known = {name: place for name, place in places.items() if unit_of(parent(name)) not in unknown}
     if known:
         Marks.of(module).put(_Built(known, in_order))
+
+
+def _sources(places: Mapping[str, tuple[Construction, MetaPlace]]) -> dict[str, list[str]]:
+    named: dict[tuple[Construction, int], list[str]] = {}
+    for name, (construction, place) in places.items():
+        named.setdefault((construction, place.memory), []).append(name)
+    before = {construction: construction.sources() for construction, _ in places.values()}
+    return {
+        name: [other for memory in before[each].get(place.memory, ()) for other in named.get((each, memory), ())]
+        for name, (each, place) in places.items()
+    }
 
 
 def fill_as_built(

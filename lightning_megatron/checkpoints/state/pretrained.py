@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.files.sources import Source
+from lightning_megatron.checkpoints.state.adapted import match_adapted
 from lightning_megatron.checkpoints.state.stored import Match, aliases, match
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
@@ -100,7 +101,13 @@ def start_from(module: nn.Module, given: Any) -> Any:
     return path
 
 
-def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Mapping[str, str], path: Any) -> Match:
+def match_weights(
+    source: Source,
+    shapes: Mapping[str, torch.Size],
+    further: Mapping[str, str],
+    path: Any,
+    built: Mapping[str, Sequence[str]] | None = None,
+) -> Match:
     """Find every tensor's place in the files.
 
     Args:
@@ -108,6 +115,7 @@ def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Map
         shapes: logical shapes by name, over the whole module.
         further: tied names of the module.
         path: for messages.
+        built: what a module with adapters of peft's may have beside what the files have; see :func:`match_adapted`.
 
     Raises:
         RuntimeError: a tensor is missing or has another shape.
@@ -116,6 +124,8 @@ def match_weights(source: Source, shapes: Mapping[str, torch.Size], further: Map
     taken, put = find_prefix(kinds, shapes)
     part = {name: shape for name, shape in shapes.items() if name.startswith(put)}
     found = match(kinds, part, further, source.aliases, {taken: put})
+    if (found.missing or found.reshaped) and built:
+        found = match_adapted(source, shapes, further, path, built, find_prefix) or found
     if found.missing or found.reshaped:
         raise RuntimeError(f"the weights in {path} do not fit: {found}.")
     if found.unexpected and not (dist.is_initialized() and dist.get_rank()):

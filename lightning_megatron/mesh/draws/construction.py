@@ -233,6 +233,16 @@ class Construction:
             states[current] = torch.get_rng_state()
         torch.set_rng_state(before if stream is None or seed is not None else states[stream])
 
+    def sources(self) -> dict[int, frozenset[int]]:
+        """By memory, which others its content is computed from, directly or by way of others."""
+        found: dict[int, frozenset[int]] = {}
+        for call in self._calls:
+            behind = call.reads.union(*(found.get(memory, frozenset()) for memory in call.reads))
+            for memory in call.writes:
+                before = frozenset() if memory in call.covers else found.get(memory, frozenset())
+                found[memory] = (before | behind) - {memory}
+        return found
+
     def size(self, memory: int) -> int:
         """Bytes of a memory."""
         return self._storages[memory].nbytes()

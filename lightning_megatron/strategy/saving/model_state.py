@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
+from lightning_megatron.checkpoints.state.as_built import computed_from
 from lightning_megatron.checkpoints.state.pretrained import match_weights
 from lightning_megatron.checkpoints.state.stored import Kinds, Match, aliases, load_module, match, stored_module
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -113,7 +114,8 @@ class ModelState:
         """
         source = open_weights(path)
         source.verify(self._mesh.rank, self._mesh.layout.world_size)
-        found = match_weights(source, *self._whole_shapes(), path)
+        built = computed_from(self.module) if self._streamed is None else {}
+        found = match_weights(source, *self._whole_shapes(), path, built)
         streamed = self._streamed.names if self._streamed is not None else ()
         state = self.stored(_with_tied(self.module, streamed))
         wanted = {
