@@ -35,7 +35,7 @@ WIDE = pytest.mark.wide
         ({"pipeline_parallel_size": 2, "micro_batch_size": 2}, 2),
         pytest.param({"tensor_parallel_size": 2}, 2, marks=WIDE),
         pytest.param({"optimizer_offload": True}, 1, marks=WIDE),
-        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 4}, 4, marks=WIDE),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}, 4, marks=WIDE),
     ],
 )
 def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[str, Any], devices: int) -> None:
@@ -56,12 +56,11 @@ def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[s
             < (3.1 if hosted else 2.1) * weights / shards
         )
         assert peak.gradients < 1.1 * weights and max(one.step.kinds["gradients"]) >= weights / shards
-        assert peak.total == max(one.step.totals) and peak.activations > 0.2 * peak.total
+        assert peak.total == max(one.step.totals) and peak.activations > 0.15 * peak.total
         assert one.predicted is not None
         for kind in ("gradients", "optimizer", *(() if "tensor_parallel_size" in sizes else ("activations",))):
             wanted = getattr(one.predicted, kind)  # split layers as small as these keep more than the planner counts
-            found = max(one.step.kinds[kind]) if kind == "gradients" else getattr(peak, kind)  # the peak may come before
-            assert found == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
+            assert getattr(peak, kind) == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
     assert "rank" in values[0]["text"] and "in brackets what the planner expects" in values[0]["text"]
     assert values[0]["files"] == ["memory-step5.json", "memory-step5.svg"]
 
