@@ -103,6 +103,20 @@ def test_a_checkpoint_without_marker_or_with_a_short_file_is_refused_and_passed_
         assert newest_complete(tied.parent) is None
 
 
+def test_a_search_reads_each_marker_once(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (Path(shutil.copytree(tied, tied.with_name(f"torn-{number}.ckpt"))) / "COMPLETE").unlink()
+    read, markers = Folder.read, list[str]()
+    monkeypatch.setattr(
+        Folder, "read", lambda folder, name: (name == "COMPLETE" and markers.append(str(folder))) or read(folder, name)
+    )
+    with pytest.warns(
+        UserWarning, match=r"torn-\d.ckpt has no marker `COMPLETE`: it is incomplete, as .* interrupted\.$"
+    ):
+        assert newest_complete(tied.parent) == str(tied)
+    assert sorted(markers) == [str(tied), *(str(tied.with_name(f"torn-{number}.ckpt")) for number in range(3))]
+
+
 def test_a_pickle_that_runs_code_does_not_run(tied: Path, tmp_path: Path) -> None:
     buffer, trace = io.BytesIO(), tmp_path / "ran"
     torch.save({"loops": Dangerous(str(trace))}, buffer)

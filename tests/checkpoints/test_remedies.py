@@ -17,9 +17,9 @@ from lightning_megatron.checkpoints.files.directory import IncompleteCheckpointE
 from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.tools.commands.cli import app
-from tests.checkpoints.adapter_scenarios import Adapted, base_of
+from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of
 from tests.checkpoints.remedy_scenarios import MISFITS, keeps, resumes, writes
-from tests.checkpoints.test_adapters import _logits, _trained
+from tests.checkpoints.test_adapters import _trained
 from tests.harness import run_trainers
 
 WIDE = pytest.mark.wide
@@ -94,7 +94,7 @@ def _loaded(kind: str, adapter: Path) -> Any:
 
 def _like_the_module(kind: str, path: Path, model: Any) -> None:
     module = Adapted.load_from_checkpoint(path, kind=kind)
-    torch.testing.assert_close(_logits(model), _logits(module.model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), logits_of(module.model), rtol=0, atol=1e-6)
 
 
 OFTEN = ("other names", "a pickled object", "other batches")

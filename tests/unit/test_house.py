@@ -295,18 +295,20 @@ def test_how_a_whole_tensor_is_cut_is_asked_by_its_public_names() -> None:
     assert not private, f"{private}: these are `along` and `spread` of `WholeTensor`"
 
 
-def test_names_that_files_import_from_each_other_exist() -> None:
-    defined = {name: {each for node in ast.walk(tree(name)) for each in _defined(node)} for name in modules()}
+def test_names_that_files_and_tests_import_from_each_other_exist() -> None:
+    sources = {f"{PACKAGE}.{name}".removesuffix(".__init__"): path for name, path in modules().items()}
+    for path in (ROOT.parent / "tests").rglob("*.py"):
+        sources[".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")] = path
+    trees = {name: ast.parse(path.read_text()) for name, path in sources.items()}
+    defined = {name: {each for node in ast.walk(tree) for each in _defined(node)} for name, tree in trees.items()}
+    folders = {name.rpartition(".")[0] for name in sources}
     missing = [
         f"{name}:{node.lineno} {node.module} {alias.name}"
-        for name in modules()
-        for node in ast.walk(tree(name))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (home := node.module) in sources
         for alias in node.names
-        if (home := (node.module or "").removeprefix(PACKAGE).lstrip(".") or "__init__") in modules()
-        and alias.name not in defined[home]
-        and f"{home}.{alias.name}".removeprefix("__init__.") not in modules()
-        and not any(other.startswith(f"{home}.{alias.name}.".removeprefix("__init__.")) for other in modules())
+        if alias.name not in defined[home] and f"{home}.{alias.name}" not in sources.keys() | folders
     ]
     assert not missing, missing
 

@@ -33,6 +33,8 @@ MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
 META = "meta.pt"
 ABOUT = "about.json"
+_UNMARKED = f"the checkpoint {{}} has no marker `{MARKER}`: it is incomplete, as writing it was interrupted."
+_IGNORED = "ignoring an incomplete checkpoint: {}"
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(incomplete|replaced)$")
 _FORGOTTEN_S = 3600.0
 _BLOCK = 16 * 1024 * 1024
@@ -188,10 +190,16 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     marker = _marker_or_none(target)
     if marker is None:
-        raise IncompleteCheckpointError(
-            f"the checkpoint {target} has no marker `{MARKER}`: it is incomplete, as writing it was interrupted. Use "
-            f"{_newest_beside(target) or 'another one; there is no complete checkpoint beside it'}."
-        )
+        newest = _newest(_with_markers(target.parent.folders()))
+        remedy = "another one; there is no complete checkpoint beside it"
+        if newest is not None:
+            remedy = f"the newest complete one, {newest}"
+        raise IncompleteCheckpointError(f"{_UNMARKED.format(target)} Use {remedy}.")
+    return _opened(target, marker)
+
+
+def _opened(target: Folder, marker: Marker) -> CheckpointFolder:
+    """The files of a checkpoint with a marker, after checking its manifest and the sizes of all files."""
     data = target.child(marker.data)
     files = read_manifest(data, marker)
     for name, total in files.items():
@@ -204,11 +212,15 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
     return CheckpointFolder(data, files)
 
 
-def _newest_beside(target: Folder) -> str | None:
-    """The newest checkpoint in the same folder that has a marker."""
-    found = [(marker, str(f)) for f in target.parent.folders() for marker in [_marker_or_none(f)] if marker is not None]
-    newest = max(found, key=lambda pair: (pair[0].step, pair[0].time), default=None)
-    return None if newest is None else f"the newest complete one, {newest[1]}"
+def _with_markers(folders: Iterable[Folder]) -> Iterator[tuple[Folder, Marker]]:
+    """Those of some folders that have a marker."""
+    return ((folder, marker) for folder in folders if (marker := _marker_or_none(folder)) is not None)
+
+
+def _newest(marked: Iterable[tuple[Any, Marker]]) -> Any:
+    """The newest of some checkpoints, by optimizer steps, then by time; ``None`` without any."""
+    found = max(marked, key=lambda pair: (pair[1].step, pair[1].time, str(pair[0])), default=None)
+    return None if found is None else found[0]
 
 
 def read_marker(target: Folder) -> Marker:
@@ -299,8 +311,8 @@ def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) 
 
 def newest_of(paths: Iterable[str | None]) -> str | None:
     """The newest of some complete checkpoints, by optimizer steps, then by time; ``None`` without any."""
-    marked = [(marker.step, marker.time, path) for path in paths if path for marker in [read_marker(Folder(path))]]
-    return max(marked)[2] if marked else None
+    newest: str | None = _newest((path, read_marker(Folder(path))) for path in paths if path)
+    return newest
 
 
 def newest_complete(folder: Any, suffix: str = ".ckpt", prefix: str = "") -> str | None:
@@ -317,19 +329,22 @@ def newest_complete(folder: Any, suffix: str = ".ckpt", prefix: str = "") -> str
     Returns:
         The path, or ``None`` if there is no complete checkpoint.
     """
-    found: list[str] = []
-    parent = Folder(folder)
-    for candidate in parent.folders():
+    found: list[tuple[Folder, Marker]] = []
+    for candidate in Folder(folder).folders():
         temporary = _TEMPORARY.match(candidate.name)
         name = temporary["name"] if temporary else candidate.name
         if not (name.startswith(prefix) and name.endswith(suffix)):
             continue
-        if temporary and _marker_or_none(candidate) is None:
+        marker = _marker_or_none(candidate)
+        if marker is None:
+            if not temporary:
+                warnings.warn(_IGNORED.format(_UNMARKED.format(candidate)), stacklevel=2)
             continue
         try:
-            open_checkpoint(str(candidate))
-        except (IncompleteCheckpointError, FileNotFoundError) as error:
-            warnings.warn(f"ignoring an incomplete checkpoint: {error}", stacklevel=2)
+            _opened(candidate, marker)
+        except IncompleteCheckpointError as error:
+            warnings.warn(_IGNORED.format(error), stacklevel=2)
             continue
-        found.append(str(candidate))
-    return newest_of(found)
+        found.append((candidate, marker))
+    newest = _newest(found)
+    return None if newest is None else str(newest)
