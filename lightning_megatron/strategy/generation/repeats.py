@@ -100,7 +100,7 @@ class Repeats:
             "each call goes through all stages, and every stage gets what the model gives."
         )
 
-    def run(self, step: PipelineStep, undone: Callable[[], Any]) -> None:
+    def run(self, step: PipelineStep, undone: Callable[..., Any]) -> None:
         """Run a step, each of whose calls of the model goes through all stages; fills its outputs.
 
         Args:
@@ -108,14 +108,14 @@ class Repeats:
             undone: a context that takes back what is written to the module, for the stages that hear of it from the one
                 that computes the loss.
         """
-        with self.model_calls.running(), nullcontext() if self._last else undone():
+        with self.model_calls.running(), nullcontext() if self._last else undone(hooks=False):
             for index, part in enumerate(step.micro_batches):
                 output = step.call(part, index)
                 if self._last:
                     refuse_away(output, f"what `{step.name}` returned")
                 step.outputs[index] = output
 
-    def train(self, step: PipelineStep, undone: Callable[[], Any], streams: SegmentStreams | OneStream) -> None:
+    def train(self, step: PipelineStep, undone: Callable[..., Any], streams: SegmentStreams | OneStream) -> None:
         """Run a training step likewise, with its backwards; fills its outputs.
 
         Args:
@@ -123,7 +123,7 @@ class Repeats:
             undone: see :meth:`run`.
             streams: random streams per segment, or the only one.
         """
-        with self.model_calls.training(streams) as follower, nullcontext() if self._last else undone():
+        with self.model_calls.training(streams) as follower, nullcontext() if self._last else undone(hooks=False):
             for index, part in enumerate(step.micro_batches):
                 follower.begin(index)
                 output = step.call(part, index)

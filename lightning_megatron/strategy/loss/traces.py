@@ -100,11 +100,12 @@ class Traces:
             return key is None or (now is not value and _is_plain(now))
         return state_of(now) is not None or (isinstance(now, tuple) and _is_plain(now))
 
-    def put_back(self) -> None:
-        """Leave everything as it was."""
+    def put_back(self, *, hooks: bool = True) -> None:
+        """Leave everything as it was, or everything but the modules' hooks."""
         for _, kept in self._kept:
             kept.put_back(NOT_USERS)
-        self._hooks.put_back()
+        if hooks:
+            self._hooks.put_back()
 
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
         """Where the values called ``names`` are kept."""
@@ -159,11 +160,13 @@ class LastStageWrites:
         self._names = sorted({"", *around, *(name for name in others if name not in inside)})
 
     @contextmanager
-    def undone(self, *, passes_on: bool = True) -> Iterator[None]:
+    def undone(self, *, passes_on: bool = True, hooks: bool = True) -> Iterator[None]:
         """Around a run on any but the last virtual stage of this rank.
 
         Args:
             passes_on: whether what it writes of real values goes into buffers of which the last makes stand-ins.
+            hooks: whether hooks that it registers go as well. They stay where no further run registers them: what is
+                noted about them comes from the last stage, and hooks do not.
         """
         traces = Traces(self._module, self._names, hooks=self._hooks)
         try:
@@ -173,4 +176,4 @@ class LastStageWrites:
                 for (name, key), (_, now) in traces.changes().items() if passes_on else ():
                     if (name, key) in traces.buffers and isinstance(now, Tensor):
                         STATE.undone[f"{name}.{key}" if name else key] = now
-                traces.put_back()
+                traces.put_back(hooks=hooks)

@@ -87,7 +87,7 @@ class EvaluatedParts:
         undone: takes back what a run writes, on the stages that hear of it from the one that computes the loss.
     """
 
-    def __init__(self, context: StepContext, undone: Callable[[], Any]) -> None:
+    def __init__(self, context: StepContext, undone: Callable[..., Any]) -> None:
         self._context, self._undone = context, undone
         self._known: dict[str, _Known] = {}
 
