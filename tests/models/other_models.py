@@ -107,6 +107,31 @@ def _patchtst() -> nn.Module:
     return transformers.PatchTSTForPrediction(config)
 
 
+def _forecast() -> nn.Module:
+    layers = {f"{side}_layer{what}": n for side in ("encoder", "decoder") for what, n in (("s", 2), ("drop", 0))}
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=4,
+        context_length=8,
+        lags_sequence=[1, 2],
+        num_time_features=1,
+        d_model=16,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        **layers,
+    )
+    return transformers.TimeSeriesTransformerForPrediction(config)
+
+
+def _times(generator: torch.Generator) -> Batch:
+    """Series of numbers with their times; some of the past were not observed."""
+    found = {}
+    for span, length in (("past", 10), ("future", 4)):
+        found[f"{span}_values"] = torch.randn(SAMPLES, length, generator=generator, dtype=torch.float64) + 2
+        found[f"{span}_time_features"] = torch.randn(SAMPLES, length, 1, generator=generator, dtype=torch.float64)
+    return {**found, "past_observed_mask": torch.rand(SAMPLES, 10, generator=generator) > 0.1}
+
+
 def _big_bird() -> nn.Module:
     """Sparse attention, with random blocks for each head; short texts, as a guess is, make it another module."""
     sparse = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1, "hidden_act": "gelu"}
@@ -218,6 +243,7 @@ SPLIT: dict[str, Kind] = {
     "images and texts": Kind(_clip, _pairs, _contrast),
     "texts of images": Kind(_blip, lambda generator: {**_text(generator), "pixel_values": _images(generator)}),
     "series": Kind(_patchtst, _series),
+    "series with times": Kind(_forecast, _times),
     "sparse attention": Kind(_big_bird, _long, tolerance=1e-7),
     "masks by head": Kind(_prophetnet, _text, tolerance=1e-7),
 }

@@ -134,7 +134,7 @@ def test_query_heads_per_key_value_head_are_local_though_the_trial_can_do_withou
     assert groups == {"num_key_value_groups": region.sizes.heads // 2}
 
 
-@pytest.mark.parametrize(("kind", "least"), [("images and texts", 16), ("series", 8)])
+@pytest.mark.parametrize(("kind", "least"), [("images and texts", 16), ("series", 8), ("series with times", 8)])
 def test_models_that_take_images_beside_texts_or_series_run_on_guessed_inputs(kind, least):
     trace, untraced = run_examples(SPLIT[kind].build())
     assert trace is not None and not untraced and len(trace.sources) > least

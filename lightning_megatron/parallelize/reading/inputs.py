@@ -176,6 +176,9 @@ def _hugging_face_inputs(model: Any) -> Iterator[dict[str, Any]]:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     ids = token_ids(model, getattr(config, "vocab_size", 8))
     taken = inspect.signature(model.forward).parameters
+    if "past_time_features" in taken:
+        yield _series(model)
+        return
     if model.main_input_name != "input_ids" or "input_ids" not in taken:
         yield _signals(model, ids)
         return
@@ -206,6 +209,27 @@ def _signals(model: Any, ids: Tensor) -> dict[str, Any]:
         return dict(model.dummy_inputs)
     decoder = {"decoder_input_ids": ids, "use_cache": False} if model.config.is_encoder_decoder else {}
     return {name: values, **decoder}
+
+
+def _series(model: Any) -> dict[str, Any]:
+    """The past and the future of a series, with those features of times and series that its configuration asks for."""
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    device, dtype = _device_and_dtype(model)
+    spans = {"past": config.context_length + max(config.lags_sequence), "future": config.prediction_length}
+    size = getattr(config, "input_size", 1)
+    own = (size,) if size > 1 else ()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for span, length in spans.items():
+        shapes |= {f"{span}_values": (BATCH, length, *own), f"{span}_observed_mask": (BATCH, length, *own)}
+        shapes[f"{span}_time_features"] = BATCH, length, config.num_time_features
+    shapes["static_real_features"] = BATCH, config.num_static_real_features
+    found: dict[str, Any] = {
+        name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items() if shape[-1]
+    }
+    found |= {name: torch.ones_like(value) for name, value in found.items() if name.endswith("_mask")}
+    if categories := config.num_static_categorical_features:
+        found["static_categorical_features"] = torch.zeros(BATCH, categories, dtype=torch.int64, device=device)
+    return found
 
 
 def _signal_shape(name: str, config: Any) -> tuple[int, ...] | None:
