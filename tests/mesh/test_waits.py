@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.watch import hang, waits
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.mesh.watch.other_threads import places_of
 from lightning_megatron.mesh.watch.waits import Waiting
 from tests.harness import run_ranks
 
@@ -121,11 +122,7 @@ def test_a_thread_sees_what_a_rank_waits_for(mesh: DeviceMesh) -> None:
     def look(told: str) -> None:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and not any(what.startswith(told) for what in found):
-            frame, frames = sys._current_frames().get(main), []
-            while frame is not None:
-                frames.append(frame)
-                frame = frame.f_back
-            waiting = hang._waiting_now(frames)
+            waiting = hang._waiting_now(places_of(main) or [])
             found.append(waiting.what if waiting is not None else "")
             time.sleep(0.05)
 

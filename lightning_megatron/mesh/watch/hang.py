@@ -16,17 +16,16 @@ collectives, not the sends and receives of gloo.
 from __future__ import annotations
 
 import json
-import linecache
 import os
-import sys
 import threading
 import time
-import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lightning_megatron.mesh.watch import waits
+from lightning_megatron.mesh.watch.other_threads import Place, listing, places_of
 
 _ANSWERS_S = 3.0
 _DEPTH = 6
@@ -48,7 +47,7 @@ class HangWatch:
         self._rank = rank
         self._world_size = world_size
         self._patience_s = patience_s
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._beats = 0
         self._place: Any = None
         self._since = time.monotonic()
@@ -64,46 +63,39 @@ class HangWatch:
         Raises:
             RuntimeError: the store is gone.
         """
-        frames = self._frames()
-        place = self._beats, [(frame.f_code, frame.f_lasti) for frame in frames]
-        if place != self._place:
+        stack = places_of(self._main)
+        place = self._beats, stack
+        if place != self._place or stack is None:
             self._place, self._since = place, time.monotonic()
-        self._answer(frames)
-        if time.monotonic() - self._since < self._patience_s or _waiting_now(frames) is None:
+        stack = stack or []
+        self._answer(stack)
+        if time.monotonic() - self._since < self._patience_s or _waiting_now(stack) is None:
             return None
-        return self._ask(frames)
+        return self._ask(stack)
 
-    def _frames(self) -> list[Any]:
-        frame = sys._current_frames().get(self._main or 0)
-        found: list[Any] = []
-        while frame is not None and len(found) < 40:
-            found.append(frame)
-            frame = frame.f_back
-        return found
-
-    def _answer(self, frames: list[Any]) -> None:
+    def _answer(self, stack: Sequence[Place]) -> None:
         """Answer every question that any rank has asked."""
         asked = self._store.add("hang/asked", 0)
         if asked == self._answered:
             return
-        waiting = _waiting_now(frames)
+        waiting = _waiting_now(stack)
         note = {
             "waits": waiting is not None,
             "for": waiting.what if waiting is not None else "",
             "ranks": waiting.ranks if waiting is not None else (),
             "still_s": time.monotonic() - self._since,
-            "stack": "".join(traceback.format_list(traceback.extract_stack(frames[0])[-_DEPTH:])) if frames else "",
+            "stack": listing(stack[:_DEPTH]),
             "collective": _unfinished_collective(),
         }
         while self._answered < asked:
             self._answered += 1
             self._store.set(f"hang/{self._answered}/{self._rank}", json.dumps(note))
 
-    def _ask(self, frames: list[Any]) -> tuple[int, str] | None:
+    def _ask(self, stack: Sequence[Place]) -> tuple[int, str] | None:
         question = self._store.add("hang/asked", 1)
         until = time.monotonic() + _ANSWERS_S
         while time.monotonic() < until:
-            self._answer(frames)
+            self._answer(stack)
             time.sleep(0.2)
         notes = [self._note(question, rank) for rank in range(self._world_size)]
         self._since = time.monotonic()  # ask again after as long a time, should nobody be to blame now
@@ -120,26 +112,24 @@ class HangWatch:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
 
-def _waiting_now(frames: list[Any]) -> waits.Waiting | None:
+def _waiting_now(stack: Sequence[Place]) -> waits.Waiting | None:
     """What this process waits for; ``None`` if it does not.
 
     Args:
-        frames: of the main thread, innermost first.
+        stack: of the main thread, innermost first.
     """
-    return waits.waiting(_call_of_torch(frames))
+    return waits.waiting(_call_of_torch(stack))
 
 
-def _call_of_torch(frames: list[Any]) -> str:
+def _call_of_torch(stack: Sequence[Place]) -> str:
     """A call that blocks and says nothing itself: ```all_reduce` called at task.py:31``; empty if there is none."""
     name = ""
-    for frame in frames:
-        code = frame.f_code
-        if _TORCH not in code.co_filename:
-            line = linecache.getline(code.co_filename, frame.f_lineno)
-            name = name or ("`wait`" if ".wait(" in line else "")
-            return f"{name} called at {os.path.basename(code.co_filename)}:{frame.f_lineno}" if name else ""
-        if not code.co_name.startswith("_") and code.co_name != "wrapper":
-            name = f"`{code.co_name}`"
+    for place in stack:
+        if _TORCH not in place.file:
+            name = name or ("`wait`" if ".wait(" in place.text() else "")
+            return f"{name} called at {os.path.basename(place.file)}:{place.line}" if name else ""
+        if not place.name.startswith("_") and place.name != "wrapper":
+            name = f"`{place.name}`"
     return name
 
 
