@@ -15,11 +15,6 @@ from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
 EPOCHS, STOP, WIDTH = 4, 2, 12
-KINDS: dict[str, Any] = {
-    "ema": lambda: EMAWeightAveraging(decay=0.8),
-    "mean": lambda: WeightAveraging(use_buffers=False),
-    "swa": lambda: StochasticWeightAveraging(swa_lrs=3e-2, swa_epoch_start=2, annealing_epochs=1),
-}
 
 
 class Counted(StochasticWeightAveraging):
@@ -43,11 +38,19 @@ class Counted(StochasticWeightAveraging):
 
 
 class Swapped(EMAWeightAveraging):
-    """Overrides what exchanges the average and the weights, and counts the calls."""
+    """Overrides what makes, loads and exchanges the average, counts the calls, and calls Lightning's in both ways."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.calls: list[str] = []
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("setup")
+        EMAWeightAveraging.setup(self, *args, **kwargs)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.calls.append("load")
+        super().on_load_checkpoint(trainer, module, {**checkpoint})
 
     def _swap_models(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append("swap")
@@ -55,7 +58,15 @@ class Swapped(EMAWeightAveraging):
 
     def _copy_average_to_current(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append("copy")
-        super()._copy_average_to_current(*args, **kwargs)
+        WeightAveraging._copy_average_to_current(self, *args, **kwargs)
+
+
+KINDS: dict[str, Any] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.8),
+    "mean": lambda: WeightAveraging(use_buffers=False),
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=3e-2, swa_epoch_start=2, annealing_epochs=1),
+    "own": lambda: Swapped(decay=0.8),
+}
 
 
 class Layer(nn.Module):

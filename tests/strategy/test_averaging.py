@@ -12,7 +12,7 @@ from tests.strategy.averaging_scenarios import KINDS, STOP, Counted, Swapped, av
 
 WIDE = pytest.mark.wide
 LAYOUTS = {"one": (1, 1, 1), "pp2": (2, 1, 1), "dp2": (1, 2, 1), "tp2": (1, 1, 2), "pp2tp2": (2, 1, 2)}
-EVERYDAY = [("ema", "pp2tp2"), ("swa", "dp2"), ("mean", "one")]
+EVERYDAY = [("ema", "pp2tp2"), ("swa", "dp2"), ("mean", "one"), ("own", "pp2")]
 ROWS = [
     pytest.param(kind, layout, marks=() if (kind, layout) in EVERYDAY else WIDE) for kind in KINDS for layout in LAYOUTS
 ]
@@ -41,7 +41,7 @@ def test_methods_that_a_subclass_overrides_are_called_as_in_one_process(
     calls, weights = one_process(counted, kind, None)
     outcomes = run_trainers(counted, kind, LAYOUTS[layout], devices=2)
     assert [outcome.value[0] for outcome in outcomes] == [calls, calls]
-    assert set(calls) == ({"setup", "update", "transfer"} if kind is Counted else {"swap", "copy"})
+    assert set(calls) == ({"setup", "update", "transfer"} if kind is Counted else {"setup", "swap", "copy"})
     for name, value in weights.items():
         torch.testing.assert_close(outcomes[0].value[1][name], value, rtol=1e-9, atol=1e-12)
 

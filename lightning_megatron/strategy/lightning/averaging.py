@@ -16,10 +16,10 @@ The callbacks get methods of their own for the time of a run.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +38,7 @@ OnParts = Callable[[Callable[..., Any]], Callable[..., Any]] | None
 _Averaging = (StochasticWeightAveraging, WeightAveraging)
 _OF_AVERAGES = ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")
 _OF_SWA = ("update_parameters", "transfer_weights")
-_CALLED_BY_SUPER = ("_swap_models", "_copy_average_to_current")  # the others ask for a subclass's method themselves
+_LIGHTNINGS_LOAD = WeightAveraging.on_load_checkpoint
 
 
 class HeldTensors(nn.Module):
@@ -97,7 +97,7 @@ def averages_parts(trainer: pl.Trainer) -> Iterator[None]:
     with Replacements() as replaced:
         for callback in callbacks_of(trainer):
             if isinstance(callback, _Averaging):
-                replaced.put(callback, "setup", _NoCopy(callback, replaced))
+                _Below(callback, "setup", _nothing, replaced)
         yield
 
 
@@ -125,54 +125,54 @@ def begin_averages(
         if not isinstance(callback, _Averaging):
             continue
         setup = callback.__dict__.get("setup")
-        replaced = setup.replaced if isinstance(setup, _NoCopy) else Replacements()
+        replaced = setup.replaced if isinstance(setup, _Below) else Replacements()
         own = _Own(callback, weights, replaced)
         if fits:
             callback._average_model = own.new_average(device, on_parts)
         if isinstance(getattr(callback._average_model, "module", callback._average_model), HeldTensors):
-            names = _OF_AVERAGES if isinstance(callback, WeightAveraging) else _OF_SWA
-            for name in names:
+            averages = isinstance(callback, WeightAveraging)
+            for name in _OF_AVERAGES if averages else _OF_SWA:
                 method = getattr(own, name.removeprefix("_"))
                 method = method if on_parts is None else on_parts(method)
-                replaced.call(callback, name, _below_an_override(callback, name, method))
+                if averages:
+                    _Below(callback, name, method, replaced)
+                else:  # static: a subclass's formula gets other arguments
+                    replaced.call(callback, name, method)
 
 
-def _below_an_override(callback: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, or what a subclass overrides it with, to which ``super()`` is then ``method``."""
-    override = getattr(type(callback), name)
-    if name not in _CALLED_BY_SUPER or override is getattr(WeightAveraging, name):
-        return method
+class _Below(Replacement):
+    """Stands for a method of one callback: runs it as its class has it, with a function in place of Lightning's.
 
-    def overridden(*args: Any, **kwargs: Any) -> Any:
-        with Replacements() as replaced:
-            replaced.put(WeightAveraging, name, lambda _, *args, **kwargs: method(*args, **kwargs))
-            return override(callback, *args, **kwargs)
-
-    return overridden
-
-
-class _NoCopy(Replacement):
-    """Stands for ``setup`` of one callback: runs that of a subclass, in which Lightning's, which copies, does nothing.
+    A subclass that overrides the method calls Lightning's by ``super()`` or by its class. Both look in Lightning's own
+    class, so that is where the function stands during the call, for this callback alone.
 
     Args:
         callback: whose method it is.
+        name: of the method.
+        function: takes what Lightning's method takes.
         replaced: takes back what is replaced for the callback.
     """
 
-    def __init__(self, callback: Any, replaced: Replacements) -> None:
-        super().__init__(callback, "setup")
-        self.replaced, self._callback = replaced, callback
+    def __init__(self, callback: Any, name: str, function: Callable[..., Any], replaced: Replacements) -> None:
+        super().__init__(callback, name)
+        self.replaced, self._callback, self._name, self._function = replaced, callback, name, function
+        replaced.put(callback, name, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Copy nothing."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
         kind: Any = WeightAveraging if isinstance(self._callback, WeightAveraging) else StochasticWeightAveraging
+        lightnings = getattr(kind, self._name)
+
+        def below(callback: Any, *args: Any, **kwargs: Any) -> Any:
+            return (self._function if callback is self._callback else partial(lightnings, callback))(*args, **kwargs)
+
         with Replacements() as replaced:
-            replaced.put(kind, "setup", _nothing)
-            type(self._callback).setup(self._callback, *args, **kwargs)
+            replaced.put(kind, self._name, below)
+            return getattr(type(self._callback), self._name)(self._callback, *args, **kwargs)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for Lightning's ``setup``."""
+    """Stands for Lightning's ``setup``, which copies the module."""
 
 
 class _Own:
@@ -193,7 +193,7 @@ class _Own:
             return copy.deepcopy(self.live())
         options = {"use_buffers": callback._use_buffers, **callback._kwargs}
         average = AveragedModel(self.live(), callback._device or device, **options)
-        update: Callable[..., Any] = functools.partial(self.update, average)
+        update: Callable[..., Any] = partial(self.update, average)
         self._replaced.call(average, "update_parameters", update if on_parts is None else on_parts(update))
         return average
 
@@ -214,10 +214,10 @@ class _Own:
         self._weights.load(self._callback._average_model.module.pieces())
 
     def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Run the callback's method without its load of the module's weights, which the strategy loads."""
+        """Lightning's method without its load of the module's weights, which the strategy loads."""
         current = checkpoint.get("current_model_state")
         given = checkpoint if current is None else {**checkpoint, "current_model_state": module.state_dict()}
-        type(self._callback).on_load_checkpoint(self._callback, trainer, module, given)
+        _LIGHTNINGS_LOAD(self._callback, trainer, module, given)
         if current is not None:
             self._weights.load(current)
 
