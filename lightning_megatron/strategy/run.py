@@ -125,7 +125,7 @@ class Run:
             self._over_stages.install()
         self._equal: EqualReplicas | None = None
         if self._fits and mesh.layout.data > 1 and not self.engine.splits_itself:
-            self._equal = EqualReplicas(self.module, gradients, mesh.group("data_parallel"), processes.device)
+            self._equal = EqualReplicas(self.module, gradients, processes)
         self._logs = LogRouting(
             self.module,
             trainer,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import run_trainers
-from tests.strategy.thawing_scenarios import thawed
+from tests.strategy.thawing_scenarios import by_step, thawed
 
 WIDE = pytest.mark.wide
 ROWS = [
@@ -36,3 +36,21 @@ def test_unfrozen_layers_go_on_in_their_own_group(
             assert found == pytest.approx(epochs, rel=1e-9)
         for name, value in weights.items():
             torch.testing.assert_close(first[2][name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "freezes"),
+    [
+        ("interleaved", False),
+        pytest.param("interleaved", True, marks=WIDE),
+        pytest.param("zb-v", False, marks=WIDE),
+        pytest.param("dualpipe-v", True, marks=WIDE),
+        pytest.param("1f1b", True, marks=WIDE),
+    ],
+)
+def test_layers_that_are_frozen_or_not_from_batch_to_batch_train_as_in_one_process(
+    schedule: str, freezes: bool
+) -> None:
+    expected = run_trainers(by_step, "", freezes, devices=1)[0].value
+    found = run_trainers(by_step, schedule, freezes, devices=2)[0].value
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
@@ -12,7 +13,10 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_megatron import MegatronStrategy
 from tests.harness import RankInfo
+from tests.parity.scenario import trainer_for
 from tests.parity.train import make_trainer
+from tests.parity.zoo.language import LearnedPositions
+from tests.parity.zoo.tasks import TokenTask
 from tests.strategy.averaging_scenarios import Regression
 
 EPOCHS = 4
@@ -77,3 +81,27 @@ def thawed(
     trainer.fit(module, ckpt_path=saves if goes_on else None)
     state = module.state_dict() if sizes is None else strategy.full_state_dict()
     return groups.found, dict(rates.lrs), {name: value.clone() for name, value in state.items()}
+
+
+class ByStep(TokenTask):
+    """Trains the layers from the last one down, one more with each batch; or fewer, if it ``freezes``."""
+
+    def __init__(self, freezes: bool) -> None:
+        super().__init__(LearnedPositions())
+        self.freezes = freezes
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for number, layer in enumerate(self.net.layers):
+            layer.requires_grad_(number >= (batch_idx if self.freezes else 3 - batch_idx))
+
+
+def by_step(info: RankInfo, schedule: str, freezes: bool) -> dict[str, Tensor]:
+    """Weights after an epoch in which other layers are trained in each batch; in one process without a schedule."""
+    torch.manual_seed(7)
+    arguments = {"pipeline_schedule": schedule, "micro_batch_size": 1} if schedule else {}
+    layout = (2, 1) if schedule else None
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0)
+    module = ByStep(freezes)
+    trainer.fit(module)
+    state = trainer.strategy.full_state_dict() if layout is not None else module.state_dict()  # type: ignore[attr-defined]
+    return {name: value.double().clone() for name, value in state.items()}

@@ -187,6 +187,21 @@ class StageLinks:
             self.send(stage + 1, [torch.tensor(told, dtype=torch.float64, device=self._device)], _NOTES)
         return heard
 
+    def hear_last(self, stage: int, mine: float) -> float:
+        """A number of the last stage, on every stage.
+
+        Args:
+            stage: this rank's stage.
+            mine: the number, which is told on the last stage only.
+        """
+        last = len(self._peers) - 1
+        if stage < last:
+            (told,) = self.receive(last, [((1,), torch.float64)], _NOTES).wait()
+            return float(told)
+        for other in range(last):
+            self.send(other, [torch.tensor([mine], dtype=torch.float64, device=self._device)], _NOTES)
+        return mine
+
     def finish(self) -> None:
         """Wait for all sends; called at the end of a step."""
         for pending in self._pending.values():

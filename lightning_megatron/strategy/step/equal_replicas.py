@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
 
@@ -24,14 +25,12 @@ class EqualReplicas:
     Args:
         module: this rank's part of the user's module.
         gradients: of it; knows whose weights experts are.
-        group: this rank's replicas.
-        device: where messages are.
+        processes: of the strategy.
     """
 
-    def __init__(
-        self, module: nn.Module, gradients: ModelGradients, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._module, self._gradients, self._group, self._device = module, gradients, group, device
+    def __init__(self, module: nn.Module, gradients: ModelGradients, processes: Processes) -> None:
+        self._module, self._gradients, self._device = module, gradients, processes.device
+        self._group, self._compares = processes.mesh.group("data_parallel"), processes.world.compares
         self._steps, self._epoch, self._again = 0, -1, False
 
     def check(self, epoch: int) -> None:
@@ -64,6 +63,8 @@ class EqualReplicas:
         sums = torch.stack([_sums(parameter).to(self._device) for _, parameter in named])
         bounds = torch.cat([sums, -sums[:, :1]], dim=1)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        if not self._compares:
+            return
         highest, lowest = bounds[:, 0], -bounds[:, 2]
         for index in (highest - lowest > _APART * bounds[:, 1]).nonzero().flatten().tolist():
             name = named[index][0]

@@ -58,6 +58,11 @@ class _PaperLinks(StageLinks):
         """Return this stage's own notes in place of the previous stage's."""
         return None if super().compare_notes(stage, mine) is None else mine
 
+    def hear_last(self, stage: int, mine: float) -> float:
+        """Return this stage's own number in place of the last stage's."""
+        super().hear_last(stage, mine)
+        return mine
+
 
 class _PaperExecutor(PipelineExecutor):
     """Executor that computes the first message of the previous stage itself."""
