@@ -16,7 +16,7 @@ from tests.harness import one_process, run_trainers
 wide = pytest.mark.wide
 FAMILIES = (
     *("llama", "gpt2", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "opt", "mistral", "olmo2", "gpt_neox"),
-    *("starcoder2", "bloom", "falcon"),
+    *("starcoder2", "falcon"),
 )
 Sizes = tuple[int, int, int]
 
