@@ -238,7 +238,7 @@ class LogRecorder:
 
     def logged(self) -> dict[str, Logged]:
         """What the one part of a batch that ran has logged as numbers."""
-        records = {name: record for (name, _), record in self._records.items() if record.key.metric is None}
+        records = {name: record for (name, _), record in self._records.items() if record.is_number}
         return {
             name: Logged(float(self._value(record, "cpu")), record.key.dtype is torch.float64, record.line)
             for name, record in records.items()

@@ -147,7 +147,7 @@ class LossTrials:
         if self._steps >= self._next:
             self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True
-        tried = Tried(call, self._recording, Traces(self._module, beside=True), joins, self._stages)
+        tried = Tried(call, self._recording, Traces(self._module, beside=True), joins, self._stages, counts_as=2)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         trial = self._streams.trial(rows=joins.rows())
