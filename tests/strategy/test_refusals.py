@@ -152,10 +152,11 @@ def test_what_a_second_step_does_first_is_that_of_one_process(module: str, stage
 
 
 @pytest.mark.wide
-def test_what_a_second_step_reads_first_is_refused_on_stages_that_do_not_hold_it() -> None:
-    outcomes = run_trainers(refusals.late, (3, 1), "mask", devices=3, check=False, grace=20, deadline=60)
-    wanted = "an argument of layer `net.layers.2` depends on `net.token_embedding`", '"net.token_embedding": "all"'
-    _refused(outcomes, *wanted)
+def test_what_a_second_step_reads_first_is_that_of_one_process_on_stages_that_do_not_hold_it() -> None:
+    expected = run_trainers(refusals.late, (1, 1), "mask", devices=1)[0].value
+    for outcome in run_trainers(refusals.late, (3, 1), "mask", devices=3):
+        for name, value in outcome.value.items():
+            torch.testing.assert_close(value, expected[name], rtol=0.0, atol=1e-9, msg=name)
 
 
 def test_a_part_that_is_called_once_more_in_a_later_step_says_so() -> None:
