@@ -37,3 +37,8 @@ class GradientOptions:
     experts: int = 1
     weights: ShardedWeights | None = None
     offload: Offload | None = None
+
+    @property
+    def weights_arrive(self) -> bool:
+        """Whether weights are gathered while a step runs."""
+        return self.overlap_gather or self.weights is not None

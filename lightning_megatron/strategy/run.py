@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
+from lightning_megatron.data_parallel.renormalised_rows import RenormalisedRows, renormalises
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
@@ -42,6 +43,7 @@ from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.logs.routing import LogRouting
+from lightning_megatron.strategy.logs.weight_writes import WrittenAlike
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_batches
 from lightning_megatron.strategy.options.options import Options
@@ -135,6 +137,10 @@ class Run:
             cuts_batches=options.micro_batch_size != "auto",
             fits=self._fits,
         )
+        replicas = mesh.of_gradients.group("data_parallel")
+        self._rows = RenormalisedRows(self.module, replicas)
+        arrive = self.engine.weights_arrive
+        self._written = WrittenAlike(self.module, replicas, (lambda _: True) if arrive else renormalises)
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
         if not self._fits:
@@ -211,8 +217,11 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
+            self._written.begin()
             with self._replicas, self._differentiating:
                 output = self._step.forward(call, batch, self._window)
+            if self.module.automatic_optimization:
+                self._written.check()
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
 
@@ -242,6 +251,8 @@ class Run:
             self.engine.model_gradients.finish_gather()
             with self._replicas:
                 outcome = self.engine.evaluate(call, batch, name)
+            if name != "predict_step":
+                self._rows.share()
             self._take(outcome)
             return outcome.output
 
@@ -262,6 +273,7 @@ class Run:
             if self._equal is not None:
                 self._equal.check_again()
             self._step.backward(loss, autograd, self._window)
+            self._rows.share()
             end_step(self.engine.model_gradients, self._processes)
             if self.engine.has_stages and self._reduces:
                 self.engine.note_gradients()
@@ -301,7 +313,10 @@ class Run:
     @contextmanager
     def updating(self, closure: Callable[[], Any]) -> Generator[None, None, None]:
         """Around a step of an optimizer, which gets its parameters back if it fails; ``closure`` is what it calls."""
-        outside = self.engine.between_passes() if closure is do_nothing_closure else _NOTHING
+        by_hand = closure is do_nothing_closure
+        outside = self.engine.between_passes() if by_hand else _NOTHING
+        if by_hand:
+            self._rows.share()
         with self._everyone, self._logs.updating(), outside:
             try:
                 yield
@@ -337,6 +352,7 @@ class Run:
         self.saving.close()
         if self._clipping is not None:
             self._clipping.stop()
+        self._rows.close()
         self._logs.release()
         if self._whole_hooks is not None:
             self._whole_hooks.remove()

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.pickling import refuse_pickling
-from lightning_megatron.pipeline.elsewhere.away import STATE, StageSource, mark, writes_in_place
+from lightning_megatron.pipeline.elsewhere.away import STATE, StageSource, mark, refuse_late_write, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 KNOWN = frozenset(
@@ -45,6 +45,8 @@ _DRAWS = frozenset(
 )
 _TURNS = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"))
 _OF_GRADIENT = tuple(getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__get__", "__set__"))
+_GET_DATA = vars(torch._C.TensorBase)["data"].__get__
+_ALIASES = ("__get__", "detach")
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
@@ -85,7 +87,10 @@ class Absent(Tensor):
         if direct is not None and nested is None and not kwargs and direct._is_in_step():
             if args[0].__class__ is Absent:  # the owning stage runs the same line
                 if writes_in_place(func.__name__):
+                    refuse_late_write(args[0].part)
                     return args[0]
+                if func.__name__ in _ALIASES and func in (_GET_DATA, Tensor.detach):
+                    return args[0]._alias()
                 if func in _OF_GRADIENT and args[0].phase(lists=True) is not Phase.STEP:
                     return args[0]._gradient()
             return func(*[argument.away if argument.__class__ is Absent else argument for argument in args])
@@ -93,6 +98,7 @@ class Absent(Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
         if first._is_in_step():
             if args and args[0].__class__ is Absent and writes_in_place(func.__name__):
+                refuse_late_write(args[0].part)
                 return args[0]
             return func(*_away(args), **_away(kwargs))
         if first._is_zeros():
@@ -123,6 +129,10 @@ class Absent(Tensor):
     def _gradient(self) -> Absent:
         """Its gradient behind a backward of the step's own: as in hooks, but of the shape that it has in steps."""
         return make_absent(self.plain.detach(), self.part, _in_hook, self.absent_source)
+
+    def _alias(self) -> Absent:
+        """What ``.data`` and ``detach()`` give: the same memory, so that to write there is to write here."""
+        return make_absent(self.plain.detach(), self.part, self.phase, self.absent_source, self.whole.shape)
 
     def _is_in_step(self) -> bool:
         return self.phase() is Phase.STEP and not STATE.paused

@@ -97,12 +97,17 @@ class STATE:
         spared: ids of the running statistics of norms of stand-ins in this run.
         undone: names of buffers -> what a run of this step wrote of real values, where it was undone for another run
             on this rank to write.
+        in_layers: whether the step that runs has come to its layers: what it writes from then on, only the stages
+            write that have come as far.
+        weights: finds the parameter of the module that shares memory with a tensor; its name, or "".
     """
 
     paused = 0
     written: list[Contents] = []  # noqa: RUF012
     spared: set[int] = set()  # noqa: RUF012
     undone: dict[str, Tensor] = {}  # noqa: RUF012
+    in_layers = False
+    weights: Callable[[Tensor], str] = staticmethod(lambda tensor: "")
 
 
 class Away(Tensor):
@@ -216,8 +221,24 @@ def _written_by(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def _note_written(name: str, args: Any, kwargs: Any) -> None:
     """Keep the numbers of ordinary tensors that a stand-in is about to be written into."""
     for tensor in _written_by(name, args, kwargs):
+        if type(tensor) in (Tensor, nn.Parameter) and (weight := STATE.weights(tensor)):
+            refuse_away((args, kwargs), f"what the step writes into the weight `{weight}`")
         if type(tensor) is Tensor and not tensor.requires_grad and not tensor.is_inference():
             STATE.written.append(Contents.of_tensor(tensor))
+
+
+def refuse_late_write(part: str) -> None:
+    """Complain about a write into a tensor of another stage that the owner, which has stopped earlier, does not do.
+
+    Raises:
+        RuntimeError: if the step has come to its layers.
+    """
+    if STATE.in_layers:
+        raise RuntimeError(
+            f"the step writes a weight or buffer of `{part}` behind layers, where the pipeline stage that owns it has "
+            "left the step. Write it before the layers are called, or in a hook (`on_train_batch_end`), or use "
+            "`pipeline_parallel_size=1`."
+        )
 
 
 def writes_in_place(name: str) -> bool:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
@@ -151,10 +152,31 @@ class RecomputedCall(Wrapper):
         self._sharded = any(getattr(child, "_sharding", None) is not None for child in module.modules())
         self._writes: bool | None = None  # whether it writes into its arguments; unknown before the first call
         self._state = StatefulForward(module)
+        self._writes_weights: bool | None = None  # unknown before the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if self._writes_weights is None:
+            return self._first(*args, **kwargs)
+        return self._checkpointed(*args, **kwargs)
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        weights = [(name, weight) for name, weight in self.module.named_parameters() if not weight.is_meta]
+        before = [version_of(weight) for _, weight in weights]
+        output = self._checkpointed(*args, **kwargs)
+        for (name, weight), version in zip(weights, before, strict=True):
+            owner = self.module.get_submodule(name.rpartition(".")[0])
+            if version_of(weight) != version and getattr(owner, "max_norm", None) is None:
+                raise RuntimeError(
+                    f"a forward of `{type(self.module).__name__}` writes its weight `{name}`, and with "
+                    "`activation_recompute` would again in the backward. Write it in a hook (`on_train_batch_start`), "
+                    "or leave this module out of `activation_recompute`."
+                )
+        self._writes_weights = False
+        return output
+
+    def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run_on_copies if self._writes is not False else self.forward
         if has_caches(args, kwargs):
             run = functools.partial(self._run_on_caches, run)

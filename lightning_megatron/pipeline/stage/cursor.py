@@ -18,11 +18,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.autograd import in_backward, version_of
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.draws.segment_hooks import PartHooks
 from lightning_megatron.mesh.key_value_caches import in_caches, with_own_caches
-from lightning_megatron.pipeline.elsewhere.away import STATE, Away, forget_written, refuse_away, refuse_away_metrics
+from lightning_megatron.pipeline.elsewhere.away import (
+    STATE,
+    Away,
+    forget_written,
+    refuse_away,
+    refuse_away_metrics,
+    refuse_late_write,
+)
 from lightning_megatron.pipeline.elsewhere.effects import lasts
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
 from lightning_megatron.pipeline.elsewhere.standin import become
@@ -66,6 +73,8 @@ class StageCursor:
         self.parameters_read = False  # all that this stage holds of a module were gone over since the last step
         self.outside: int | None = None  # before the layers, where something else follows the step: its micro-batch
         self._next = self.first = 0
+        self.earlier: list[tuple[str, Tensor]] = []  # weights that earlier stages have as well, with their parts
+        self._versions: list[int] = []
 
     def isolate_parts(self, parts: list[nn.Module]) -> None:
         """Let ``parts``, those outside the trunk, draw from streams of their own where they run before it."""
@@ -110,12 +119,13 @@ class StageCursor:
         self.micro_batch, self.received, self.sent = micro_batch, received, Boundary()
         self._crossed.begin()
         self._next, self.running, self.parameters_read = called, True, False
+        STATE.in_layers = called > 0
         ahead = range(1 + self.first, 2 + self.stop)
         self._streams.enter_micro_batch(micro_batch, ahead, whole=self.first == self.stop)
 
     def end(self) -> None:
         """Finish a run: nothing of the micro-batch stays referenced here."""
-        self.running = False
+        self.running = STATE.in_layers = False
         self.side_effects.end()
         self.computes_parts = True
         if STATE.written:
@@ -144,7 +154,12 @@ class StageCursor:
         return self.stop < self._layers
 
     def check_output(self, output: Any, module: nn.Module) -> None:
-        """Complain about a step whose results are made of stand-ins: its output, or the state of a metric."""
+        """Complain about a step whose results are made of stand-ins: its output, or the state of a metric; or that has
+        written weights where other stages that have them had left it.
+        """
+        for (part, weight), version in zip(self.earlier, self._versions, strict=False):
+            if version_of(weight) > version:  # less, where a trial has taken everything back
+                refuse_late_write(part)
         self.side_effects.note_finished()
         if type(output) is not Tensor:
             refuse_away(output, f"what `{self.where.split()[0]}` returned")
@@ -190,6 +205,8 @@ class StageCursor:
         if not self.running or index != self._next:
             order.refuse_layer(self._trunk, index, self._next, self.where if self.running else "")
         self._next += 1
+        if not STATE.in_layers:
+            STATE.in_layers, self._versions = True, [version_of(weight) for _, weight in self.earlier]
         if index < self.first:
             output = self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
             if index == self._layers - 1 and isinstance(self.received, trunk_output.JoinedBoundary):

@@ -82,6 +82,7 @@ class Stage:
         self.repeats = self.called_again = False
         self._shared: list[tuple[str, nn.Module, str]] | None = None
         self.cursor = StageCursor(len(trunk.layer_names), trunk.name, streams, effects)
+        self.cursor.earlier = self._earlier_weights()
         Marks.of(module.get_submodule(trunk.name)).put(self)
         self._wrap_layers()
         self._wrap_parts(hollow_out(module, presence, device, self.phase))
@@ -210,6 +211,7 @@ class Stage:
     ) -> StageRun:
         watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
         again = bounds[0] > 0 or received.span is not None
+        STATE.weights = self._weight_at
         self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only)
         try:
             with watch or _NOTHING, self._keeping_buffers(again):
@@ -226,6 +228,23 @@ class Stage:
             return StageRun(micro_batch, received, sent)
         finally:
             self.cursor.end()
+
+    def _earlier_weights(self) -> list[tuple[str, Tensor]]:
+        """Weights that an earlier stage has too, which leaves the step before this one does; with their parts."""
+        found: list[tuple[str, Tensor]] = []
+        for name, parameter in self.module.named_parameters():
+            entry = self.presence.entries.get(name)
+            part = None if entry is None else self.presence.part_of(entry.part)
+            if part is not None and self.stage in part.stages and min(part.stages) < self.stage:
+                found.append((part.name, parameter))
+        return found
+
+    def _weight_at(self, tensor: Tensor) -> str:
+        """Name of the parameter that shares memory with a tensor; or ""."""
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = tensor.untyped_storage().data_ptr()
+            listed = type(self.module).named_parameters(self.module)
+            return next((n for n, p in listed if type(p) is nn.Parameter and _is_at(p, memory)), "") if memory else ""
 
     def resume(self, virtual_stage: int, run: StageRun) -> None:
         """Let layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
@@ -313,6 +332,10 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     """The module called ``name``; ``None`` if a parameter is."""
     owner, _, leaf = name.rpartition(".")
     return module.get_submodule(owner)._modules.get(leaf)
+
+
+def _is_at(parameter: nn.Parameter, memory: int) -> bool:
+    return not parameter.is_meta and parameter.untyped_storage().data_ptr() == memory
 
 
 def called_modules(layer: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
+from lightning_megatron.data_parallel.renormalised_rows import check_renormalised
 from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
 from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
@@ -108,6 +109,9 @@ class Assembler:
         if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
             note_shape(module)
             note_trunk(module)
+        if not splits_itself(module):
+            sharded = self._engine_options.gradients.weights is not None
+            check_renormalised(module, mesh.layout.world_size, weight_sharding=sharded)
         tensor_state, report = self._layer_split().split(module)
         alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)

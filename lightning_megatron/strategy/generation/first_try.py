@@ -38,7 +38,7 @@ def calls_again(context: StepContext, call: Callable[[Any], Any], part: Any) -> 
     eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
     step = PipelineStep(context.schedule(1, forward_only=True), lambda batch, _: call(whole_copy(batch)), [part], TRIAL)
     trial, records = context.streams.trial(), context.recording.step()
-    with trial, stages.running(part, 1, training=False) as executor, records, eager:
+    with trial, stages.running(part, 1, training=False) as executor, records, attempt.noting(), eager:
         executor.run(step)
     attempt.take_back()
     outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)

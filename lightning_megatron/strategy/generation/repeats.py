@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,6 +49,10 @@ class Attempt:
 
     def __init__(self, module: pl.LightningModule, *, beside: bool = False) -> None:
         self._traces = Traces(module, beside=beside)
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Around the step: weights that it writes are taken back too."""
+        return self._traces.weights.noted()
 
     def take_back(self) -> None:
         """Leave the module as it was."""

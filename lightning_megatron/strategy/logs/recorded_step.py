@@ -12,6 +12,7 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 
@@ -28,8 +29,10 @@ class Recorded:
         writes: LastStageWrites,
         chunks: int,
         batches: BatchWrites | None,
+        weights: WrittenInRuns,
     ) -> None:
-        self._batches, self._parts = batches, parts
+        self._batches, self._parts, self._weights_written = batches, parts, weights
+        weights.begin(len(parts), chunks)
         self._call, self._recorder, self._writes = call, recorder, writes
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
@@ -50,6 +53,7 @@ class Recorded:
                 return self._call(part) if self._batches is None else self._on_copy(self._batches, part, index)
             finally:  # a stage ends its run by raising
                 self._once.note(turn, last=not self._left[index])
+                self._weights_written.check()
 
     def _on_copy(self, batches: BatchWrites, part: Any, index: int) -> Any:
         copy = batches.copied(part)

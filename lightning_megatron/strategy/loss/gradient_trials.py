@@ -124,8 +124,9 @@ class GradientTrial:
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
+        weights = self._traces.weights.noted()
         try:
-            with self._context.recording.aside(), self.draws.run(index), self._around, eager:
+            with self._context.recording.aside(), self.draws.run(index), self._around, weights, eager:
                 output = call(whole_copy(piece))
                 trained_loss_of(output)
                 return output

@@ -18,7 +18,7 @@ from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
-from lightning_megatron.strategy.loss.tables import Name
+from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
 from lightning_megatron.strategy.loss.written import Join, judge
@@ -114,7 +114,8 @@ class Tried:
     def __call__(self, part: Any, index: int) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            with self._recording.step(self._counts_as) as recorder, self.draws.run(index), eager:
+            weights = self.traces.weights.noted()
+            with self._recording.step(self._counts_as) as recorder, self.draws.run(index), weights, eager:
                 self.recorders[index] = recorder
                 return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:
@@ -140,7 +141,10 @@ class Tried:
             weights = {"sizes": [[float(batch_size_of(part)) for part in parts]]}
             weights |= {"weights": [way for way in counts if all(way)]} if counts else {}
             joins.append(Join([self._changes[index] for index in pair], self._changes[both], weights))
-        return judge(joins, layers, self.traces.buffers)
+        kinds, writes, unsure = judge(
+            joins, layers, self.traces.lasting({name for found in self._changes for name in found})
+        )
+        return kinds, next((spelled(name) for name in sorted(self.traces.weights.found)), writes), unsure
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its

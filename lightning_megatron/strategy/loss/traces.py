@@ -21,6 +21,8 @@ from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
+from lightning_megatron.strategy.hooks.kept_values import reads_first
+from lightning_megatron.strategy.logs.weight_writes import WeightWrites
 from lightning_megatron.strategy.loss.tables import (
     NOT_USERS,
     NUMBERS,
@@ -48,6 +50,7 @@ class Traces:
 
     Attributes:
         buffers: names of what is a buffer.
+        weights: notes which weights code writes that runs inside of its ``noted()``.
     """
 
     def __init__(
@@ -66,11 +69,16 @@ class Traces:
             tables += tables_beside(module)
             for table in tables:
                 wrap_iterators(table)
+        self.weights, self._module = WeightWrites(module), module
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
         self._hooks = KeptHooks(hooks or HookTables(module))
         self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
+
+    def lasting(self, names: Collection[Name]) -> set[Name]:
+        """What later steps read: buffers, and those of ``names`` that the code of their modules reads first."""
+        return self.buffers | {name for name in names if reads_first(self._module, *name)}
 
     def changes(self) -> Changes:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""
@@ -106,6 +114,7 @@ class Traces:
             kept.put_back(NOT_USERS)
         if hooks:
             self._hooks.put_back()
+        self.weights.put_back()
 
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
         """Where the values called ``names`` are kept."""

@@ -161,6 +161,7 @@ class LossTrials:
             self.again = True
             return
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
+        inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
         told = objects.gather((writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
         found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))

@@ -55,7 +55,7 @@ def judge(
     Args:
         joins: what was seen.
         layers: names of modules that may write what depends on their micro-batch.
-        lasting: what even these may not: buffers, which are part of the module's state.
+        lasting: what even these may not: buffers, and what their next call reads.
 
     Returns:
         Name -> "same", "sum", "each", "sizes", "weights" (an entry for each part, merged by these), "once" (by one of

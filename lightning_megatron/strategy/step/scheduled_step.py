@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.data_parallel.renormalised_rows import renormalises
 from lightning_megatron.mesh.batches import batch_size_of, merge_outputs, weighted_mean
 from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.parts.names import Parts
@@ -24,6 +25,7 @@ from lightning_megatron.strategy.logs.joined import Joint, Unforeseen
 from lightning_megatron.strategy.logs.leftovers import AppendedLists
 from lightning_megatron.strategy.logs.recorded_step import Recorded, RecordedAround
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, no_logs
+from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut, Cuts
 from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.skips import Asks
@@ -59,6 +61,8 @@ class ScheduledStep:
         self._batches = BatchWrites()
         self._hooks = HookTables(self._module)
         self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
+        arrive = context.options.gradients.weights_arrive
+        self._weights = WrittenInRuns(self._module, context.layers, (lambda _: True) if arrive else renormalises)
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
@@ -159,7 +163,7 @@ class ScheduledStep:
                 chunks = schedule.chunks if passes is None else 1
                 told = self._mesh.layout.pipeline > 1  # what the step writes into its batch
                 batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
-                recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches)
+                recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
                 step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
             self._batches.begin(batch)

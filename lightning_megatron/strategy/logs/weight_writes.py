@@ -1,0 +1,253 @@
+"""Weights that a step itself writes, besides the optimizer: clamped, decayed, copied to a target network.
+
+One process writes them once per batch. The micro-batches of a batch would write them one after the other, and each
+would compute with what the ones before have left. So a trial of the step notes every write below torch's own
+dispatcher, where those through ``.data``, views and ``nn.init`` arrive as well, and puts the weights back; a step that
+runs in parts looks at how often its weights were written (their version), which costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron.data_parallel.renormalised_rows import renormalises
+from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.pipeline.elsewhere.undo import Contents
+
+_RENORMALISES = "aten::embedding_renorm_"
+_ROOMS = ("data_parallel", "mesh.messages", "strategy.generation")
+_MOVES_WEIGHTS = tuple(f"lightning_megatron.{room}." for room in _ROOMS)
+
+Known = Callable[[nn.Module], bool]
+
+WeightName = tuple[str, str]
+"""Of the module that has it, and its attribute there."""
+
+
+class WeightWrites:
+    """Notes which weights of a module a run writes, and keeps what they were before.
+
+    Args:
+        module: the user's module.
+
+    Attributes:
+        found: names of weights that were written in any run since.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.found: set[WeightName] = set()
+        self._before: dict[WeightName, Contents] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around a run of code that may write them."""
+        shortened = {path for path, child in self._module.named_modules() if renormalises(child)}
+        with _Writes(self._places(), self._note, shortened):
+            yield
+
+    def put_back(self) -> None:
+        """Leave them as they were."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for before in self._before.values():
+                before.rewind()
+        self._before = {}
+
+    def _note(self, name: WeightName, weight: Tensor) -> None:
+        if name not in self._before:
+            self.found.add(name)
+            with torch._C.DisableTorchFunctionSubclass():  # of a split weight, the part that is here
+                self._before[name] = Contents.of_tensor(weight)
+
+    def _places(self) -> dict[int, list[tuple[int, int, WeightName, Tensor]]]:
+        """Storage -> the weights in it: first and last element, name, weight."""
+        found: dict[int, list[tuple[int, int, WeightName, Tensor]]] = {}
+        for path, key, weight in weights_of(self._module):
+            if weight.is_meta or not weight.numel():
+                continue
+            storage = weight.untyped_storage().data_ptr()
+            found.setdefault(storage, []).append((*_span(weight), (path, key), weight))
+        return found
+
+
+class _Writes(TorchDispatchMode):
+    """Tells of every weight that an operator is about to write."""
+
+    def __init__(
+        self,
+        places: Mapping[int, list[tuple[int, int, WeightName, Tensor]]],
+        note: Callable[[WeightName, Tensor], None],
+        shortened: set[str],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places, self._note, self._shortened = places, note, shortened
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                self._tell(func, tensor)
+        return func(*args, **kwargs)
+
+    def _tell(self, func: Any, tensor: Tensor) -> None:
+        if type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__ or tensor.is_meta or not tensor.numel():
+            return
+        near = self._places.get(tensor.untyped_storage().data_ptr(), ())
+        first, last = _span(tensor) if near else (0, 0)
+        met = [(name, weight) for start, end, name, weight in near if first <= end and start <= last]
+        if not met or _moves_weights():
+            return
+        if func._schema.name == _RENORMALISES and len(met) == 1 and met[0][0][0] in self._shortened:
+            return  # rows that are about to be looked up, each by itself and once
+        for name, weight in met:
+            self._note(name, weight)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Its first and last byte in its storage."""
+    size, start = tensor.element_size(), int(tensor.storage_offset())
+    reach = sum(int(length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + reach + 1) * size - 1
+
+
+def _moves_weights() -> bool:
+    """Whether the write is this package's, which gathers weights or lets them come and go."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__"))
+        if home.split(".")[0] != "torch" and home not in (__name__, "contextlib"):
+            return home.startswith(_MOVES_WEIGHTS)
+        frame = frame.f_back
+    return False
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Module, attribute and tensor of all parameters that are here."""
+    for path, child in module.named_modules():
+        for key, weight in child._parameters.items():
+            if weight is not None and not is_lazy(weight):
+                yield path, key, weight
+
+
+class WrittenInRuns:
+    """Refuses weights that a step writes where its code runs more than once for a batch; looks at their versions.
+
+    Args:
+        module: the user's module.
+        layers: names of the trunk's layers.
+        known: whether a weight, by module, may be written several times.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[str], known: Known) -> None:
+        inside, modules = Parts(layers), dict(module.named_modules())
+        self._all = [each for each in weights_of(module) if not known(modules[each[0]])]
+        self._around = [each for each in self._all if each[0] not in inside]
+        self._watched: list[tuple[str, str, Tensor]] = []
+        self._before, self._parts = list[int](), 1
+
+    def begin(self, parts: int, chunks: int) -> None:
+        """At the start of a batch.
+
+        Args:
+            parts: how many micro-batches it has.
+            chunks: how many virtual stages this rank has: the code around the layers runs in each of them.
+        """
+        self._parts = parts
+        self._watched = self._all if parts > 1 else self._around if chunks > 1 else []
+        self._before = [version_of(weight) for _, _, weight in self._watched]
+
+    def check(self) -> None:
+        """Behind the first run of the batch.
+
+        Raises:
+            RuntimeError: a weight was written.
+        """
+        watched, self._watched = zip(self._watched, self._before, strict=True), []
+        self._before = []
+        for (path, key, weight), before in watched:
+            if version_of(weight) != before:
+                self._refuse(f"{path}.{key}" if path else key)
+
+    def _refuse(self, name: str) -> None:
+        if self._parts > 1:
+            raise RuntimeError(
+                f"the step writes the weight `{name}`, and would again in each of the {self._parts} micro-batches of "
+                "the batch: nothing had shown it before this step. Write it from the first step on (whole batches then "
+                "run), in a hook (`on_train_batch_start`, `on_train_batch_end`), or pass "
+                "`MegatronStrategy(whole_batch_loss=True)`."
+            )
+        raise RuntimeError(
+            f"the step writes the weight `{name}`, and its code runs once for each virtual stage of a rank. Write it "
+            "in a hook (`on_train_batch_start`, `on_train_batch_end`), or use a schedule of one stage per rank, "
+            "`pipeline_schedule='1f1b'`."
+        )
+
+
+class WrittenAlike:
+    """Refuses weights that a step writes otherwise on another replica. Asks in the first step, and in all others if a
+    weight is written in that.
+
+    Args:
+        module: the user's module.
+        group: the replicas.
+        known: whether a weight, by module, is written alike anyhow.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, known: Known) -> None:
+        self._group, modules = group, dict(module.named_modules())
+        every = weights_of(module) if group.size() > 1 else ()
+        self._weights = [each for each in every if not known(modules[each[0]])]
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._versions = [version_of(weight) for _, _, weight in self._weights]
+
+    def check(self) -> None:
+        """Behind its forward; collective over the replicas.
+
+        Raises:
+            RuntimeError: a weight was written, and is another one on another replica.
+        """
+        if not self._weights:
+            return
+        pairs = zip(self._weights, self._versions, strict=True)
+        written = [each for each, version in pairs if version_of(each[2]) != version]
+        found = {f"{path}.{key}" if path else key: _digest(weight) for path, key, weight in written}
+        told = objects.gather(found, self._group)
+        names = {name for mine in told for name in mine}
+        unlike = [name for name in sorted(names) if any(mine.get(name) != told[0].get(name) for mine in told)]
+        if unlike:
+            raise RuntimeError(
+                f"the step writes the weight `{unlike[0]}`, and what it writes depends on the samples: each of the "
+                f"{len(told)} replicas has written something else, and one process would write what follows from the "
+                "whole batch. Write what follows from `self.all_gather(...)` of all replicas, let the module do it "
+                "that owns the weight (`nn.Embedding(max_norm=...)` is followed), or use one replica."
+            )
+        self._weights = [each for each in self._weights if (f"{each[0]}.{each[1]}" if each[0] else each[1]) in names]
+
+
+def _digest(weight: Tensor) -> tuple[float, float]:
+    """Two numbers that are the same for equal weights, and seldom for others."""
+    numbers = weight.detach().double().flatten()
+    places = torch.arange(1, len(numbers) + 1, dtype=torch.float64, device=weight.device)
+    return float(numbers.sum()), float(numbers @ places.sqrt())

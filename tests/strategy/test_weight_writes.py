@@ -1,0 +1,73 @@
+"""Steps that write weights, and layers that remember the batch before, train as in one process or are refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.harness import one_process, run_trainers
+from tests.parity.scenario import differences
+from tests.strategy import weight_write_scenarios as writes
+
+WIDE = pytest.mark.wide
+LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "stages": ((2, 1), {}),
+    "alone": ((1, 1), {}),
+    "replicas": ((1, 2), {}),
+    "whole": ((2, 1), {"micro_batch_size": "auto", "whole_batch_loss": True}),
+    "tensor": ((1, 1), {"tensor_parallel_size": 2}),
+    "grid": ((2, 2), {}),
+}
+KINDS = ("weights", "target", "data", "layer", "memory", "mean", "max_norm", "late")
+QUICK = {
+    *(("stages", "weights"), ("stages", "target"), ("stages", "memory"), ("stages", "layer"), ("whole", "target")),
+    *(("alone", "data"), ("replicas", "max_norm"), ("grid", "max_norm")),
+}
+REFUSED = {(layout, "mean") for layout in ("replicas", "grid")}  # a mean over a replica's samples, as in DDP
+REFUSED |= {(layout, "late") for layout in LAYOUTS}
+ROWS = [
+    pytest.param(*row, marks=[] if row in QUICK else [WIDE])
+    for row in itertools.product(LAYOUTS, KINDS)
+    if row not in REFUSED
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), ROWS)
+def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout: str, kind: str) -> None:
+    plain = one_process(writes.train, None, {}, kind)
+    found = list(differences("", _run(layout, kind)[0].value, plain, 1e-9))
+    assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "arguments", "wanted"),
+    [
+        ("stages", "behind", {}, "writes a weight or buffer of `net.embed` behind layers"),
+        (
+            "stages",
+            "of_layers",
+            {},
+            "into the weight `net.target.weight` depends on `net.layers.0`",
+        ),
+        ("stages", "late", {}, "would again in each of the 2 micro-batches"),
+        ("stages", "weights", {"pipeline_schedule": "zb-v"}, "its code runs once for each virtual stage"),
+        ("replicas", "tied", {}, "`net.head.weight` is the same weight"),
+        ("replicas", "functional", {}, "the step writes the weight `net.embed.weight`, and what it writes depends on"),
+        ("replicas", "max_norm", {"weight_sharding": True}, "that weight is a copy, which is given back"),
+        ("alone", "layer", {"activation_recompute": "full"}, "writes its weight `up.weight`"),
+    ],
+)
+def test_writes_that_one_process_would_do_otherwise_are_refused_by_name(
+    layout: str, kind: str, arguments: dict[str, Any], wanted: str
+) -> None:
+    for outcome in _run(layout, kind, arguments, check=False, grace=20, deadline=60):
+        assert outcome.error is not None, f"rank {outcome.rank} trained on"
+        assert wanted in f"{outcome.error}\n{outcome.output}", f"{outcome.error}\n{outcome.output}"
+
+
+def _run(layout: str, kind: str, more: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    sizes, arguments = LAYOUTS[layout]
+    devices = sizes[0] * sizes[1] * arguments.get("tensor_parallel_size", 1)
+    return run_trainers(writes.train, sizes, arguments | (more or {}), kind, devices=devices, **options)

@@ -1,0 +1,117 @@
+"""Steps that write weights themselves, and layers that remember: what one process does once per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.blocks import HIDDEN
+from tests.parity.zoo.data import VOCABULARY
+from tests.parity.zoo.tasks import TokenTask
+from tests.pipeline.buffer_scenarios import Block
+
+_ROWS = 16
+"""Rows for each token, by its sample: no replica looks up all of them."""
+
+
+class Shrinks(Block):
+    """Shrinks its own weight before each use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class Remembers(Block):
+    """Adds what it was given for the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.memory = self.memory, x.detach()
+        fits = before is not None and before.shape == x.shape
+        return super().forward(x + 0.1 * before if fits else x)
+
+
+class RemembersMean(Remembers):
+    """Adds their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is not None:
+            x = x + 0.1 * self.memory
+        self.memory = x.detach().mean((0, 1))
+        return Block.forward(self, x)
+
+
+LAYERS: dict[str, type[Block]] = {"layer": Shrinks, "memory": Remembers, "mean": RemembersMean}
+
+
+class Net(nn.Module):
+    """An embedding, layers and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_ROWS * VOCABULARY, HIDDEN, max_norm=1.0 if kind in ("max_norm", "tied") else None)
+        self.bag = nn.EmbeddingBag(_ROWS * VOCABULARY, HIDDEN, max_norm=0.7 if kind == "max_norm" else None)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        if kind == "tied":
+            self.embed.weight = self.head.weight
+        self.target = nn.Linear(HIDDEN, VOCABULARY).requires_grad_(False)
+        self.layers = nn.ModuleList(LAYERS.get(kind, Block)() for _ in range(4))
+        self.kind = kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens if self.kind == "tied" else tokens + VOCABULARY * (tokens.sum(1, keepdim=True) % _ROWS)
+        x = self.embed(tokens)
+        if self.kind == "functional":
+            x = functional.embedding(tokens, self.embed.weight, max_norm=1.0)
+        if self.kind == "max_norm":
+            x = x + self.bag(tokens)[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) - 0.1 * self.target(x)
+
+
+class Writes(TokenTask):
+    """Writes weights in its step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Net(kind))
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        net: Any = self.net
+        with torch.no_grad():
+            if self.kind == "weights" or (self.kind == "late" and batch_idx == 2):
+                net.layers[1].up.weight.mul_(0.9)
+                net.head.weight.clamp_(-0.2, 0.2)
+            elif self.kind == "target":
+                net.target.weight.mul_(0.9).add_(net.head.weight, alpha=0.1)
+        if self.kind == "data":
+            net.layers[2].up.weight.data.mul_(0.9)
+            net.embed.weight.detach()[1].zero_()
+        elif self.kind == "of_layers":
+            net.target.weight.data.add_(net.layers[0].up.weight.data.mean())
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if self.kind == "behind":
+            net.embed.weight.detach().mul_(0.99)
+        return loss
+
+
+def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Trains; the whole state."""
+    torch.manual_seed(7)
+    module = Writes(kind).double()
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=1)
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    return {name: value.clone() for name, value in state.items()}
