@@ -106,5 +106,11 @@ def renormalises(module: nn.Module) -> bool:
     return isinstance(module, _TABLES) and module.max_norm is not None
 
 
+def renormalised(module: nn.Module) -> Iterator[Tensor]:
+    """The weights of such embeddings that are here."""
+    each = (table._parameters.get("weight") for _, table in _tables(module))
+    return (weight for weight in each if weight is not None)
+
+
 def _tables(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, child) for name, child in module.named_modules() if renormalises(child))

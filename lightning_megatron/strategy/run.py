@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
-from lightning_megatron.data_parallel.renormalised_rows import RenormalisedRows, renormalises
+from lightning_megatron.data_parallel.buckets.rebound import check_alike
+from lightning_megatron.data_parallel.renormalised_rows import RenormalisedRows
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
@@ -43,7 +44,6 @@ from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.logs.routing import LogRouting
-from lightning_megatron.strategy.logs.weight_writes import WrittenAlike
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_batches
 from lightning_megatron.strategy.options.options import Options
@@ -137,10 +137,7 @@ class Run:
             cuts_batches=options.micro_batch_size != "auto",
             fits=self._fits,
         )
-        replicas = mesh.of_gradients.group("data_parallel")
-        self._rows = RenormalisedRows(self.module, replicas)
-        arrive = self.engine.weights_arrive
-        self._written = WrittenAlike(self.module, replicas, (lambda _: True) if arrive else renormalises)
+        self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
         if not self._fits:
@@ -217,11 +214,8 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
-            self._written.begin()
             with self._replicas, self._differentiating:
                 output = self._step.forward(call, batch, self._window)
-            if self.module.automatic_optimization:
-                self._written.check()
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
 
@@ -317,6 +311,8 @@ class Run:
         outside = self.engine.between_passes() if by_hand else _NOTHING
         if by_hand:
             self._rows.share()
+            if (buckets := self.engine.model_gradients.buckets) is not None:
+                check_alike(buckets.buckets)
         with self._everyone, self._logs.updating(), outside:
             try:
                 yield

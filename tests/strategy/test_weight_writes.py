@@ -54,7 +54,7 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
         ("stages", "late", {}, "would again in each of the 2 micro-batches"),
         ("stages", "weights", {"pipeline_schedule": "zb-v"}, "its code runs once for each virtual stage"),
         ("replicas", "tied", {}, "`net.head.weight` is the same weight"),
-        ("replicas", "functional", {}, "the step writes the weight `net.embed.weight`, and what it writes depends on"),
+        ("replicas", "functional", {}, "`net.embed.weight` differs between the replicas"),
         ("replicas", "max_norm", {"weight_sharding": True}, "that weight is a copy, which is given back"),
         ("alone", "layer", {"activation_recompute": "full"}, "writes its weight `up.weight`"),
     ],
@@ -71,3 +71,25 @@ def _run(layout: str, kind: str, more: dict[str, Any] | None = None, **options: 
     sizes, arguments = LAYOUTS[layout]
     devices = sizes[0] * sizes[1] * arguments.get("tensor_parallel_size", 1)
     return run_trainers(writes.train, sizes, arguments | (more or {}), kind, devices=devices, **options)
+
+
+SHARED: list[Any] = [{}, pytest.param({"optimizer_sharding": False}, marks=WIDE)]
+
+
+@pytest.mark.parametrize("kind", ["backward", "gathered"])
+@pytest.mark.parametrize("arguments", SHARED)
+def test_gradients_that_a_step_projects_on_each_other_are_those_of_all_replicas(
+    kind: str, arguments: dict[str, Any]
+) -> None:
+    plain = one_process(writes.project, None, {}, kind)
+    outcomes = run_trainers(writes.project, (1, 2), arguments, kind, devices=2)
+    found = list(differences("", outcomes[0].value, plain, 1e-9))
+    assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("arguments", SHARED)
+def test_gradients_of_one_replica_are_refused_where_a_step_sets_them(arguments: dict[str, Any]) -> None:
+    for outcome in run_trainers(writes.project, (1, 2), arguments, "grad", devices=2, check=False, grace=20):
+        assert outcome.error is not None, f"rank {outcome.rank} trained on"
+        assert "the step sets `.grad` of" in outcome.error
+        assert "`self.all_gather(gradient).mean(0)`" in outcome.error

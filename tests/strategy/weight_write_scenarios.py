@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,57 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], k
     torch.manual_seed(7)
     module = Writes(kind).double()
     trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=1)
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    return {name: value.clone() for name, value in state.items()}
+
+
+class Projects(TokenTask):
+    """Projects the gradients of two losses on each other (PCGrad, arXiv 2001.06782) and updates by their sum.
+
+    Args:
+        kind: where they come from: "backward", "grad" (of this replica's samples), or "gathered" ones.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Net(""))
+        self.kind, self.automatic_optimization = kind, False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        logits = self.net(batch[0])
+        losses = [functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), logits.square().mean()]
+        one, other = (self._gradients(optimizer, parameters, loss) for loss in losses)
+        dot = sum((a * b).sum() for a, b in zip(one, other, strict=True))
+        size = sum(b.square().sum() for b in other)
+        for parameter, a, b in zip(parameters, one, other, strict=True):
+            parameter.grad = a - dot / size * b + b
+        optimizer.step()
+
+    def _gradients(self, optimizer: Any, parameters: list[Any], loss: Tensor) -> list[Tensor]:
+        if self.kind == "backward":
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        mine = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        if self.kind == "grad" or self.trainer.world_size == 1:
+            return mine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about what Lightning calls
+            return [self.all_gather(gradient).mean(0) for gradient in mine]
+
+
+def project(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Trains by projected gradients; the whole state."""
+    torch.manual_seed(7)
+    module = Projects(kind).double()
+    plain = {} if layout is None else {"micro_batch_size": "auto"}
+    trainer = trainer_for(info, layout, plain | arguments, max_epochs=1, limit_val_batches=0)
     trainer.fit(module)
     state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     return {name: value.clone() for name, value in state.items()}

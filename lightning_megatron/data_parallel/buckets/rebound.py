@@ -6,19 +6,59 @@ into the bucket itself look elsewhere. What the optimizer and later backwards re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.shards import views
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+
+_ALIKE = {torch.float64: 1e-9}  # relative
+_ABOUT_ALIKE = 1e-4
 
 
 def adopt(bucket: Bucket) -> None:
     """Take over what ``.grad`` of the parameters is now, or that it is ``None``."""
     point_back(bucket)
+    if _bound_anew(bucket):
+        bucket.keep_all()
     for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
         bucket.touched[index] = parameter.grad is not None
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
+
+
+def check_alike(buckets: Iterable[Bucket]) -> None:
+    """Refuse gradients that a step has bound anew and that are another one on another rank; collective over the ranks
+    of each bucket with such gradients.
+
+    Raises:
+        RuntimeError: naming the parameter and the way out.
+    """
+    for bucket in buckets:
+        group, bound = bucket.sharing.group, _bound_anew(bucket)
+        if group is None or not bound:
+            continue
+        sums = torch.stack([gradient.detach().sum(dtype=torch.float64) for gradient in bound.values()])
+        sizes = torch.stack([gradient.detach().abs().sum(dtype=torch.float64) for gradient in bound.values()])
+        high, low = raw_all_reduce(torch.stack([sums, -sums]), group, maximum=True).unbind()
+        apart = ((high + low) / sizes.clamp(min=1e-30)).tolist()
+        for (name, gradient), difference in zip(bound.items(), apart, strict=True):
+            if not difference <= _ALIKE.get(gradient.dtype, _ABOUT_ALIKE):
+                raise RuntimeError(
+                    f"the step sets `.grad` of `{name}` to a tensor that is another one on other replicas. What "
+                    "`torch.autograd.grad` gives is of this replica's samples; what `self.manual_backward` leaves in "
+                    "`.grad` is of all. Compute from the latter, or from `self.all_gather(gradient).mean(0)`, or use "
+                    "one replica."
+                )
+
+
+def _bound_anew(bucket: Bucket) -> dict[str, Tensor]:
+    """Gradients, by name of the parameter, that are not the bucket's."""
+    each = zip(bucket.names, bucket.parameters, bucket.views, strict=True)
+    return {name: p.grad for name, p, view in each if p.grad is not None and p.grad is not view}
 
 
 def point_back(bucket: Bucket) -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.renormalised_rows import renormalises
 from lightning_megatron.mesh.autograd import version_of
-from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 
@@ -53,9 +51,11 @@ class WeightWrites:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around a run of code that may write them."""
+        """Around a run of code that may write them; not those that come and go in a step, with `weight_sharding`."""
         shortened = {path for path, child in self._module.named_modules() if renormalises(child)}
-        with _Writes(self._places(), self._note, shortened):
+        with torch._C.DisableTorchFunction():  # else those who watch uses would see one here
+            places = self._places()
+        with _Writes(places, self._note, shortened):
             yield
 
     def put_back(self) -> None:
@@ -75,7 +75,7 @@ class WeightWrites:
         """Storage -> the weights in it: first and last element, name, weight."""
         found: dict[int, list[tuple[int, int, WeightName, Tensor]]] = {}
         for path, key, weight in weights_of(self._module):
-            if weight.is_meta or not weight.numel():
+            if weight.is_meta or not weight.numel() or not weight.untyped_storage().nbytes():
                 continue
             storage = weight.untyped_storage().data_ptr()
             found.setdefault(storage, []).append((*_span(weight), (path, key), weight))
@@ -200,54 +200,3 @@ class WrittenInRuns:
             "in a hook (`on_train_batch_start`, `on_train_batch_end`), or use a schedule of one stage per rank, "
             "`pipeline_schedule='1f1b'`."
         )
-
-
-class WrittenAlike:
-    """Refuses weights that a step writes otherwise on another replica. Asks in the first step, and in all others if a
-    weight is written in that.
-
-    Args:
-        module: the user's module.
-        group: the replicas.
-        known: whether a weight, by module, is written alike anyhow.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, known: Known) -> None:
-        self._group, modules = group, dict(module.named_modules())
-        every = weights_of(module) if group.size() > 1 else ()
-        self._weights = [each for each in every if not known(modules[each[0]])]
-        self._versions: list[int] = []
-
-    def begin(self) -> None:
-        """Before a step."""
-        self._versions = [version_of(weight) for _, _, weight in self._weights]
-
-    def check(self) -> None:
-        """Behind its forward; collective over the replicas.
-
-        Raises:
-            RuntimeError: a weight was written, and is another one on another replica.
-        """
-        if not self._weights:
-            return
-        pairs = zip(self._weights, self._versions, strict=True)
-        written = [each for each, version in pairs if version_of(each[2]) != version]
-        found = {f"{path}.{key}" if path else key: _digest(weight) for path, key, weight in written}
-        told = objects.gather(found, self._group)
-        names = {name for mine in told for name in mine}
-        unlike = [name for name in sorted(names) if any(mine.get(name) != told[0].get(name) for mine in told)]
-        if unlike:
-            raise RuntimeError(
-                f"the step writes the weight `{unlike[0]}`, and what it writes depends on the samples: each of the "
-                f"{len(told)} replicas has written something else, and one process would write what follows from the "
-                "whole batch. Write what follows from `self.all_gather(...)` of all replicas, let the module do it "
-                "that owns the weight (`nn.Embedding(max_norm=...)` is followed), or use one replica."
-            )
-        self._weights = [each for each in self._weights if (f"{each[0]}.{each[1]}" if each[0] else each[1]) in names]
-
-
-def _digest(weight: Tensor) -> tuple[float, float]:
-    """Two numbers that are the same for equal weights, and seldom for others."""
-    numbers = weight.detach().double().flatten()
-    places = torch.arange(1, len(numbers) + 1, dtype=torch.float64, device=weight.device)
-    return float(numbers.sum()), float(numbers @ places.sqrt())

@@ -141,11 +141,6 @@ class StepEngine:
         return self.whole.between_passes() if isinstance(self.whole, StepByHand) else nullcontext()
 
     @property
-    def weights_arrive(self) -> bool:
-        """Whether weights are gathered while a step runs."""
-        return self._options.gradients.weights_arrive
-
-    @property
     def sums_gradients(self) -> bool:
         """Whether a parameter's gradient comes from several ranks or backward passes, or is not simply autograd's."""
         layout = self._mesh.layout

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.data_parallel.renormalised_rows import renormalised
 from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
@@ -52,12 +53,14 @@ class EqualReplicas:
         """Compare before the first backward of a step whose turn it is, as the step may have written."""
         if self._again:
             self._again = False
-            self._compare()
+            self._compare(in_step=True)
 
     @torch.no_grad()
-    def _compare(self) -> None:
+    def _compare(self, *, in_step: bool = False) -> None:
         self._gradients.finish_gather(spread=False)
-        named = [(name, p) for name, p in type(self._module).named_parameters(self._module) if self._is_common(name, p)]
+        listed = type(self._module).named_parameters(self._module)
+        shortened = {id(p) for p in renormalised(self._module)} if in_step else ()  # behind the backward, on all
+        named = [(name, p) for name, p in listed if id(p) not in shortened and self._is_common(name, p)]
         if not named:
             return
         sums = torch.stack([_sums(parameter).to(self._device) for _, parameter in named])
