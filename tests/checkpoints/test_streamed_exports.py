@@ -47,6 +47,7 @@ def test_a_model_is_converted_tensor_by_tensor(family: str, dtype: torch.dtype, 
     sizes = [tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()]
     whole, largest = sum(sizes), max(sizes)
     limit = largest * (2 if family == "llama" else 4)  # experts of a layer are put together, and taken apart
+    limit += largest // 16  # a small tensor in a cycle, until it is collected
     assert limit < whole / 3
 
     checkpoint, again = str(tmp_path / "a.ckpt"), tmp_path / "again"

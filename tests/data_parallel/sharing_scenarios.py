@@ -66,6 +66,9 @@ class Early(torch.optim.Optimizer):
         return loss
 
 
+torch.optim.SGD([torch.zeros(1)], lr=1.0)  # once there is one, the `step` that a subclass calls runs hooks as well
+
+
 class Insisting(torch.optim.SGD):
     """Cannot step without a closure."""
 

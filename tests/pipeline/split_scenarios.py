@@ -99,8 +99,8 @@ def counted(info: RankInfo, model: str, tensor: int, schedule: str, recompute: A
 
     def gradients(self: PipelineExecutor, virtual: int) -> dict[str, float | None]:
         """A number that changes with the gradient, per linear of a virtual stage."""
-        start, stop = self._stage.partition.bounds[virtual]
-        layers = {n: self._stage.module.get_submodule(n) for n in self._stage.partition.trunk.layer_names[start:stop]}
+        start, stop = self.stage.partition.bounds[virtual]
+        layers = {n: self.stage.module.get_submodule(n) for n in self.stage.partition.trunk.layer_names[start:stop]}
         linears = {f"{n}.{i}": c for n, layer in layers.items() for i, c in layer.named_modules() if is_linear(c)}
         return {n: None if c.weight.grad is None else float(c.weight.grad.norm()) for n, c in linears.items()}
 

@@ -59,6 +59,7 @@ class PiecewiseUpdate:
         self._parameters: list[list[nn.Parameter]] | None = None
         self._narrowed: list[Bucket] = []
         self._skips = False
+        self._steps = 0  # under way: the `step` of a subclass may call that of its parent, which has hooks of its own
         self._state: Any = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -80,6 +81,7 @@ class PiecewiseUpdate:
 
     def restore(self) -> None:
         """Put the parameters back into the groups, also after a step that failed."""
+        self._steps = 0
         if self._parameters is not None:
             for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
                 group["params"] = parameters
@@ -120,6 +122,9 @@ class PiecewiseUpdate:
                     state[key] = {name: _cut(value, parameter, piece, key) for name, value in values.items()}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._steps += 1
+        if self._steps > 1:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._enter()
@@ -187,6 +192,9 @@ class PiecewiseUpdate:
             )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps -= 1
+        if self._steps > 0:
+            return
         self._check_seen()
         if self._wholes is not None:
             self._wholes.scatter()
