@@ -41,8 +41,8 @@ def listed_experts(module: nn.Module) -> int:
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
-    """The experts of a list, in order: what has parameters in it, and no dropout beside them."""
-    return [child for child in module.children() if any(True for _ in child.parameters())]
+    """The experts of a list, in order: what has weights, here or on another rank, and no dropout beside them."""
+    return [child for child in module.children() if child._parameters or child._modules]
 
 
 def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:

@@ -179,6 +179,8 @@ class Assembler:
         group, blocks, asked = self._mesh.group("context_parallel"), self._blocks(report), self._options.context
         shared = blocks, self._mesh.context_levels(asked["heads_over"])
         if stage is not None:  # whose layers ask the region themselves
+            if asked["balance"] == "auto":  # messages of all micro-batches are cut alike
+                asked = {**asked, "balance": "zigzag"}
             stage.cursor.tokens = region = TokenRegion(module, (), group, asked, *shared)
             return region
         try:
