@@ -91,9 +91,12 @@ class SummedFile:
         return start
 
     def _append(self, data: memoryview) -> None:
-        self._sum = self._pool.submit(self._total.add, data)
+        self._sum = self._pool.submit(self._add, [data])
         self._file.write(data)
         self.position += data.nbytes
+
+    def _add(self, only: list[memoryview]) -> None:
+        self._total.add(only.pop())  # the pool holds its arguments for a moment longer than the result is waited for
 
     def _settle(self) -> None:
         if self._sum is not None:
