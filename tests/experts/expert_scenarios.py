@@ -142,6 +142,37 @@ class Summing(DropIn):
         return self.loss(batch) + router_losses(self, balance=0.3, scope=self.scope)
 
 
+class Multiplied(DropIn):
+    """Multiplies its loss by what balances the experts, so that the whole batch's is not a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1 + router_losses(self, balance=0.3))
+
+
+class Masked(DropIn):
+    """Some of its targets are ignored, so that micro-batches count by their targets; logs its balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.drop(self.embed(batch[0]))
+        for layer in self.layers:
+            x = layer(x)
+        balance = router_losses(self, balance=0.3)
+        self.log("balance", balance, sync_dist=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten()) + balance
+
+
+class Late(DropIn):
+    """Balances its experts from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss + router_losses(self, balance=0.3) if self.trainer.global_step else loss
+
+
 class SummingBySequence(Summing):
     """With those of each sequence."""
 
@@ -430,6 +461,9 @@ MODULES = {
     "summing": Summing,
     "summing_by_sequence": SummingBySequence,
     "unbalanced": Unbalanced,
+    "multiplied": Multiplied,
+    "masked": Masked,
+    "late": Late,
     "switching": Switching,
     "tight": Tight,
     "dealt": Tight,
@@ -461,9 +495,10 @@ class Data(LightningDataModule):
             return DataLoader(data, own.shape[1], sampler=DistributedSampler(data, **sizes, shuffle=False))
         if self.name == f"uneven_{kind}" and sizes["rank"] == sizes["num_replicas"] - 1:
             own = own[:, :5] if kind == "batches" else own[:1]
-        return DataLoader(
-            TensorDataset(own[..., :-1].flatten(0, 1), own[..., 1:].flatten(0, 1)), batch_size=own.shape[1]
-        )
+        x, y = own[..., :-1].flatten(0, 1), own[..., 1:].flatten(0, 1).clone()
+        if self.name == "masked":
+            y[:, 2:][x[:, 0] % 2 == 0] = -100
+        return DataLoader(TensorDataset(x, y), batch_size=own.shape[1])
 
     def train_dataloader(self) -> Any:
         return self._loader("batches")

@@ -7,9 +7,11 @@ layers' routers. Over replicas that function is given the logits of all of them:
                                 ├─▶ [T₀ + T₁, E] ─▶ loss ─▶  ┤                       summed over the replicas' losses
     replica 1   logits [T₁, E]  ┘                            └  ∂/∂ logits [T₁, E]
 
-so that each has the loss of one process, and the mean of their gradients is its gradient. Under a pipeline the routers
-of earlier stages keep their logits on themselves, which the pipeline sends along, and the last stage's model finds them
-among its outputs, as in one process.
+so that each has the loss of one process, and the mean of their gradients is its gradient. In micro-batches, a pass of
+counts finds the logits of all of them before, with the gradient for each; see :mod:`of_parts`.
+
+Under a pipeline the routers of earlier stages keep their logits on themselves, which the pipeline sends along, and the
+last stage's model finds them among its outputs, as in one process.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.experts.balance.of_parts import PartsOfBatch, left_aside, with_gradient
 from lightning_megatron.experts.exchange.gathering import gather_rows, gathered_rows
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.replaced import Replacements
@@ -78,14 +81,17 @@ class BalancingLosses:
         in_step: whether a step is running, in which all replicas take part.
 
     Attributes:
+        here: whether the module has such models.
         called: whether such a function has been called in a step.
-        left_out: whether they are left out of gradients, for a trial of what else the loss is made of.
+        parts: what it was given in micro-batches, or how it is left out in trials.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, in_step: Callable[[], bool]) -> None:
         self._group, self._in_step, self._pauses = group, in_step, 0
-        self._replaced, self.called, self.left_out = Replacements(), False, False
-        for space in _spaces(list(module.modules())):
+        self._replaced, self.called, self.parts = Replacements(), False, PartsOfBatch()
+        spaces = list(_spaces(list(module.modules())))
+        self.here = bool(spaces)
+        for space in spaces:
             own = getattr(space, _FUNCTION)
             self._replaced.put(space, _FUNCTION, functools.wraps(own)(functools.partial(self._whole, own)))
         for model in hugging_face_models(module).values() if group is not None else ():
@@ -112,17 +118,68 @@ class BalancingLosses:
         if not isinstance(logits, tuple) or not logits or self._pauses or not self._in_step():
             return own(*args, **kwargs)
         self.called = True
-        if self.left_out:
-            given.arguments["gate_logits"] = tuple(layer.detach() for layer in logits)
-        elif self._group is not None:
+        if self.parts.running:
+            return self._of_part(own, given, logits, mask)
+        if self._group is not None:
             given.arguments["gate_logits"], mask = of_all(logits, mask, self._group)
             if "attention_mask" in given.arguments:
                 given.arguments["attention_mask"] = mask
         return own(*given.args, **given.kwargs)
 
+    def _of_part(
+        self, own: Callable[..., Any], given: inspect.BoundArguments, logits: tuple[Tensor, ...], mask: Tensor | None
+    ) -> Any:
+        """The loss in a micro-batch, or in a trial."""
+        if self.parts.aside:
+            return left_aside(logits[-1])
+        if self.parts.alone:
+            return own(*given.args, **given.kwargs)
+        if self.parts.notes:
+            detached = tuple(layer.detach() for layer in logits)
+            self.parts.note((own, given, detached, mask))
+            given.arguments["gate_logits"] = detached
+            return own(*given.args, **given.kwargs)
+        (value, gradients), part, factor = self.parts.taken()
+        for layer, gradient in zip(logits, gradients[part], strict=True):
+            value = with_gradient(value, layer, (factor * gradient).view_as(layer).to(layer.device))
+        return value
+
+    def join(self, factors: list[float], group: dist.ProcessGroup | None) -> None:
+        """Make the losses of the whole batch of what was noted; see :meth:`~.of_parts.PartsOfBatch.join`.
+
+        Args:
+            factors: of gradients, of each micro-batch.
+            group: the replicas that have parts of the batch, all of which do this now; ``None`` for one.
+        """
+        self.parts.join(factors, functools.partial(_joined, group))
+
+
+def _joined(group: dist.ProcessGroup | None, noted: list[Any]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """The loss of all micro-batches' logits, and its gradients: of each micro-batch, for each layer."""
+    own, given, logits, _ = noted[0]
+    tokens = [each[2][0].reshape(-1, each[2][0].shape[-1]).shape[0] for each in noted]
+    layers = [
+        torch.cat([each[2][at].reshape(-1, each[2][at].shape[-1]) for each in noted]) for at in range(len(logits))
+    ]
+    masks = [each[3] for each in noted]
+    mask = None
+    if any(each is not None for each in masks):
+        flat = [layers[0].new_ones(n) if m is None else m.reshape(-1) for n, m in zip(tokens, masks, strict=True)]
+        mask = torch.cat([each.to(layers[0].device, torch.float32) for each in flat]).view(1, -1)
+    with torch.enable_grad():
+        leaves = tuple(layer.detach().requires_grad_() for layer in layers)
+        given.arguments["gate_logits"] = leaves
+        if group is not None:
+            given.arguments["gate_logits"], mask = of_all(leaves, mask, group, own_gradient=True)
+        if "attention_mask" in given.arguments:
+            given.arguments["attention_mask"] = mask
+        value = own(*given.args, **given.kwargs)
+        gradients = torch.autograd.grad(value, leaves)
+    return value.detach(), list(zip(*(gradient.split(tokens) for gradient in gradients), strict=True))
+
 
 def of_all(
-    logits: tuple[Tensor, ...], mask: Tensor | None, group: dist.ProcessGroup
+    logits: tuple[Tensor, ...], mask: Tensor | None, group: dist.ProcessGroup, *, own_gradient: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Logits of all replicas' tokens, and what masks them; collective over the group, in the backward too.
 
@@ -130,6 +187,8 @@ def of_all(
         logits: per layer [tokens, experts] or [..., experts], as many tokens in each.
         mask: of tokens, [batch, sequence]; ``None`` if none is masked here.
         group: the replicas, whose numbers of tokens may differ.
+        own_gradient: whether the gradient of this replica's tokens is that of its own loss, for which nothing is sent;
+            otherwise it is that of the sum of all replicas' losses.
 
     Returns:
         Per layer [tokens of all, experts]; and the mask [1, tokens of all], ``None`` if none of them has one.
@@ -142,11 +201,18 @@ def of_all(
     tokens, device = rows[0].shape[0], rows[0].device
     told = torch.tensor([[tokens, mask is not None]], device=device)
     sizes, masked = zip(*raw_all_gather(told, 0, group).tolist(), strict=True)
-    whole = tuple(gather_rows(layer, sizes, group) for layer in rows)
+    whole = tuple((_with_own if own_gradient else gather_rows)(layer, sizes, group) for layer in rows)
     if not any(masked):
         return whole, None
     own = torch.ones(tokens, device=device) if mask is None else mask.reshape(-1).to(device, torch.float32)
     return whole, gathered_rows(own, sizes, group).view(1, -1)
+
+
+def _with_own(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, of which this rank's have their gradient."""
+    blocks = list(gathered_rows(rows.detach(), sizes, group).split(sizes))
+    blocks[group.rank()] = rows
+    return torch.cat(blocks)
 
 
 class KeptLogits:

@@ -6,6 +6,8 @@ chosen, and their means of P stay where they are::
     replica 0   f⁰ P⁰  ┐  f = f⁰ + f¹   ┌  E · Σ f_i P⁰_i  ┐  the mean over replicas is the loss of one process,
     replica 1   f¹ P¹  ┘                └  E · Σ f_i P¹_i  ┘  and so are its gradients
 
+In micro-batches, a pass of counts finds f before; see :mod:`of_parts`.
+
 Where experts have a capacity, the replicas tell each other their choices, and each counts its own tokens' places in the
 queues of one process, whose order is that of its batch.
 """
@@ -14,12 +16,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.experts.balance.of_parts import PartsOfBatch, left_aside
 from lightning_megatron.experts.exchange.gathering import gathered_rows
 from lightning_megatron.layers import MoE
 from lightning_megatron.layers.mixture import moe
@@ -45,7 +48,7 @@ class WholeBatchMixtures:
 
     Attributes:
         called: whether a balancing loss of the whole batch has been made in a step.
-        left_out: whether they are left out of gradients, for a trial of what else the loss is made of.
+        parts: what losses were given in micro-batches, or how they are left out in trials.
         here: whether the module has such mixtures.
         samples: how many this replica's batch has; ``None`` where that is not known.
     """
@@ -58,7 +61,7 @@ class WholeBatchMixtures:
         in_turns: Callable[[], bool],
     ) -> None:
         self._group, self._in_step, self._in_turns = group, in_step, in_turns
-        self._replaced, self.called, self.left_out = Replacements(), False, False
+        self._replaced, self.called, self.parts = Replacements(), False, PartsOfBatch()
         self.samples: int | None = None
         self.here = any(isinstance(child, MoE) for child in module.modules())
         if self.here:
@@ -75,13 +78,35 @@ class WholeBatchMixtures:
         if not self._in_step():
             return own(mean_scores, choices, tokens)
         self.called = True
-        if self.left_out:
-            mean_scores = mean_scores.detach()
-        elif self._group is not None:
+        if self.parts.running:
+            return self._of_part(own, mean_scores, choices, tokens)
+        if self._group is not None:
             told = raw_all_reduce(torch.cat((choices.detach(), tokens.detach().view(1).to(choices))), self._group)
             mean_scores = mean_scores * (tokens * self._group.size() / told[-1])  # of replicas with unlike batches
             choices, tokens = told[:-1], told[-1]
         return own(mean_scores, choices, tokens)
+
+    def _of_part(self, own: Callable[..., Tensor], mean_scores: Tensor, choices: Tensor, tokens: Tensor) -> Tensor:
+        """The loss in a micro-batch, or in a trial."""
+        if self.parts.aside:
+            return left_aside(mean_scores)
+        if self.parts.alone:
+            return own(mean_scores, choices, tokens)
+        if self.parts.notes:
+            self.parts.note((mean_scores.detach(), choices.detach(), tokens.detach()))
+            return own(mean_scores.detach(), choices, tokens)
+        (means, chosen, total), _, factor = self.parts.taken()
+        share = factor * tokens.detach() / total
+        return own(means + share * (mean_scores - mean_scores.detach()), chosen, total)
+
+    def join(self, factors: list[float], group: dist.ProcessGroup | None) -> None:
+        """Add up what was noted; see :meth:`~.of_parts.PartsOfBatch.join`.
+
+        Args:
+            factors: of gradients, of each micro-batch.
+            group: the replicas that have parts of the batch, all of which do this now; ``None`` for one.
+        """
+        self.parts.join(factors, functools.partial(_joined, group))
 
     @torch.compiler.disable
     def _places(self, own: Callable[..., Any], index: Tensor, experts: int, lead: torch.Size) -> tuple[Tensor, int]:
@@ -102,6 +127,16 @@ class WholeBatchMixtures:
         back[order] = place
         start = sum(sizes[: self._group.rank()])
         return back[start : start + len(index)], tokens
+
+
+def _joined(group: dist.ProcessGroup | None, noted: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """Mean scores, choices and tokens of all micro-batches."""
+    scores = sum(means * tokens for means, _, tokens in noted)
+    choices, tokens = (sum(each[at] for each in noted) for at in (1, 2))
+    told = torch.cat((cast(Tensor, scores), cast(Tensor, choices), cast(Tensor, tokens).view(1).to(scores)))
+    told = told if group is None else raw_all_reduce(told, group)
+    scores, choices = told[:-1].chunk(2)
+    return scores / told[-1], choices, told[-1]
 
 
 def _order(sizes: tuple[int, ...], samples: tuple[int, ...], device: torch.device) -> Tensor:

@@ -79,7 +79,7 @@ class SegmentStreams:
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
-        self._alike = False
+        self._alike, self._before = False, False
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and the number of training and evaluation steps so far; equal on all ranks."""
@@ -93,7 +93,7 @@ class SegmentStreams:
     @property
     def tries(self) -> bool:
         """Whether a step runs that does not count."""
-        return self._alike
+        return self._alike or self._before
 
     @contextmanager
     def step(self, *, training: bool, name: str = "", rows: Sequence[Rows] = (_WHOLE,)) -> Iterator[None]:
@@ -133,6 +133,20 @@ class SegmentStreams:
         finally:
             self.step_state, self._alike = before, False
             restore_rng_state(state, self._device)
+
+    @contextmanager
+    def before_step(self, rows: Sequence[Rows]) -> Iterator[None]:
+        """Run a pass that does not count, with the draws of the training step that comes next.
+
+        Args:
+            rows: the samples of each micro-batch.
+        """
+        steps, state, self._before = dict(self._steps), self.step_state, True
+        try:
+            with self.step(training=True, name="training_step", rows=rows):
+                yield
+        finally:
+            self._steps, self.step_state, self._before = steps, state, False
 
     @contextmanager
     def _drawing(self, name: str, rows: Sequence[Rows]) -> Iterator[None]:

@@ -38,6 +38,7 @@ class Cut:
         sums: whether their losses are added up.
         layers: the micro-batches in which layers run, where the loss is one of the whole batch.
         joint: how micro-batches of evaluation come together.
+        counts: whether a pass of counts goes before the step.
     """
 
     weights: list[float]
@@ -47,6 +48,7 @@ class Cut:
     sums: bool = False
     layers: list[Any] = field(default_factory=list)
     joint: Joint | None = None
+    counts: bool = False
 
 
 class Cuts:
@@ -104,11 +106,17 @@ class Cuts:
             split: what :meth:`candidates` gives for it.
             first: whether no gradients have been collected for the next update.
         """
-        self.mixing.begin()
-        parts, cut = self._cut(call, batch, split)
-        if self.mixing.mixes(call, batch, split, first=first) and len(parts) > 1:
+        mixing, counts = self.mixing, self.mixing.counts
+        mixing.begin()
+        with counts.aside():
+            parts, cut = self._cut(call, batch, split)
+            weights = cut.weights if len(parts) > 1 and not cut.sums else ()
+        if mixing.mixes(call, batch, split, first=first, weights=weights) and len(parts) > 1:
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
+        cut.counts = counts.agreed(parts) and not cut.sums
+        if counts.used and len(parts) > 1 and not cut.counts:  # another replica's batch is too small to be cut
+            parts, cut = [batch], Cut([1.0 if cut.sums else sum(cut.weights)], cut.total)
         repeats = self._stages.repeats
         if first and not (repeats is not None and repeats.includes("training_step")):  # whose batches are whole
             total = 1.0 if cut.sums else sum(cut.weights[:2])

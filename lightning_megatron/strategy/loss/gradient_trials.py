@@ -63,6 +63,7 @@ class GradientTrial:
         parameters: by name, those whose gradients are asked for.
         around: each run of the user's step.
         may_fail: whether a step that fails on a piece tells nothing, rather than ending the run.
+        at: told which of the pieces the step runs on next.
 
     Attributes:
         draws: of random numbers.
@@ -77,8 +78,9 @@ class GradientTrial:
         *,
         around: AbstractContextManager[Any] | None = None,
         may_fail: bool = False,
+        at: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._context, self._parameters, self._may_fail = context, parameters, may_fail
+        self._context, self._parameters, self._may_fail, self._at = context, parameters, may_fail, at
         self._around = nullcontext() if around is None else around
         self._traces = Traces(context.module, beside=True)
         self.draws, self.failed = SameDraws({2: (0, 1)}), False
@@ -125,6 +127,7 @@ class GradientTrial:
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
         weights = self._traces.weights.noted()
+        self._at(index)
         try:
             with self._context.recording.aside(), self.draws.run(index), self._around, weights, eager:
                 output = call(whole_copy(piece))
@@ -289,14 +292,14 @@ class BackwardTrials:
             return why if around and runs else "", False
         one, other, whole = found
         dtypes = {parameter.dtype for parameter in trained.values()} | trial.dtypes
-        far = _differs(whole, one, other, tolerance(self._context.device, dtypes))
+        far = differs(whole, one, other, tolerance(self._context.device, dtypes))
         if not far:
             return "", False
         why = f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
         return why, False
 
 
-def _differs(
+def differs(
     whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
 ) -> str:
     """The first parameter whose gradient of a batch is not the sum of those of its parts."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,28 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
+from lightning_megatron.strategy.step.counts_first import CountsFirst
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
 _MOST = 8  # samples in each part
 _SMALL = 1e-3  # times the largest router's gradient: below it there is nothing but rounding
+
+
+class _Found(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        router: name of one whose gradient is of the whole batch, or "".
+        gathers: whether the step gathers over the replicas.
+        keeps_counts: whether layers keep counts for a bias.
+        balanced: whether there are balancing losses beside, that are known.
+    """
+
+    router: str
+    gathers: bool
+    keeps_counts: bool
+    balanced: bool
 
 
 class MixingTrials:
@@ -50,6 +67,7 @@ class MixingTrials:
 
     Attributes:
         added: balancing losses that the run adds to the step's; ``None`` for none.
+        counts: passes of counts before steps in micro-batches, where balancing losses are known.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -72,6 +90,9 @@ class MixingTrials:
         in_step, in_turns = lambda: context.recording.recorder is not None, lambda: deals_in_turns(module)
         self._own = WholeBatchMixtures(module, group, in_step, in_turns)
         self._known = BalancingLosses(module, group, in_step), self._own
+        here = any(known.here for known in self._known) and not drops_tokens(module)
+        may_count = bool(here and wanted and self._cuts and mesh.layout.context == 1)
+        self.counts = CountsFirst(context, self._known, group, may=may_count)
         self._kept = KeptLogits(module) if mesh.layout.pipeline > 1 else None
         self._keeps_whole = self._cuts and (bool(balances(module)) or drops_tokens(module))
         if cuts and not self._cuts and drops_tokens(module):
@@ -87,7 +108,15 @@ class MixingTrials:
         self._steps, self._next = 0, 1.0
         self._found = False
 
-    def mixes(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
+    def mixes(
+        self,
+        call: Callable[[Any], Any],
+        batch: Any,
+        parts: Sequence[Any],
+        *,
+        first: bool,
+        weights: Sequence[float] = (),
+    ) -> bool:
         """Whether this batch is the one that has shown that samples are mixed. Collective over the world.
 
         Args:
@@ -95,6 +124,7 @@ class MixingTrials:
             batch: equal on all stages of a replica.
             parts: its micro-batches; one if it is not cut.
             first: whether no gradients have been collected for the next update.
+            weights: what they count in the mean of the batch; nothing where it stays whole anyhow.
 
         Raises:
             ValueError: experts are shared out over replicas, each of which would have a loss of its own.
@@ -103,7 +133,7 @@ class MixingTrials:
         if self._checks and (self._steps <= _AGAIN or _is_power(self._steps)):
             self._biases.check(self._mesh.group("world"))
         keeps, self._keeps_whole = self._keeps_whole, False
-        found = self._tries(call, batch, parts, first=first) or keeps
+        found = self._tries(call, batch, parts, weights, first=first) or (keeps and not self.counts.used)
         whole = self._own.here and (found or self._found or len(parts) == 1)
         self._own.samples = batch_size_of(batch) if whole else None
         return found
@@ -111,8 +141,18 @@ class MixingTrials:
     def begin(self) -> None:
         """Called at the start of a batch, before anything is tried."""
         self._own.samples = None
+        if self.counts.may and not self.counts.used:
+            self.counts.may = not has_gradient_hooks(self._module)  # with which nothing is tried
 
-    def _tries(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], *, first: bool) -> bool:
+    def _tries(
+        self,
+        call: Callable[[Any], Any],
+        batch: Any,
+        parts: Sequence[Any],
+        weights: Sequence[float],
+        *,
+        first: bool,
+    ) -> bool:
         if self._found or not self._has_routers or self._steps < self._next or not first:
             return False
         pieces = _pieces(batch, parts) if len(parts) > 1 or self._mesh.layout.pipeline == 1 else []
@@ -124,14 +164,31 @@ class MixingTrials:
                 return False  # tried again with the next batch
         own_clearing = is_overridden("optimizer_zero_grad", self._module)
         self._next = math.inf if own_clearing else self._steps * _AGAIN
-        told = objects.gather(self._try(call, pieces), world)
-        if None in told:  # nothing is known
+        sees = _Sees(self._mesh.group("data_parallel") if self._replicas > 1 else None, self._routers.values())
+        told = objects.gather((self._try(call, pieces, sees), bool(weights) and self.counts.may), world)
+        tried = [found for found, _ in told if found is not None]
+        if len(tried) < len(told):  # nothing is known
             return False
-        router = next((router for router, *_ in told if router), "")
+        router = next((each.router for each in tried if each.router), "")
         self._found = bool(router)
         if router:
-            self._say(router, gathers=any(gathers for _, gathers, _ in told))
-        return self._found or any(known for *_, known in told)
+            self._say(router, gathers=any(each.gathers for each in tried))
+        balanced, keeps = any(each.balanced for each in tried), any(each.keeps_counts for each in tried)
+        may = balanced and not (keeps or self._found) and all(may for _, may in told)
+        self.counts.used = may and self._counts_exactly(call, pieces, weights[:2], sees)
+        self.counts.forget()
+        return self._found or keeps or (balanced and not self.counts.used)
+
+    def _counts_exactly(
+        self, call: Callable[[Any], Any], pieces: list[Any], weights: Sequence[float], sees: _Sees
+    ) -> bool:
+        """Whether micro-batches with a pass of counts before them are the whole batch, on all ranks."""
+        within = tolerance(self._device, {p.dtype for p in self._routers.values()} | sees.dtypes)
+        exact = self.counts.is_exact(call, pieces, weights, self._routers, sees, within)
+        exact = all(objects.gather(exact, self._mesh.group("world")))
+        if exact:
+            self.counts.say()
+        return exact
 
     def _borrowed(self, batch: Any) -> list[Any]:
         """Batches of two replicas, and both at once, on all of them; nothing, if they differ in shape."""
@@ -178,25 +235,20 @@ class MixingTrials:
 
         return look
 
-    def _try(self, call: Callable[[Any], Any], pieces: list[Any]) -> tuple[str, bool, bool] | None:
-        """Name of a router whose gradient is of the whole batch, or "", whether the step gathers over the replicas, and
-        whether there are balancing losses beside, that are known, or counts for a bias.
-        """
-        group = self._mesh.group("data_parallel") if self._mesh.layout.data > 1 else None
-        sees = _Sees(group, self._routers.values())
+    def _try(self, call: Callable[[Any], Any], pieces: list[Any], sees: _Sees) -> _Found | None:
+        """What a trial of two parts of a batch, and of both at once, has shown; ``None`` where it could not run."""
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
         for known in self._known:
-            known.called, known.left_out = False, True
-        trial = GradientTrial(self._context, self._routers, around=sees, may_fail=alone)
-        found = trial.run(self._looking(call), pieces, [1.0, 1.0, 1.0])
-        for known in self._known:
-            known.left_out = False
+            known.called = False
+        trial = GradientTrial(self._context, self._routers, around=sees, may_fail=alone, at=self.counts.at)
+        with self.counts.noting(2):
+            found = trial.run(self._looking(call), pieces, [1.0, 1.0, 1.0])
         if trial.failed:
             return None
-        dtypes = {parameter.dtype for parameter in self._routers.values()} | sees.dtypes | trial.dtypes
-        within = tolerance(self._device, dtypes)
-        whole = self._keep_counts or any(known.called for known in self._known)
-        return mixed(found[2], found[0], found[1], within), sees.gathers, whole
+        sees.dtypes |= trial.dtypes
+        within = tolerance(self._device, {parameter.dtype for parameter in self._routers.values()} | sees.dtypes)
+        router = mixed(found[2], found[0], found[1], within)
+        return _Found(router, sees.gathers, self._keep_counts, any(known.called for known in self._known))
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:

@@ -132,6 +132,7 @@ class DrawnStep:
         """Forward of one batch."""
         self._drawing.learn(call, [batch], "training_step")
         self._mixing.mixes(call, batch, [batch], first=window.first)
+        self._mixing.counts.agreed([batch])
         with self._around(batch, "training_step", training=True):
             return self._step.forward(call, batch, window)
 

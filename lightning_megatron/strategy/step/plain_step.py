@@ -52,6 +52,7 @@ class PlainStep:
         self._outcome = None
         if self._mixing is not None:
             self._mixing.mixes(call, batch, [batch], first=window.first)
+            self._mixing.counts.agreed([batch])
         automatic, self._window = self._module.automatic_optimization, window
         compares = self._losses.compares
         if compares:

@@ -76,6 +76,9 @@ class ScheduledStep:
         try:
             self.drawing.learn(call, split, "training_step")
             parts, cut = self.cuts.choose(call, batch, split, first=window.first)
+            if cut.counts:
+                rows = self.drawing.rows(parts, "training_step")
+                self.cuts.mixing.counts.run(call, batch, parts, cut.weights, cut.total, rows)
             total = cut.total * window.batches * self._mesh.layout.context  # each of whose ranks has a gradient
             scales = [weight / total * window.scale for weight in cut.weights]
             sink.begin(fresh=window.first, reduce=window.last, scale=window.scale)
@@ -164,7 +167,8 @@ class ScheduledStep:
                 told = self._mesh.layout.pipeline > 1  # what the step writes into its batch
                 batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
                 recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
-                step = PipelineStep(schedule, recorded, parts, name, scales, self._gradients.sink, asks)
+                run = self.cuts.mixing.counts.in_parts(recorded) if training and len(parts) > 1 else recorded
+                step = PipelineStep(schedule, run, parts, name, scales, self._gradients.sink, asks)
             self._appended.snapshot()
             self._batches.begin(batch)
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
