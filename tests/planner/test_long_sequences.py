@@ -72,6 +72,26 @@ def test_messages_are_the_notes(
     assert received_bytes(shape, recipe) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("heads", [2, 4, 8])
+def test_sets_of_ranks_that_share_heads_pass_keys_and_values_on(heads: int) -> None:
+    """Within n ranks (2 + 2 g) h (n-1)/n of 8 ranks' tokens; between them c/n - 1 blocks, and 2 c/n - 1 back."""
+    shape, recipe = replace(LLAMA_8B, seq=32768), Recipe(context=8, context_method="ulysses", context_heads=heads)
+    block, sets = 2 * 2 * (32768 / 8) * 1024, 8 // heads
+    once = (2 + 2 * 8 / 32) * (32768 / 8) * 4096 * 2 * (heads - 1) / heads
+    around = (block * (sets - 1), block * (2 * sets - 1)) if sets > 1 else (0.0, 0.0)
+    assert received_bytes(shape, recipe) == pytest.approx((once + around[0], once + around[1]))
+    method = "ulysses" if sets == 1 else ("ulysses", heads)
+    assert arguments_of(recipe)["context_parallel_options"] == {"method": method}
+
+
+def test_a_search_keeps_the_exchange_of_heads_inside_nodes_where_that_is_faster() -> None:
+    """Over two nodes of 8, all 16 ranks would exchange everything across the network."""
+    limits = Limits(schedules=("1f1b",), tensor=1, pipeline=1, context=16, context_methods=("ulysses",))
+    found = plan(replace(LLAMA_8B, seq=1 << 19), H100, 16, 1, limits=limits, top=10)
+    assert {item.recipe.context_heads for item in found.ranked} == {None, 8}
+    assert found.best.recipe.context_heads == 8
+
+
 def test_a_ring_is_hidden_once_sequences_are_long() -> None:
     """From s/c >= e g X/B tokens on: about 4500 on this machine with an eighth of 32 heads for keys."""
     hidden = Recipe(context=8, context_method="ring", software=MEGATRON_CORE)
@@ -131,6 +151,8 @@ def test_short_sequences_are_not_shared_out() -> None:
     ("change", "message"),
     [
         ({"context_method": "star"}, "`context_method=star` is not one of gather, ring, ulysses"),
+        ({"context": 4, "context_heads": 2}, "is about `context_method=ulysses`, not gather"),
+        ({"context": 4, "context_heads": 3, "context_method": "ulysses"}, "of `context=4`; use a divisor"),
         ({"loss_chunks": 0}, "`loss_chunks=0` must be at least 1"),
         ({"mlp_chunks": 0}, "`mlp_chunks=0` must be at least 1"),
         ({"weight_offload": True}, "`weight_offload=True` is about shards of weights"),

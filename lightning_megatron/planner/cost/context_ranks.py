@@ -8,7 +8,9 @@ Per layer and micro-batch, for c ranks, t tensor ranks and keys and values of wi
 | ring    | b (s/c) w/t (c-1)              | 2 c - 1 times b (s/c) w/t             | four blocks of them |
 | ulysses | b (s/c) (2 h + w)/t (c-1)/c    | the same                              | exchanged copies    |
 
-Elements, not bytes. A ring's messages hide under attention where the software overlaps them; the others are exposed.
+Elements, not bytes. Where only n neighbours share the heads (``context_heads``), they exchange as n ranks would, and a
+ring of c/n such sets passes on the keys and values of their heads, as many bytes as those of their tokens. A ring's
+messages hide under attention where the software overlaps them; the others are exposed.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ def check_context(shape: ModelShape, recipe: Recipe) -> None:
     if recipe.context > 1 and recipe.context_method == "ulysses" and not deals_heads(shape, recipe):
         raise ValueError(
             f"`context_method=ulysses` deals out heads, and `heads={shape.heads}` (`kv_heads={shape.key_value_heads}`) "
-            f"are no multiple of tensor x context = {recipe.tensor * recipe.context}; use `ring` or `gather`"
+            f"are no multiple of {_dealt_over(recipe)}; use fewer `context_heads`, `ring` or `gather`"
         )
+
+
+def _dealt_over(recipe: Recipe) -> str:
+    named = "context" if recipe.rings == 1 else "context_heads"
+    return f"tensor x {named} = {recipe.tensor * recipe.heads_over}"
 
 
 def deals_heads(shape: ModelShape, recipe: Recipe) -> bool:
     """Whether ``ulysses`` can share out the heads: those of keys may be repeated."""
-    ranks = recipe.tensor * recipe.context
+    ranks = recipe.tensor * recipe.heads_over
     shared = shape.key_value_heads % ranks == 0 or ranks % shape.key_value_heads == 0
     return shape.heads % ranks == 0 and shared
 
@@ -51,14 +58,22 @@ def key_value_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 def received_bytes(shape: ModelShape, recipe: Recipe) -> tuple[float, float]:
     """Bytes that a rank receives for one layer and micro-batch: (forward, backward)."""
-    ranks, block = recipe.context, key_value_bytes(shape, recipe)
+    exchanged = 0.0
     if recipe.context_method == "ulysses":
-        once = exchanged_bytes(shape, recipe) * (ranks - 1) / ranks
-        return once, once
+        exchanged = exchanged_bytes(shape, recipe) * (recipe.heads_over - 1) / recipe.heads_over
+    forward, backward = _passed_bytes(shape, recipe)
+    return exchanged + forward, exchanged + backward
+
+
+def _passed_bytes(shape: ModelShape, recipe: Recipe) -> tuple[float, float]:
+    """Those of keys and values of other ranks' tokens: (forward, backward)."""
+    ranks, block = recipe.context // recipe.heads_over, key_value_bytes(shape, recipe)
+    if ranks == 1:
+        return 0.0, 0.0
     once = block * (ranks - 1)
-    if recipe.context_method == "ring":
-        return once, 2.0 * once + block
-    return once, (2.0 if recipe.software.repeats_gathered else 1.0) * once
+    if recipe.context_method == "gather":
+        return once, (2.0 if recipe.software.repeats_gathered else 1.0) * once
+    return once, 2.0 * once + block
 
 
 def exchanged_bytes(shape: ModelShape, recipe: Recipe) -> float:
@@ -71,13 +86,22 @@ def context_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constan
     """Seconds of a layer's messages between context ranks: (forward, backward), none of them hidden."""
     if recipe.context == 1:
         return 0.0, 0.0
-    group = Group(recipe.context, recipe.tensor)
+    exchange = 0.0
     if recipe.context_method == "ulysses":
-        once = exchange_seconds(exchanged_bytes(shape, recipe), group, cluster, constants)
-        return once, once
-    whole = recipe.context * key_value_bytes(shape, recipe)
-    once = gather_seconds(whole, group, cluster, constants)
-    forward, backward = received_bytes(shape, recipe)
+        group = Group(recipe.heads_over, recipe.tensor)
+        exchange = exchange_seconds(exchanged_bytes(shape, recipe), group, cluster, constants)
+    there, back = passing_seconds(shape, recipe, cluster, constants)
+    return exchange + there, exchange + back
+
+
+def passing_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:
+    """Seconds in which keys and values pass between ranks, or between sets of ranks that share heads."""
+    ranks = recipe.context // recipe.heads_over
+    if ranks == 1:
+        return 0.0, 0.0
+    forward, backward = _passed_bytes(shape, recipe)
+    group = Group(ranks, recipe.tensor * recipe.heads_over)
+    once = gather_seconds(ranks * key_value_bytes(shape, recipe), group, cluster, constants)
     return once, once * backward / forward
 
 
@@ -86,5 +110,6 @@ def held_bytes(shape: ModelShape, recipe: Recipe) -> float:
     if recipe.context == 1:
         return 0.0
     if recipe.context_method == "ulysses":
-        return exchanged_bytes(shape, recipe)
+        around = 4 * key_value_bytes(shape, recipe) if recipe.rings > 1 else 0.0
+        return exchanged_bytes(shape, recipe) + around
     return key_value_bytes(shape, recipe) * (recipe.context if recipe.context_method == "gather" else 4)

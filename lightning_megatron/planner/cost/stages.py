@@ -16,7 +16,7 @@ from lightning_megatron.planner.cost.compute import (
     layer_seconds,
     mlp_seconds,
 )
-from lightning_megatron.planner.cost.context_ranks import context_seconds
+from lightning_megatron.planner.cost.context_ranks import context_seconds, passing_seconds
 from lightning_megatron.planner.cost.host_activations import exposed_seconds
 from lightning_megatron.planner.cost.mixture import expert_parameters_here, sending_seconds
 from lightning_megatron.planner.cost.stage_layers import mixtures_of_stages, split_layers
@@ -170,10 +170,11 @@ def _context_seconds(
 ) -> tuple[float, float]:
     """Exposed seconds of one layer's messages between context ranks: (forward, backward)."""
     there, back = context_seconds(shape, recipe, cluster, constants)
-    if recipe.context_method == "ring" and recipe.software.overlap_context:
-        core = layer.attention_core
-        return hidden_cost(there, core, constants), hidden_cost(back, 2.5 * core, constants)
-    return there, back
+    if recipe.context_method == "gather" or not recipe.software.overlap_context:
+        return there, back
+    core, (passed, returned) = layer.attention_core, passing_seconds(shape, recipe, cluster, constants)
+    hidden = hidden_cost(passed, core, constants), hidden_cost(returned, 2.5 * core, constants)
+    return there - passed + hidden[0], back - returned + hidden[1]
 
 
 def _tensor_seconds(shape: ModelShape, recipe: Recipe, cluster: Cluster, constants: Constants) -> tuple[float, float]:

@@ -55,6 +55,8 @@ class Recipe:
         expert: ranks that share out the experts of mixtures; it divides tensor x context x data.
         imbalance: rows of the busiest of these ranks over their mean, as ``expert_load_ranks`` shows.
         context_method: how attention meets other context ranks' tokens: ``gather``, ``ring`` or ``ulysses``.
+        context_heads: context ranks, neighbours, that share the heads under ``ulysses``; a ring passes keys and values
+            from one such set to the next. None for all.
         weight_offload: shards of weights lie in host memory, and their gradients go there (only with sharded weights).
         loss_chunks: pieces of the tokens in which logits and the loss are computed, and again in the backward.
         mlp_chunks: pieces of the tokens in which MLPs are computed, and again in the backward.
@@ -88,6 +90,7 @@ class Recipe:
     mlp_chunks: int = 1
     weight_offload: bool = False
     shard: int | None = None
+    context_heads: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("tensor", "pipeline", "data", "context", "micro_batch", "global_batch", "chunks")
@@ -112,6 +115,7 @@ class Recipe:
                 f"`weight_offload=True` is about shards of weights; use `sharding=fsdp`, not {self.sharding}"
             )
         self._check_offload()
+        self._check_context_heads()
         block = self.tensor * self.context * self.data
         if self.expert < 1 or block % self.expert:
             raise ValueError(
@@ -166,6 +170,19 @@ class Recipe:
         if self.shard < 1 or self.replicas % self.shard:
             raise ValueError(
                 f"`shard={self.shard}` does not divide data x context = {self.replicas} replicas; use a divisor"
+            )
+
+    def _check_context_heads(self) -> None:
+        heads = self.context_heads
+        if heads is None:
+            return
+        if self.context_method != "ulysses":
+            raise ValueError(
+                f"`context_heads={heads}` is about `context_method=ulysses`, not {self.context_method}; leave it out"
+            )
+        if heads < 1 or self.context % heads:
+            raise ValueError(
+                f"`context_heads={heads}` ranks share the heads, of `context={self.context}`; use a divisor of it"
             )
 
     def _check_chunks(self) -> None:
@@ -241,6 +258,16 @@ class Recipe:
         words = [self.sizes(), self.schedule, self.sharding, f"{self.recompute}{sp}", self.precision, *self.savings()]
         return " ".join(words)
 
+    @property
+    def heads_over(self) -> int:
+        """Context ranks that exchange tokens for heads; 1 for other methods than ``ulysses``."""
+        return (self.context_heads or self.context) if self.context_method == "ulysses" else 1
+
+    @property
+    def rings(self) -> int:
+        """Sets of such ranks, among which keys and values pass around; 1 for other methods than ``ulysses``."""
+        return self.context // self.heads_over if self.context_method == "ulysses" else 1
+
     def sizes(self) -> str:
         """The sizes alone: ``t8 p8 v2 d24 c1 b2``."""
         experts = f" e{self.expert}" if self.expert > 1 else ""
@@ -249,7 +276,8 @@ class Recipe:
 
     def savings(self) -> list[str]:
         """What saves memory besides sharding and recomputation, in words; empty without any."""
-        found = [self.context_method] if self.context > 1 else []
+        method = f"{self.context_method}/{self.heads_over}" if self.rings > 1 else self.context_method
+        found = [method] if self.context > 1 else []
         found += [f"loss/{self.loss_chunks}"] if self.loss_chunks > 1 else []
         found += [f"mlp/{self.mlp_chunks}"] if self.mlp_chunks > 1 else []
         found += [f"shard/{self.shard}"] if self.shard is not None and self.shard < self.replicas else []

@@ -233,7 +233,7 @@ def candidates(
                 batch = global_batch if replica_batch is None else replica_batch * data
                 if not batch or batch % data:
                     continue
-                for grid in _grids(shape, Recipe(tensor, pipeline, data, context, 1, batch), limits):
+                for grid in _grids(shape, Recipe(tensor, pipeline, data, context, 1, batch), limits, cluster):
                     yield from _recipes(shape, grid, limits)
 
 
@@ -243,14 +243,22 @@ def _context_sizes(shape: ModelShape, ranks: int, limits: Limits) -> list[int]:
     return sizes if limits.context else [size for size in sizes if size == 1 or shape.seq / size >= _FEWEST_TOKENS]
 
 
-def _grids(shape: ModelShape, sizes: Recipe, limits: Limits) -> Iterator[Recipe]:
+def _grids(shape: ModelShape, sizes: Recipe, limits: Limits, cluster: Cluster) -> Iterator[Recipe]:
     """Yield the recipe of sizes with each number of expert ranks, and each way of attention over context ranks."""
     experts = _expert_sizes(shape, sizes.tensor, sizes.data, limits) if sizes.context == 1 else [1]
     for expert in experts:
         for method in limits.context_methods if sizes.context > 1 else ("gather",):
-            found = replace(sizes, expert=expert, context_method=method)
-            if sizes.context == 1 or method != "ulysses" or deals_heads(shape, found):
-                yield found
+            for heads in _context_heads(sizes, method, cluster.gpus_per_node):
+                found = replace(sizes, expert=expert, context_method=method, context_heads=heads)
+                if sizes.context == 1 or method != "ulysses" or deals_heads(shape, found):
+                    yield found
+
+
+def _context_heads(sizes: Recipe, method: str, gpus: int) -> list[int | None]:
+    """How many context ranks may share the heads: all, and those of a node."""
+    inside = gpus // sizes.tensor
+    several = method == "ulysses" and 1 < inside < sizes.context and sizes.context % inside == 0
+    return [None, inside] if several else [None]
 
 
 def _expert_sizes(shape: ModelShape, tensor: int, data: int, limits: Limits) -> list[int]:

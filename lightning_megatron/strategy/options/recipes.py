@@ -34,7 +34,8 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
     }
     if recipe.context > 1:
         arguments["context_parallel_size"] = recipe.context
-        arguments["context_parallel_options"] = {"method": recipe.context_method}
+        method = recipe.context_method if recipe.rings == 1 else (recipe.context_method, recipe.heads_over)
+        arguments["context_parallel_options"] = {"method": method}
     if recipe.loss_chunks > 1:
         arguments["loss_chunks"] = recipe.loss_chunks
     if recipe.mlp_chunks > 1:
@@ -99,7 +100,9 @@ def recipe_of_run(options: Any, layout: Any, batch: int, precision: str) -> Reci
     engine, schedule = options.engine(), options.pipeline_schedule
     size, piped, offload = options.micro_batch_size, layout.pipeline > 1, engine.gradients.offload
     known = piped and schedule in SCHEDULES
-    asked = (options.context_parallel_options or {}).get("method")
+    asked, heads = (options.context_parallel_options or {}).get("method"), None
+    if isinstance(asked, list | tuple):
+        asked, heads = asked
     return Recipe(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
@@ -117,6 +120,7 @@ def recipe_of_run(options: Any, layout: Any, batch: int, precision: str) -> Reci
         activation_offload=_activations_away(options.activation_offload),
         expert=options.expert_parallel_size,
         context_method=asked if asked in CONTEXT_METHODS else "gather",
+        context_heads=heads,
         loss_chunks=options.loss_chunks if isinstance(options.loss_chunks, int) else 1,
         mlp_chunks=_pieces(options.mlp_chunks),
     )
